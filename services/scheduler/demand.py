@@ -5,8 +5,9 @@ Tests: tests/unit/scheduler/test_demand.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import RequestId, RouteQuery
 
@@ -26,6 +27,7 @@ class _Told:
 @dataclass(slots=True)
 class _Asked:
     model: str
+    scenario: str
     remote: bool
     times: int
     at: float
@@ -38,14 +40,16 @@ class Demand:
     Attributes:
         reserved: with a reservation; they wait for prefill.
         unreserved: without one.
-        remote, local: wait for prefill in that cluster. Who asked again after nobody took it tells
-            how they are divided; of a crowd most wait for their turn to ask.
+        remote, local: wait for prefill in that cluster. Requests that asked again after no worker
+            took them tell how the rest are divided; most of a crowd wait for their turn to ask.
+        scenarios: requests that asked again, by their scenario; if none did, all that asked.
     """
 
     reserved: int
     unreserved: int
     remote: float
     local: float
+    scenarios: Mapping[str, float] = field(default_factory=dict)
 
 
 class DemandBoard:
@@ -71,7 +75,9 @@ class DemandBoard:
             asked.at = now
             return False
         was_refused = bool(query.avoid - query.lost)
-        self._asked[query.request_id] = _Asked(query.model, False, 1 + was_refused, now)
+        self._asked[query.request_id] = _Asked(
+            query.model, query.scenario, False, 1 + was_refused, now
+        )
         if query.avoid:
             return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
@@ -106,9 +112,8 @@ class DemandBoard:
         """What waits now."""
         since = now - STALE_S
         told = [e for e in self._told.values() if e.model == model and e.at > since]
-        again = [
-            e for e in self._asked.values() if e.model == model and e.times > 1 and e.at > since
-        ]
+        asked = [e for e in self._asked.values() if e.model == model and e.at > since]
+        again = [each for each in asked if each.times > 1]
         reserved = sum(each.reserved for each in told)
         remote = sum(each.remote for each in again)
         crowd = max(reserved / len(again), 1.0) if again else 0.0
@@ -117,4 +122,5 @@ class DemandBoard:
             sum(each.waiting for each in told) - reserved,
             remote * crowd,
             (len(again) - remote) * crowd,
+            Counter(each.scenario for each in again or asked),
         )

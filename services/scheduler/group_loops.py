@@ -1,36 +1,40 @@
 """P/D-Serve's monitor over the live groups of one model: which role of which group is short.
 
-Gateways measure times; the scheduler counts who is where, which says the same of the mean.
+Gateways measure times; the scheduler counts requests by stage, which says the same of the mean.
 Tests: tests/unit/scheduler/test_groups.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role
+from kvmesh.policy.groups import GroupKey, shares_of_groups
 from kvmesh.policy.pdserve import RatioStep
 from kvmesh.policy.ratio_monitor import RatioMonitor, StageCounts
-from kvmesh.policy.waiting import Waiting
+from kvmesh.policy.waiting import Waiting, split_waiting
+from services.scheduler.demand import Demand
+
+Groups = Mapping[GroupKey, Sequence[FleetWorker]]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
     """What the monitor says of one group."""
 
-    scenario: str
-    members: list[FleetWorker]
+    group: GroupKey
+    members: Sequence[FleetWorker]
     step: RatioStep
 
 
 class GroupLoops:
-    """One monitor for each scenario that workers are labelled with; "" is all the rest."""
+    """One monitor for each group."""
 
     def __init__(self) -> None:
-        self._monitors: dict[str, RatioMonitor] = {}
+        self._monitors: dict[GroupKey, RatioMonitor] = {}
         self._new: Counter[str] = Counter()
         self._arrived: Counter[str] = Counter()
 
@@ -38,58 +42,82 @@ class GroupLoops:
         """A request was routed for the first time."""
         self._new[scenario] += 1
 
-    def observe(self, workers: Sequence[FleetWorker], waiting: Waiting, elapsed_s: float) -> None:
+    def observe(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> None:
         """Takes the loads of a cycle.
 
         Args:
-            waiting: requests at the gateways; they count for groups as their arrivals are shared,
-                for all alike where none came.
+            demand: requests at the gateways. If none of them asked lately, they are divided like
+                the arrivals of this window.
         """
-        groups = _groups(workers)
-        arrived: Counter[str] = Counter()
-        for scenario, count in self._new.items():
-            arrived[scenario if scenario in groups else ""] += count
-        self._new.clear()
-        self._arrived += arrived
-        total = self._arrived.total()
-        for name, members in groups.items():
+        groups = by_group(_movable(workers))
+        new, self._new = self._new, Counter()
+        self._arrived += new
+        arrived = shares_of_groups(new, sizes_of(groups))
+        waiting = waiting_by_group(groups, demand, self._arrived)
+        for key, members in groups.items():
             loads = [each.load for each in members]
-            # Who waits may have come in a window before, and nobody in this one yet.
-            share = self._arrived[name] / total if total else 1.0 / len(groups)
             counts = StageCounts(
-                Waiting(waiting.prefill * share, waiting.decode * share),
+                waiting[key],
                 sum(each.prefill_active - each.prefill_sending for each in loads),
                 sum(
                     each.prefill_sending + each.decode_running + each.decode_preempted
                     for each in loads
                 ),
             )
-            monitor = self._monitors.setdefault(name, RatioMonitor())
-            monitor.observe(counts, arrived[name], elapsed_s)
+            monitor = self._monitors.setdefault(key, RatioMonitor())
+            monitor.observe(counts, new.total() * arrived[key], elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> Iterator[GroupStep]:
         """What the rule says of each group that had enough requests."""
-        groups = _groups(workers)
+        groups = by_group(_movable(workers))
         self._arrived.clear()
-        for name in self._monitors.keys() - groups.keys():
-            del self._monitors[name]
-        for name, members in sorted(groups.items()):
-            monitor = self._monitors.get(name)
+        for key in self._monitors.keys() - groups.keys():
+            del self._monitors[key]
+        for key, members in sorted(groups.items()):
+            monitor = self._monitors.get(key)
             num_prefill = sum(each.info.role is Role.PREFILL for each in members)
             if monitor is None:
                 continue
             step = monitor.end_window(num_prefill, len(members) - num_prefill)
             if step is not None:
-                yield GroupStep(name, members, step)
+                yield GroupStep(key, members, step)
 
-    def carried_out(self, scenario: str) -> None:
+    def carried_out(self, group: GroupKey) -> None:
         """The group's last step was ordered."""
-        self._monitors[scenario].carried_out()
+        self._monitors[group].carried_out()
 
 
-def _groups(workers: Iterable[FleetWorker]) -> dict[str, list[FleetWorker]]:
-    groups: dict[str, list[FleetWorker]] = {}
+def by_group(workers: Iterable[FleetWorker]) -> dict[GroupKey, list[FleetWorker]]:
+    """Workers by their group."""
+    groups: dict[GroupKey, list[FleetWorker]] = {}
     for worker in workers:
-        if worker.info.role is not Role.HYBRID:
-            groups.setdefault(worker.info.scenario, []).append(worker)
+        groups.setdefault(GroupKey.of(worker.info), []).append(worker)
     return groups
+
+
+def sizes_of(groups: Groups) -> dict[GroupKey, int]:
+    """Workers of each group."""
+    return {key: len(members) for key, members in groups.items()}
+
+
+def waiting_by_group(
+    groups: Groups, demand: Demand, arrived: Mapping[str, float] | None = None
+) -> dict[GroupKey, Waiting]:
+    """What requests at the gateways wait for in each group.
+
+    Args:
+        arrived: requests by scenario, which divide the waiting ones if none of these asked lately.
+    """
+    shares = shares_of_groups(demand.scenarios or arrived or {}, sizes_of(groups))
+    return {
+        key: split_waiting(
+            demand.reserved * share,
+            demand.unreserved * share,
+            [each.load for each in groups[key]],
+        )
+        for key, share in shares.items()
+    }
+
+
+def _movable(workers: Iterable[FleetWorker]) -> Iterator[FleetWorker]:
+    return (each for each in workers if each.info.role is not Role.HYBRID)

@@ -51,7 +51,7 @@ THRESHOLD_TOKENS = Gauge(
 LOAD_SCORE = Gauge(
     "kvmesh_scheduler_load_score",
     "Mean load score of a side: 1 is full, more waits",
-    ("model", "cluster", "side"),
+    ("model", "cluster", "scenario", "side"),
 )
 ROLE_CHANGES = Counter(
     "kvmesh_scheduler_role_changes",
@@ -61,7 +61,7 @@ ROLE_CHANGES = Counter(
 SCALE_STEPS = Counter(
     "kvmesh_scheduler_scale_steps",
     "Advice to add or remove a worker",
-    ("model", "cluster", "role", "step"),
+    ("model", "cluster", "scenario", "role", "step"),
 )
 WORKERS = Gauge("kvmesh_scheduler_workers", "Live workers", ("role",))
 WORKERS_LOST = Counter(

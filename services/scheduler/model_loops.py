@@ -14,6 +14,7 @@ from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload, OffloadState
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.path_meter import PathMeter
@@ -26,7 +27,7 @@ from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
-from services.scheduler.group_loops import GroupLoops, GroupStep
+from services.scheduler.group_loops import GroupLoops, GroupStep, by_group, waiting_by_group
 
 _USUAL_TOKENS = 512
 """Of a prompt by which an expected pace is told."""
@@ -34,13 +35,13 @@ _USUAL_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RoleWork:
-    """One cycle of one cluster's role loop, to be computed anywhere: nobody else touches the loop.
+    """One cycle of one group's role loop, for any thread: nothing else touches the loop.
 
     Attributes:
-        share: of what waits, for each worker.
+        share: requests that wait, per worker of the side that they wait for.
     """
 
-    cluster: str
+    group: GroupKey
     loop: RoleLoop
     members: tuple[FleetWorker, ...]
     share: Waiting
@@ -71,7 +72,7 @@ class ModelLoops:
         self._meter = ServingMeter(self._remote)
         self._expected = expected
         self._allocation = AllocationLoop()
-        self._roles: dict[str, RoleLoop] = {}
+        self._roles: dict[GroupKey, RoleLoop] = {}
         self._sent: dict[Life, int] = {}
         self._sending = SendingMeter()
         self._read: dict[tuple[WorkerId, int, WorkerId, str], int] = {}
@@ -117,7 +118,7 @@ class ModelLoops:
         self._pace = self._paths.pace(self._prompt_token_s())
         waiting = self._waiting(workers, demand)
         self._allocation.observe(waiting)
-        self._groups.observe(self._home(workers), waiting, elapsed_s)
+        self._groups.observe(self._home(workers), demand, elapsed_s)
 
     def _prompt_token_s(self) -> float | None:
         measured, expected = self._meter.prompt_token_s, self._expected
@@ -131,7 +132,7 @@ class ModelLoops:
 
     def carried_out(self, step: GroupStep) -> None:
         """What the monitor said was ordered."""
-        self._groups.carried_out(step.scenario)
+        self._groups.carried_out(step.group)
 
     def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:
         """Moves the threshold (PrfaaS 3.4.3 point 2); True if it is another now."""
@@ -185,20 +186,23 @@ class ModelLoops:
         return read, reading
 
     def role_work(self, workers: Sequence[FleetWorker], demand: Demand) -> list[RoleWork]:
-        """FlowKV's cycle for every home cluster, by its name."""
-        waiting = self._waiting(workers, demand)
+        """FlowKV's cycle for every group at home.
+
+        A worker helps its own group only: no other group can use it.
+        """
         movable = [w for w in self._home(workers) if w.info.role is not Role.HYBRID]
-        num_prefill = sum(each.info.role is Role.PREFILL for each in movable)
-        num_decode = len(movable) - num_prefill
-        share = Waiting(waiting.prefill / max(num_prefill, 1), waiting.decode / max(num_decode, 1))
-        clusters: dict[str, list[FleetWorker]] = {}
-        for worker in movable:
-            clusters.setdefault(worker.info.cluster, []).append(worker)
-        for name in self._roles.keys() - clusters.keys():
-            del self._roles[name]
+        groups = by_group(movable)
+        for key in self._roles.keys() - groups.keys():
+            del self._roles[key]
+        waiting = waiting_by_group(groups, demand)
         return [
-            RoleWork(name, self._roles.setdefault(name, RoleLoop()), tuple(members), share)
-            for name, members in sorted(clusters.items())
+            RoleWork(
+                key,
+                self._roles.setdefault(key, RoleLoop()),
+                tuple(members),
+                _per_worker(waiting[key], members),
+            )
+            for key, members in sorted(groups.items())
         ]
 
     def _waiting(self, workers: Sequence[FleetWorker], demand: Demand) -> Waiting:
@@ -227,10 +231,15 @@ class ModelLoops:
         return self._allocation.question(serving, hardware, self.threshold, num_prefill, queues)
 
     def giver(self, to_role: Role | None, workers: Sequence[FleetWorker]) -> WorkerId | None:
-        """The quietest worker of the side that gives one; None if there is none to spare."""
-        if to_role is None:
+        """The quietest worker of the side that gives one; None if there is none to spare.
+
+        Lengths and queues are known for all groups together, so they do not tell which group could
+        spare a worker. With several groups at home none is moved.
+        """
+        home = self._home(workers)
+        if to_role is None or len(by_group(home)) > 1:
             return None
-        return choose_giver([(each.info, each.load) for each in self._home(workers)], to_role)
+        return choose_giver([(each.info, each.load) for each in home], to_role)
 
     def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
         """Takes over the threshold of an evaluation, for the split that runs from now on.
@@ -246,6 +255,12 @@ class ModelLoops:
         if moved:
             num_prefill += 1 if found.move.to_role is Role.PREFILL else -1
         self._offload.threshold = found.threshold(self.threshold, num_prefill)
+
+
+def _per_worker(waiting: Waiting, members: Sequence[FleetWorker]) -> Waiting:
+    num_prefill = sum(each.info.role is Role.PREFILL for each in members)
+    num_decode = len(members) - num_prefill
+    return Waiting(waiting.prefill / max(num_prefill, 1), waiting.decode / max(num_decode, 1))
 
 
 def _life(worker: FleetWorker) -> Life:

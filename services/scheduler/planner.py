@@ -18,6 +18,7 @@ from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.fleet_index import SMALL_FLEET
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.role_loop import CYCLE_S
@@ -68,7 +69,7 @@ class Planner:
         self._store = store
         self._owner = owner
         self._models: dict[str, ModelLoops] = {}
-        self._scale: dict[tuple[str, str], ScaleSignal] = {}
+        self._scale: dict[GroupKey, ScaleSignal] = {}
         self._last_cycle = clock.now()
         self._last_asked = -math.inf
         self._window_ends = self._last_cycle + config.monitor_s
@@ -180,7 +181,7 @@ class Planner:
         # Models without workers are forgotten with all that was learnt of them.
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         self.demand.prune(models.keys(), now)
-        self._scale = {key: each for key, each in self._scale.items() if key[0] in models}
+        self._scale = {key: each for key, each in self._scale.items() if key.model in models}
         if self.role_orders.num_recommended:
             here = {each.info.worker_id for workers in models.values() for each in workers}
             self.role_orders.keep(here)
@@ -208,7 +209,7 @@ class Planner:
             giver = loops.giver(role, found.members)
             if role is None or giver is None:
                 self._decisions.add_fleet(
-                    "ratio", reason.name.lower(), model=model, scenario=found.scenario
+                    "ratio", reason.name.lower(), model=model, group=found.group.name
                 )
                 continue
             if self.role_orders.change("ratio", giver, role, reason, may_order=may_order):
@@ -232,31 +233,33 @@ class Planner:
                 cycle = await asyncio.to_thread(work.cycle, now)
             else:
                 cycle = work.cycle(now)
-            cluster = work.cluster
-            metrics.LOAD_SCORE.labels(model, cluster, "prefill").set(cycle.fleet.prefill)
-            metrics.LOAD_SCORE.labels(model, cluster, "decode").set(cycle.fleet.decode)
+            group = work.group
+            labels = (model, group.cluster, group.scenario)
+            metrics.LOAD_SCORE.labels(*labels, "prefill").set(cycle.fleet.prefill)
+            metrics.LOAD_SCORE.labels(*labels, "decode").set(cycle.fleet.decode)
             for switch in cycle.switches:
                 wanted.add((switch.worker_id, switch.role))
                 if self.role_orders.change(
                     "switch", switch.worker_id, switch.role, switch.reason, may_order=may_order
                 ):
                     work.loop.carried_out(switch)
-            before = self._scale.get((model, cluster), STEADY)
+            before = self._scale.get(group, STEADY)
             signal = scale_signal(cycle.fleet, cycle.regime, before, now)
-            self._scale[model, cluster] = signal
-            self._note_scale(model, cluster, signal)
+            self._scale[group] = signal
+            self._note_scale(group, signal)
         # What other models' workers were told stands: this cycle was not about them.
         self.role_orders.withdraw({each.info.worker_id for each in workers}, wanted)
 
-    def _note_scale(self, model: str, cluster: str, signal: ScaleSignal) -> None:
+    def _note_scale(self, group: GroupKey, signal: ScaleSignal) -> None:
         if signal.step == 0 or signal.role is None:
             return
-        metrics.SCALE_STEPS.labels(model, cluster, signal.role.value, str(signal.step)).inc()
+        labels = (group.model, group.cluster, group.scenario)
+        metrics.SCALE_STEPS.labels(*labels, signal.role.value, str(signal.step)).inc()
         self._decisions.add_fleet(
             "scale",
             signal.reason.name.lower(),
-            model=model,
-            cluster=cluster,
+            model=group.model,
+            group=group.name,
             role=signal.role.value,
             step=signal.step,
         )

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from kvmesh.core.types import Role, RouteQuery
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.pdserve import Group, GroupChoice, choose_group
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -39,7 +40,7 @@ def restrict_to_group(
     for worker in view.workers:
         info = worker.info
         if info.model == query.model and info.cluster != remote:
-            members.setdefault(f"{info.scenario or 'any'}@{info.cluster}", []).append(worker)
+            members.setdefault(GroupKey.of(info).name, []).append(worker)
     for name, each in members.items():
         if any(_takes(worker, query) for worker in each):
             groups[name] = Group(name, each[0].info.scenario, _busy_share(each))

@@ -77,7 +77,7 @@ class _Sums:
     wait_decode: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
-    count: int = 0
+    count: float = 0.0
 
     def window(self) -> LatencyWindow:
         """Mean times, waiting included."""
@@ -123,11 +123,11 @@ class RatioMonitor:
         self._asked: _Change | None = None
         self._hold = HOLD_WINDOWS
 
-    def observe(self, counts: StageCounts, num_new: int, elapsed_s: float) -> None:
+    def observe(self, counts: StageCounts, num_new: float, elapsed_s: float) -> None:
         """Takes a sample.
 
         Args:
-            num_new: arrivals since the last call.
+            num_new: arrivals since the last call; a fraction where groups share a scenario.
             elapsed_s: since the last call.
         """
         sums = self._sums

@@ -6,17 +6,17 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.pdserve import MIN_PER_ROLE
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
-from kvmesh.policy.waiting import Waiting
+from services.scheduler.demand import Demand
 from services.scheduler.group_loops import GroupLoops
 from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info
-from tests.unit.scheduler.test_planner import IDLE, Mesh
+from tests.unit.scheduler.test_planner import BUSY, IDLE, Mesh
 
 PER_ROLE = MIN_PER_ROLE + 1
 
 
 def groups(**changes: object) -> Mesh:
-    mesh = Mesh(policy="pdserve", **changes)  # type: ignore[arg-type]
+    mesh = Mesh(**{"policy": "pdserve", **changes})  # type: ignore[arg-type]
     for scenario in ("chat", ""):
         name = scenario or "any"
         for n in range(PER_ROLE):
@@ -62,7 +62,7 @@ async def test_prompts_that_pile_up_move_an_instance_of_their_group() -> None:
     (moved,) = [each for each in mesh.fleet_log("ratio") if "worker_id" in each]
     assert (moved["reason"], moved["outcome"]) == ("prefill_grew", "applied")
     steady = [each for each in mesh.fleet_log("ratio") if "worker_id" not in each]
-    assert [each["scenario"] for each in steady].count("") == 2, "the other group is as before"
+    assert [each["group"] for each in steady].count("any@east") == 2, "the other is as before"
 
 
 async def test_a_change_that_no_worker_was_told_of_is_asked_for_again() -> None:
@@ -87,7 +87,7 @@ def test_who_waits_counts_in_seconds_in_which_nobody_comes() -> None:
         if second == WINDOW_S - 1:
             for _ in range(MIN_REQUESTS):
                 loops.note_new("")
-        loops.observe(workers, Waiting(4.0 * PER_ROLE, 0.0), 1.0)
+        loops.observe(workers, Demand(4 * PER_ROLE, 0, 0.0, 0.0), 1.0)
     (found,) = loops.end_window(workers)
     assert found.step.grow is Role.PREFILL
 
@@ -108,3 +108,51 @@ async def test_other_policies_have_no_monitor() -> None:
         mesh.report("p", **IDLE)
         await mesh.second()
     assert mesh.fleet_log("ratio") == []
+
+
+async def test_the_role_loop_takes_no_worker_of_another_group() -> None:
+    """Group doc is overloaded; group chat idles and has workers that doc cannot use."""
+    mesh = Mesh(policy="kvmesh")
+    for scenario in ("chat", "doc"):
+        mesh.join(worker_info(f"{scenario}-p", scenario=scenario))
+        for n in range(2):
+            mesh.join(worker_info(f"{scenario}-d{n}", Role.DECODE, scenario=scenario))
+    for second in range(6):
+        mesh.clock.advance(1.0)
+        mesh.report("doc-p", **BUSY)
+        await mesh.route(f"chat-{second}", scenario="chat")
+        for n in range(3):
+            await mesh.route(f"doc-{n}", scenario="doc", waiting=6, waiting_reserved=6)
+        await mesh.planner.cycle(may_order=True)
+    assert mesh.orders, "doc's own decode worker helps"
+    assert {name for name, _ in mesh.orders} <= {"doc-d0", "doc-d1"}
+
+
+async def test_the_monitor_tells_clusters_apart() -> None:
+    mesh = Mesh(policy="pdserve")
+    for cluster in ("east", "west"):
+        for n in range(PER_ROLE):
+            mesh.join(
+                worker_info(f"{cluster}-p{n}", cluster=cluster),
+                worker_info(f"{cluster}-d{n}", Role.DECODE, cluster=cluster),
+            )
+    for prefilling in (1, 4):
+        for second in range(int(WINDOW_S)):
+            for n in range(PER_ROLE):
+                mesh.report(f"west-p{n}", prefill_active=prefilling, blocks_free=512)
+                mesh.report(f"east-p{n}", prefill_active=1, blocks_free=512)
+                for cluster in ("east", "west"):
+                    mesh.report(f"{cluster}-d{n}", decode_running=2, blocks_free=512)
+            for n in range(2):
+                await mesh.route(f"{prefilling}-{second}-{n}")
+            await mesh.second()
+    assert mesh.orders == [("west-d0", "prefill")]
+
+
+async def test_reallocation_moves_nobody_between_groups() -> None:
+    mesh = groups(policy="kvmesh")
+    loops = mesh.planner._loops("m")
+    workers = mesh.planner._workers_by_model()["m"]
+    assert loops.giver(Role.PREFILL, workers) is None
+    chat = [each for each in workers if each.info.scenario == "chat"]
+    assert loops.giver(Role.PREFILL, chat) == "chat-d0"

@@ -1,0 +1,71 @@
+"""The P/D group of a worker: the workers that it may share work with.
+
+Source: P/D-Serve 3.2. Tests: tests/unit/policy/test_groups.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmesh.core.types import WorkerInfo
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GroupKey:
+    """What the workers of a group have in common.
+
+    Attributes:
+        fingerprint: of the checkpoint; KV is never exchanged between two.
+        scenario: that the group serves; empty: any that has no group of its own.
+    """
+
+    model: str
+    fingerprint: str
+    scenario: str
+    cluster: str
+
+    @classmethod
+    def of(cls, info: WorkerInfo) -> GroupKey:
+        """The group of a worker."""
+        return cls(info.model, info.layout.model_fingerprint, info.scenario, info.cluster)
+
+    @property
+    def name(self) -> str:
+        """For people; unique among the groups of one checkpoint."""
+        return f"{self.scenario or 'any'}@{self.cluster}"
+
+
+def shares_of_groups(
+    askers: Mapping[str, float], sizes: Mapping[GroupKey, int]
+) -> dict[GroupKey, float]:
+    """The share of some requests that each group serves.
+
+    As routes do, this sends a scenario's requests to its own groups, else to groups of any
+    scenario, else to all. Several groups of one scenario share by their sizes.
+
+    Args:
+        askers: requests by scenario; empty shares among all groups by size.
+        sizes: workers of each group.
+
+    Returns:
+        A share for each group; they add up to 1 where there is a group.
+    """
+    shares = dict.fromkeys(sizes, 0.0)
+    total = sum(askers.values())
+    parts = {scenario: count / total for scenario, count in askers.items()} if total else {}
+    for scenario, part in parts.items() or [("", 1.0)]:
+        serving = _serving(scenario, sizes) if parts else list(sizes)
+        size = sum(sizes[key] for key in serving)
+        for key in serving:
+            shares[key] += part * sizes[key] / size
+    return shares
+
+
+def _serving(scenario: str, groups: Iterable[GroupKey]) -> list[GroupKey]:
+    groups = list(groups)
+    for label in (scenario, ""):
+        found = [key for key in groups if key.scenario == label]
+        if found:
+            return found
+    return groups
