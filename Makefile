@@ -98,6 +98,10 @@ kernel-registers: setup ## registers, spills and shared memory of every kernel b
 up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
+.PHONY: dist
+dist: setup ## wheel and sdist, in dist/
+	rm -rf build/lib build/bdist.* dist && $(PY) -m build --no-isolation --sdist --wheel
+
 bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
 
