@@ -115,6 +115,11 @@ class Frontend:
         return "draining" if self.is_draining else self._mesh.router.not_ready
 
     @property
+    def missing_native(self) -> dict[str, list[str]]:
+        """Libraries of native code that workers run without, slower; by worker."""
+        return self._mesh.router.missing_native
+
+    @property
     def is_draining(self) -> bool:
         """Whether nothing new is admitted."""
         return self._admission.draining

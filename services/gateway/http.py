@@ -179,7 +179,10 @@ class HttpFront:
         """GET /ready: requests can be served now."""
         reason = self._frontend.not_ready
         if not reason:
-            return web.json_response({"status": "ready"})
+            slower = self._frontend.missing_native
+            return web.json_response(
+                {"status": "ready", **({"missing_native": slower} if slower else {})}
+            )
         body = error_body(reason, "not_ready")
         return web.json_response({"status": "not ready", **body}, status=503)
 

@@ -94,6 +94,16 @@ def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
     return f"no {' and no '.join(missing)} worker for {model}; {ready}"
 
 
+def missing_native(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[str]]:
+    """Libraries of native code that workers of a model run without, slower; by worker."""
+    served = served_workers(workers, model)
+    return {
+        each.info.worker_id: list(each.info.missing_native)
+        for each in served
+        if each.info.missing_native
+    }
+
+
 def candidate_of(worker: FleetWorker) -> Candidate:
     """A worker of the fleet as a candidate."""
     info = worker.info
@@ -147,6 +157,11 @@ class Router:
     def not_ready(self) -> str:
         """Why the fleet cannot serve; empty if it can."""
         return missing_role(self._fleet.workers, self._model)
+
+    @property
+    def missing_native(self) -> dict[str, list[str]]:
+        """Of native code, see the function of this name."""
+        return missing_native(self._fleet.workers, self._model)
 
     def planned(self, query: RouteQuery) -> RoutePlan | None:
         """The scheduler's plan for such a request, made before it came; None: `route` asks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.integration.gateway_fake_worker import LAYOUT, MODEL
 from tests.integration.gateway_fakes import draining
 from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 from tests.unit.gateway.tiny_model import EOS
+from tests.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -333,6 +335,26 @@ async def test_models_health_ready_version_metrics(stack: Stack) -> None:
     assert "kvmesh_gateway_requests_open 0.0" in text
 
 
+async def test_ready_names_workers_without_native_code(tmp_path: Path) -> None:
+    async with (
+        gateway_stack(tmp_path, TWO_PAIRS) as stack,
+        aiohttp.ClientSession(stack.url) as session,
+    ):
+        worker = stack.mesh.workers["d1"]
+        worker.info = replace(worker.info, missing_native=("kernels",))
+        seen = stack.mesh.fleet_seen
+        stack.mesh.changed.set()
+        await stack.mesh.until(lambda: stack.mesh.fleet_seen > seen)
+
+        async def said() -> object:
+            async with session.get("/ready") as response:
+                assert response.status == 200
+                return (await response.json()).get("missing_native")
+
+        await until(said)
+        assert await said() == {"d1": ["kernels"]}
+
+
 async def test_ready_needs_both_roles(tmp_path: Path) -> None:
     async with (
         gateway_stack(tmp_path, TWO_PAIRS) as stack,
@@ -340,6 +362,7 @@ async def test_ready_needs_both_roles(tmp_path: Path) -> None:
     ):
         async with session.get("/ready") as response:
             assert response.status == 200
+            assert await response.json() == {"status": "ready"}
         for name in ("d1", "d2"):
             worker = stack.mesh.workers[name]
             worker.load = draining(worker.load)

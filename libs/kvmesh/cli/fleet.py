@@ -173,6 +173,7 @@ def described(worker: FleetWorker) -> dict[str, Any]:
         "cluster": info.cluster,
         "model": info.model,
         "state": state_of(worker),
+        "missing_native": list(info.missing_native),
         "control_endpoint": str(info.control_endpoint),
         "prefill_active": load.prefill_active,
         "prefill_slots": info.prefill_slots,

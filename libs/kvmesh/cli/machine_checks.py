@@ -17,6 +17,7 @@ from kvmesh.cli.model_folder import read_model_folder
 from kvmesh.core.errors import CheckpointError
 from kvmesh.core.native_libraries import (
     LIBRARIES,
+    TRANSFER,
     NativeError,
     NativeLibrary,
     find_library,
@@ -119,6 +120,25 @@ def check_native(find: Callable[[NativeLibrary], tuple[Path, str]] = find_librar
         return Finding.warn("native code", str(error), remedy)
     best = usable_levels()[0].name
     return Finding.ok("native code", f"{', '.join(levels)}; the best of this CPU is {best}")
+
+
+def native_notes(
+    engine: str, device: str, find: Callable[[NativeLibrary], tuple[Path, str]] = find_library
+) -> list[str]:
+    """What to tell before workers of such an engine start without native code; empty with it.
+
+    Args:
+        engine: `torch` or `fake`.
+        device: where it computes; kernels are for CPUs.
+        find: as of `check_native`.
+    """
+    needed = LIBRARIES if (engine, device) == ("torch", "cpu") else (TRANSFER,)
+    for library in needed:
+        try:
+            find(library)
+        except NativeError as error:
+            return [f"workers run without native code, slower: {error}"]
+    return []
 
 
 def check_cores(cores: int, omp_num_threads: str) -> Finding:

@@ -213,6 +213,8 @@ def _headline(frame: Frame) -> Text:
         line.append(f"   {missing}", style="yellow")
     elif frame.kvmanager_connected is False:
         line.append("   no kvmanager: cached prefixes unknown", style="yellow")
+    elif slower := [each.info.worker_id for each in frame.workers if each.info.missing_native]:
+        line.append(f"   slower, no native code: {', '.join(slower)}", style="yellow")
     return line
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvmesh.cli.descendants import adopt_orphans, kill_descendants
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
+from kvmesh.cli.machine_checks import native_notes
 from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.preflight import problems
 from kvmesh.cli.probes import free_ports
@@ -144,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvmesh up: {problem}", file=sys.stderr)
     if found:
         return 1
-    for note in ports.notes:
+    for note in [*ports.notes, *native_notes(options.engine, options.device)]:
         print(f"kvmesh up: {note}", file=sys.stderr)
     if not options.max_model_len:
         fits = options.num_blocks * options.block_size

@@ -89,6 +89,7 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
         # Workers that can hand KV over to each other.
         "group": f"{info.model} {info.layout.model_fingerprint[:8]}",
         "state": "cordoned" if detail.cordoned else state,
+        "missing_native": list(info.missing_native),
         "incarnation": info.incarnation,
         "address": str(info.control_endpoint),
         "prefill": {"active": load.prefill_active, "slots": info.prefill_slots},

@@ -313,6 +313,7 @@ class WorkerInfo:
     Attributes:
         scenario: that its P/D group serves; empty: any.
         publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
+        missing_native: libraries of native code that it runs without, slower.
     """
 
     worker_id: WorkerId
@@ -329,6 +330,7 @@ class WorkerInfo:
     num_blocks: int
     scenario: str = ""
     publishes: bool = True
+    missing_native: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         num_blocks=info.num_blocks,
         scenario=info.scenario,
         unpublished=not info.publishes,
+        missing_native=info.missing_native,
     )
 
 
@@ -78,6 +79,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         num_blocks=message.num_blocks,
         scenario=message.scenario,
         publishes=not message.unpublished,
+        missing_native=tuple(message.missing_native),
     )
 
 

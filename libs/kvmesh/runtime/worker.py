@@ -27,6 +27,7 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.kv_pool import KvPool
+from kvmesh.runtime.native_code import native_levels
 from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole
@@ -226,6 +227,7 @@ class Worker:
             num_blocks=self._runner.kv.num_blocks,
             scenario=section.scenario,
             publishes=bool(section.kvmanager_target),
+            missing_native=self._missing_native(),
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
@@ -267,6 +269,11 @@ class Worker:
             self._context.spawn(self.copies.run(), "pool copies")
 
         self._kv_events = start_kv_events(self._context, self._config, self.core)
+
+    def _missing_native(self) -> tuple[str, ...]:
+        levels = native_levels(self._config.engine)
+        self._metrics.show_native(levels)
+        return tuple(sorted(name for name, level in levels.items() if not level))
 
     def _notify(self) -> None:
         self._registration.notify()

@@ -6,10 +6,10 @@ Tests: tests/integration/test_worker.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -132,6 +132,17 @@ class WorkerMetrics:
             registry=registry,
         )
         self._links: OrderedDict[LinkKey, None] = OrderedDict()
+
+    def show_native(self, levels: Mapping[str, str]) -> None:
+        """Exports with which libraries the worker runs, as `native_levels` gives them; once."""
+        native = Gauge(
+            "kvmesh_native_library",
+            "1 with this library of native code, 0 where it is missing and the worker is slower",
+            ["library", "level"],
+            registry=self.registry,
+        )
+        for library, level in levels.items():
+            native.labels(library, level or "none").set(bool(level))
 
     def observe_transfer(self, sample: TransferSample) -> None:
         """One transfer on a link ended well."""

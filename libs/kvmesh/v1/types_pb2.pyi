@@ -697,6 +697,7 @@ class WorkerInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     SCENARIO_FIELD_NUMBER: _builtins.int
     UNPUBLISHED_FIELD_NUMBER: _builtins.int
+    MISSING_NATIVE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -731,6 +732,10 @@ class WorkerInfo(_message.Message):
     def layout(self) -> Global___KvLayout:
         """KV memory shape."""
 
+    @_builtins.property
+    def missing_native(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Libraries of native code that it runs without, slower: "kernels", "transfer"."""
+
     def __init__(
         self,
         *,
@@ -748,10 +753,11 @@ class WorkerInfo(_message.Message):
         num_blocks: _builtins.int = ...,
         scenario: _builtins.str = ...,
         unpublished: _builtins.bool = ...,
+        missing_native: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

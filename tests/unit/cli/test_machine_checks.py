@@ -113,6 +113,30 @@ def test_native_code() -> None:
     assert (found.level, found.detail) == (Level.WARN, "_host_avx2.so is missing")
 
 
+@pytest.mark.parametrize(
+    ("engine", "device", "missing", "is_told"),
+    [
+        ("torch", "cpu", "host", True),
+        ("torch", "cpu", "native", True),
+        ("torch", "cpu", "", False),
+        ("torch", "cuda", "host", False),
+        ("fake", "cpu", "host", False),
+        ("fake", "cpu", "native", True),
+    ],
+)
+def test_a_start_without_native_code_that_is_needed_is_told(
+    engine: str, device: str, missing: str, is_told: bool
+) -> None:
+    def find(library: NativeLibrary) -> tuple[Path, str]:
+        if library.name == missing:
+            raise NativeError(f"{missing} is missing")
+        return Path(), "avx2"
+
+    notes = checks.native_notes(engine, device, find)
+    told = f"workers run without native code, slower: {missing} is missing"
+    assert notes == ([told] if is_told else [])
+
+
 @pytest.mark.skipif(not usable_levels(), reason="no library is made for this CPU")
 def test_native_code_that_is_there() -> None:
     found = checks.check_native(lambda library: (Path(library.name), "avx2"))

@@ -85,6 +85,17 @@ def test_a_picture_tells_of_a_kvmanager_that_is_gone() -> None:
     assert "no kvmanager" not in shown(Frame(workers, {}, None, fresh=True))
 
 
+def test_a_picture_names_who_runs_without_native_code() -> None:
+    worker = fleet_worker("h0", Role.HYBRID)
+    slow = dataclasses.replace(
+        worker, info=dataclasses.replace(worker.info, missing_native=("transfer",))
+    )
+    assert "slower" not in shown(Frame((worker,), {}, None, fresh=True))
+    frame = Frame((slow,), {}, None, fresh=True)
+    assert "slower, no native code: h0" in shown(frame)
+    assert as_json(frame)["workers"][0]["missing_native"] == ["transfer"]
+
+
 def test_a_narrow_terminal_cuts_nothing() -> None:
     workers = (fleet_worker("prefill-0"), fleet_worker("decode-10", Role.DECODE, draining=True))
     narrow = shown(Frame(workers, {}, None, fresh=True), 80)

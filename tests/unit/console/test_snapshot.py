@@ -62,6 +62,16 @@ def test_a_worker_shows_why_nothing_is_routed_to_it() -> None:
     assert [each["state"] for each in shown["workers"]] == ["cordoned", "draining"]
 
 
+def test_a_worker_shows_what_it_runs_without() -> None:
+    fast = fleet_worker("p0")
+    slow = dataclasses.replace(
+        fast, info=dataclasses.replace(fast.info, missing_native=("kernels",))
+    )
+    for worker, missing in ((fast, []), (slow, ["kernels"])):
+        [row] = snapshot(view_of(RequestLog(), worker))["workers"]
+        assert row["missing_native"] == missing
+
+
 def test_a_worker_that_left_is_told_apart() -> None:
     view = view_of(RequestLog(), fleet_worker("d0", Role.DECODE))
     view.sampler.take([], view.share, 100.0)

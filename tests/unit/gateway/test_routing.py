@@ -22,7 +22,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.plans_ahead import AHEAD_S, PlanKind, PlansAhead, PlanStock, Wish
-from services.gateway.routing import Router, candidate_of, missing_role, model_facts
+from services.gateway.routing import Router, candidate_of, missing_native, missing_role, model_facts
 
 LAYOUT = KvLayout("fp", "float32", 16, 2, 2, 8)
 QUERY = RouteQuery(RequestId("r"), "tiny", 10, 5)
@@ -37,6 +37,12 @@ def worker(name: str, role: Role, **changes: object) -> FleetWorker:
 
 
 P, D, H = (worker(role.value, role) for role in (Role.PREFILL, Role.DECODE, Role.HYBRID))
+
+
+def test_workers_without_native_code_are_named() -> None:
+    slow = worker("slow", Role.DECODE, missing_native=("kernels", "transfer"))
+    other = worker("other", Role.DECODE, missing_native=("kernels",), model="large")
+    assert missing_native((P, slow, other), "tiny") == {"slow": ["kernels", "transfer"]}
 
 
 @dataclass

@@ -60,6 +60,7 @@ INFO = WorkerInfo(
     1,
     8,
     64,
+    missing_native=("kernels", "transfer"),
 )
 LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5)
 SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7)

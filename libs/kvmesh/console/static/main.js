@@ -44,6 +44,8 @@ function condition(snapshot) {
   if (ready.every((worker) => worker.role === "decode")) return ["stale", "no prefill worker is ready"];
   if (ready.every((worker) => worker.role === "prefill")) return ["lost", "no decode worker is ready"];
   if (snapshot.kvmanager === false) return ["stale", "no kvmanager: cached prefixes unknown"];
+  const slower = snapshot.workers.filter((worker) => worker.missing_native.length);
+  if (slower.length) return ["stale", `slower, no native code: ${slower.map((worker) => worker.id).join(", ")}`];
   return ["live", "live"];
 }
 
