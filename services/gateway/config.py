@@ -28,6 +28,9 @@ class HttpConfig:
     max_connections_per_address: int = option(
         2048, "connections of one address; 0 is no limit, for a load balancer in front"
     )
+    tenant_metrics: bool = option(
+        False, "GET /metrics of this port names tenants, to everybody who reaches it"
+    )
     tls: TlsConfig = option(TlsConfig, "")
 
 

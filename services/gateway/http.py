@@ -21,6 +21,7 @@ from services.gateway.calls import PATHS, Calls, Headers, caller_of, given_reque
 from services.gateway.config import HttpConfig
 from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
 from services.gateway.frontend import Frontend, clean_request_id
+from services.gateway.metrics import TENANT
 from services.gateway.model_checks import check_model
 from services.gateway.openai import chat_call
 from services.gateway.openapi import openapi_page
@@ -187,9 +188,9 @@ class HttpFront:
         return web.json_response({"status": "not ready", **body}, status=503)
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
-        """GET /metrics, in Prometheus' text format."""
+        """GET /metrics, in Prometheus' text format; tells no names of tenants unless asked to."""
         return web.Response(
-            body=exposition(),
+            body=exposition(without="" if self._config.tenant_metrics else TENANT),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 

@@ -31,6 +31,9 @@ E2E_BUCKETS = (
 )
 OFFER_BUCKETS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 55.0, 144.0)
 
+TENANT = "tenant"
+"""Label with a tenant's name; only these metrics have it, so that a port can leave it out."""
+
 # vLLM's words for `finished_reason`.
 _FINISHED = {
     FinishReason.STOP: "stop",
@@ -114,13 +117,13 @@ class GatewayMetrics(Collector):
         self._over_quota = self._counter(
             "kvmesh_gateway_over_quota",
             "Requests refused because a quota was used up.",
-            "tenant",
+            TENANT,
             "quota",
         )
         self._tenant_tokens = self._counter(
             "kvmesh_gateway_tenant_tokens",
             "Prompt and generated tokens of ended requests.",
-            "tenant",
+            TENANT,
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:

@@ -51,6 +51,37 @@ def test_alone_a_process_tells_its_own() -> None:
     assert b"python_info" in exposition()
 
 
+SUM = """
+import sys
+from prometheus_client import Counter, Gauge
+from kvmesh.telemetry.exposition import exposition
+used = Counter("used", "Used.", ["tenant", "kind"])
+for tenant, kind, count in (("acme", "a", 1), ("beta", "a", 2), ("", "a", 4), ("acme", "b", 8)):
+    used.labels(tenant, kind).inc(count)
+Counter("other", "Other.", ["kind"]).labels("a").inc(5)
+print(exposition(without="tenant").decode())
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_label_is_left_out_and_its_series_are_added_up(tmp_path: Path, shared: bool) -> None:
+    env = {SHARED_FOLDER_VARIABLE: str(tmp_path)} if shared else {}
+    text = subprocess.run(
+        [sys.executable, "-c", SUM],
+        env=child_environment(env),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "acme" not in text
+    assert "tenant" not in text
+    lines = text.splitlines()
+    assert lines.count("# TYPE used_total counter") == 1
+    assert {'used_total{kind="a"} 7.0', 'used_total{kind="b"} 8.0'} <= set(lines)
+    assert 'other_total{kind="a"} 5.0' in lines
+    assert len([line for line in lines if line.startswith("used_total{")]) == 2
+
+
 # What Prometheus asks for, before and since 3.0.
 ACCEPT = (
     "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",

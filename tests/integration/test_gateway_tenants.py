@@ -19,7 +19,7 @@ from kvmesh.policy.quota import TenantLimits
 from kvmesh.rpc.channels import open_channel
 from kvmesh.v1.inference_service_pb2 import GenerateRequest
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.config import AccessConfig, QuotaConfig, QuotaStoreConfig
+from services.gateway.config import AccessConfig, HttpConfig, QuotaConfig, QuotaStoreConfig
 from tests.integration.gateway_fake_worker import LAYOUT, MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.redis_server import redis_process, redis_url
@@ -75,6 +75,24 @@ async def test_a_quota_that_is_used_up_is_named_and_says_when_to_come_back(tmp_p
         assert metrics.value(name, tenant="b", quota="tokens_per_min") == 1
         used = "kvmesh_gateway_tenant_tokens_total"
         assert metrics.value(used, tenant="a") == metrics.value(used, tenant="b") > 4
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_metrics_of_the_public_port_name_tenants_only_if_asked_to(
+    tmp_path: Path, named: bool
+) -> None:
+    http = HttpConfig(port=0, tenant_metrics=named)
+    async with tenants(tmp_path, {"a": TenantLimits(), "b": TenantLimits()}, http=http) as stack:
+        for name in ("a", "b"):
+            assert (await ask(stack, name))[0] == 200
+        url = f"http://127.0.0.1:{stack.gateway.http_port}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            text = await answer.text()
+    used = [line for line in text.splitlines() if line.startswith("kvmesh_gateway_tenant_tokens_t")]
+    assert ('tenant="a"' in text) is named
+    assert ("tenant=" in text) is named
+    assert len(used) == 2 if named else len(used) == 1
+    assert float(used[0].split()[-1]) > 0
 
 
 async def test_a_quota_over_grpc_is_named_in_the_trailing_metadata(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Tests: tests/integration/test_exposition.py.
 from __future__ import annotations
 
 import contextlib
+import operator
 import socket
 import sys
 import threading
@@ -19,7 +20,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from kvmesh.core.config import environment
 from kvmesh.core.newcomers import Newcomers
@@ -111,9 +115,45 @@ def start_exposition_server(
     return server, thread
 
 
-def exposition() -> bytes:
-    """The metrics of this process, or of all that it shares a folder with."""
+def exposition(without: str = "") -> bytes:
+    """The metrics of this process, or of all that it shares a folder with.
+
+    Args:
+        without: name of a label to leave out; series that differ only in it are added up.
+    """
     folder = environment(SHARED_FOLDER_VARIABLE)
-    if not folder:
-        return prometheus_client.generate_latest()
-    return prometheus_client.generate_latest(shared_registry(Path(folder)))
+    registry = shared_registry(Path(folder)) if folder else prometheus_client.REGISTRY
+    if not without:
+        return prometheus_client.generate_latest(registry)
+    told = CollectorRegistry(auto_describe=False)
+    told.register(_Without(registry, without))
+    return prometheus_client.generate_latest(told)
+
+
+class _Without(Collector):
+    """The metrics of a registry without one label."""
+
+    def __init__(self, registry: CollectorRegistry, label: str) -> None:
+        self._registry = registry
+        self._label = label
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            if any(self._label in sample.labels for sample in metric.samples):
+                metric = self._summed(metric)  # noqa: PLW2901
+            yield metric
+
+    def _summed(self, metric: Metric) -> Metric:
+        sums: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+        for sample in metric.samples:
+            labels = {name: each for name, each in sample.labels.items() if name != self._label}
+            key = (sample.name, frozenset(labels.items()))
+            value = sample.value
+            if (before := sums.get(key)) is not None:
+                # The first of several series began when the sum did.
+                join = min if sample.name.endswith("_created") else operator.add
+                value = join(before.value, value)
+            sums[key] = Sample(sample.name, labels, value)
+        summed = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+        summed.samples = list(sums.values())
+        return summed
