@@ -88,6 +88,8 @@ class Stack:
             name: each for name, each in every.items() if PROFILE in each.get("profiles", [PROFILE])
         }
         self.services = tuple(services)
+        # The others have one thing to do, and end.
+        self.lasting = tuple(name for name, each in services.items() if "healthcheck" in each)
         self.images = {
             name: str(service["image"]) for name, service in services.items() if "build" in service
         }
@@ -177,7 +179,7 @@ def check_images(host: ContainerHost, stack: Stack) -> None:
 
 def check_running(host: ContainerHost, stack: Stack) -> None:
     """Every container is healthy and, if it is ours, has no rights."""
-    for service in stack.services:
+    for service in stack.lasting:
         wait_until(
             functools.partial(stack.is_healthy, service),
             f"health check of {service}",

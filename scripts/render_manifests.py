@@ -1,7 +1,8 @@
 """Renders the Helm chart into deploy/manifests/kvmesh.yaml: python -m scripts.render_manifests.
 
 The templates use only functions of Go's text/template, sprig and toYaml, so they render without
-helm. `--check` fails if the file in the tree differs.
+helm, all but the one that makes the mesh's Secret: no secret belongs into a file of a repository.
+`--check` fails if the file in the tree differs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "kvmesh"
 MANIFESTS = ROOT / "deploy" / "manifests" / "kvmesh.yaml"
-HEADER = "# The chart in deploy/helm with its default values, by `make manifests`.\n"
 RELEASE = "kvmesh"
+HEADER = f"""\
+# The chart in deploy/helm with its default values, by `make manifests`. Make its Secret once:
+#   kubectl create secret generic {RELEASE}-mesh --from-literal=secret="$(openssl rand -hex 32)" \\
+#     --from-literal=redis-password="$(openssl rand -hex 32)"
+"""
+HELM_ALONE = "secret.yaml"
+"""Looks into the cluster for the Secret that an earlier installation made."""
 
 # In a process of its own: the library brings a whole Go runtime with its own signal handlers.
 _RENDER = """
@@ -66,6 +73,8 @@ def render(changes: Mapping[str, Any] | None = None, release: str = RELEASE) -> 
     with tempfile.TemporaryDirectory() as folder:
         wholes = []
         for template in sorted((CHART / "templates").glob("*.yaml")):
+            if template.name == HELM_ALONE:
+                continue
             wholes.append(Path(folder) / template.name)
             wholes[-1].write_text(parts + template.read_text())
         done = subprocess.run(

@@ -119,6 +119,7 @@ class QuotaStoreConfig:
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
     timeout_s: float = positive(0.5, "a call that takes longer has failed")
+    password_file: str = option("", "file that holds the password")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,13 @@ async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[
     client: RedisClient | None = None
     if redis.url:
         client = RedisClient(
-            RedisConfig(redis.url, redis.password, redis.key_prefix, redis.timeout_s)
+            RedisConfig(
+                redis.url,
+                redis.password,
+                redis.key_prefix,
+                redis.timeout_s,
+                redis.password_file,
+            )
         )
         context.stack.push_async_callback(client.close)
     store = directory_store(config.access, RedisTenantStore(client) if client else None)

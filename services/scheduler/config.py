@@ -66,6 +66,7 @@ class FleetStoreConfig:
     url: str = option("", "redis:// URL; empty rebuilds the fleet from the workers alone")
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
+    password_file: str = option("", "file that holds the password")
 
 
 @dataclass(frozen=True, slots=True)

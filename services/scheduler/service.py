@@ -271,7 +271,10 @@ async def _remembered(
     redis = config.redis
     if not redis.url:
         return None
-    client = RedisClient(RedisConfig(redis.url, redis.password, redis.key_prefix))
+    file = redis.password_file
+    client = RedisClient(
+        RedisConfig(redis.url, redis.password, redis.key_prefix, password_file=file)
+    )
     context.stack.push_async_callback(client.close)
     store = RedisFleetStore(client)
     registry = DurableRegistry(store, fleet, feed, clock, config.fleet.lease_s)

@@ -23,7 +23,7 @@ _LIMITS = (
     "max_lookups",
     "probe_interval_s",
 )
-_REDIS = ("url", "password", "key_prefix", "timeout_s")
+_REDIS = ("url", "password", "key_prefix", "timeout_s", "password_file")
 
 SHARED_OPTIONS = frozenset(
     f"KVMESH_{section}__{name.upper()}"

@@ -6,6 +6,7 @@ Tests: tests/contract/test_metadata_store.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hiredis
@@ -16,6 +17,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.metadata.redis_line import RedisLines, script_name
 from kvmesh.metadata.store import StoreUnavailableError
 
@@ -38,17 +40,32 @@ class RedisConfig:
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
     timeout_s: float = positive(0.5, "a call that takes longer has failed")
+    password_file: str = option("", "file that holds the password")
+
+
+def _password(config: RedisConfig) -> str:
+    """The configured password; empty without one."""
+    if not config.password_file:
+        return config.password
+    try:
+        return Path(config.password_file).read_text(encoding="utf-8").strip()
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"redis.password_file {config.password_file}: {why_unreadable(error)}"
+        ) from error
 
 
 class RedisClient:
     """Runs scripts; one per process.
 
     Raises:
-        ConfigError: the URL cannot be parsed. Whether Redis is there shows at the first call.
+        ConfigError: the URL cannot be parsed, or the password's file cannot be read. Whether Redis
+            is there shows at the first call.
     """
 
     def __init__(self, config: RedisConfig) -> None:
         self.prefix = config.key_prefix
+        password = _password(config)
         try:
             # No retries here: the caller's breaker decides when to ask again.
             pool = redis.BlockingConnectionPool.from_url(
@@ -59,13 +76,13 @@ class RedisClient:
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
-                **({"password": config.password} if config.password else {}),
+                **({"password": password} if password else {}),
             )
         except ValueError as error:
             raise ConfigError(f"redis.url: {error}") from error
         self._redis = redis.Redis(connection_pool=pool)
         self._pool = pool
-        self._lines = RedisLines(config.url, config.password, config.timeout_s)
+        self._lines = RedisLines(config.url, password, config.timeout_s)
         self._names: dict[str, str] = {}
 
     async def run(self, script: str, *arguments: Argument) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import subprocess
@@ -9,11 +10,13 @@ import sys
 from functools import cache
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
-from scripts.render_manifests import CHART, RELEASE, merged
-from tests.unit.deploy.test_chart import VALUES, Manifest, rendered
+from kvmesh.core.mesh_secret import MIN_SECRET_CHARS
+from scripts.render_manifests import CHART, HELM_ALONE, RELEASE, merged
+from tests.unit.deploy.test_chart import KUBERNETES, VALUES, Manifest, rendered
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("helm_python") is None, reason="no Helm library for this machine"
@@ -70,11 +73,43 @@ def in_order(manifests: list[Manifest]) -> list[Manifest]:
 def test_helm_renders_the_same(values: str) -> None:
     files = by_helm()["rendered"][values].items()
     texts = [text for name, text in files if name.endswith(".yaml")]
-    manifests = [each for text in texts for each in yaml.safe_load_all(text) if each]
+    every = [each for text in texts for each in yaml.safe_load_all(text) if each]
+    manifests = [each for each in every if each["kind"] != "Secret"]
     assert in_order(manifests) == in_order(rendered(values))
     (notes,) = (text for name, text in files if name.endswith("NOTES.txt"))
     name = merged({"model": {"name": "pydoc-6m"}}, VALUES[values])["model"]["name"]
     assert f"serves {name} at http://{RELEASE}-gateway:80/v1" in notes
+
+
+def secrets_of(values: str) -> list[Manifest]:
+    texts = by_helm()["rendered"][values].items()
+    found = [each for name, text in texts if name.endswith(HELM_ALONE) for each in loaded(text)]
+    assert all(each["kind"] == "Secret" for each in found)
+    return found
+
+
+def loaded(text: str) -> list[Manifest]:
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
+def test_helm_makes_secrets_that_differ_each_time() -> None:
+    seen: set[str] = set()
+    for values in ("defaults", "autoscaled"):
+        (secret,) = secrets_of(values)
+        kubernetes_validate.validate(secret, KUBERNETES[-1], strict=True)
+        assert secret["metadata"]["name"] == f"{RELEASE}-mesh"
+        assert set(secret["data"]) == {"secret", "redis-password"}
+        texts = [base64.b64decode(each).decode() for each in secret["data"].values()]
+        assert all(len(text) >= MIN_SECRET_CHARS for text in texts)
+        seen |= set(texts)
+    assert len(seen) == 4
+
+
+def test_a_secret_that_is_named_is_used_and_none_is_made() -> None:
+    assert secrets_of("secured") == []
+    text = yaml.safe_dump(rendered("secured"))
+    assert "own-mesh" in text
+    assert f"{RELEASE}-mesh" not in text
 
 
 def test_helm_finds_no_fault() -> None:

@@ -188,7 +188,7 @@ def _docker(command: Command) -> str:
         if word == "--profile":
             if (profile := next(words, "")) not in profiles:
                 return f"no profile {profile}"
-        elif word not in {"up", "build", "--build"}:
+        elif word not in {"up", "build", "--build", "down", "--volumes"}:
             return f"docker compose {word} is not used here"
     names = {variable.partition("=")[0] for variable in command.variables}
     unknown = {

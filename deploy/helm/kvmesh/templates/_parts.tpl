@@ -1,5 +1,8 @@
 {{- /* Parts of pods. Only functions of text/template and sprig, and toYaml: no include. */ -}}
 
+{{- /* Name of the Secret with the mesh's secret and the password of the chart's own Redis. */ -}}
+{{- define "kvmesh.meshSecret" }}{{ .root.Values.mesh.secret | default (printf "%s-mesh" .root.Release.Name) }}{{ end }}
+
 {{- define "kvmesh.labels" }}
     app.kubernetes.io/name: kvmesh
     app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -94,6 +97,7 @@
 {{- define "kvmesh.env" }}
 {{- $release := .root.Release.Name }}
 {{- $env := dict "KVMESH_SERVER__HOST" "0.0.0.0" "KVMESH_SERVER__PORT" "7000" }}
+{{- $_ := set $env "KVMESH_SERVER__SECRET_FILE" "/etc/kvmesh/mesh/secret" }}
 {{- $_ := set $env "KVMESH_SERVER__DRAIN_S" .root.Values.drainSeconds }}
 {{- $_ := set $env "KVMESH_TELEMETRY__METRICS_PORT" "9100" }}
 {{- /* gRPC's own lines, one per failed handshake, are no JSON, and strangers could fill a disk. */}}
@@ -130,9 +134,14 @@
 {{- range $name, $value := merge (dict) .spec.env .own $env }}
             - { name: {{ $name }}, value: {{ template "kvmesh.text" $value }} }
 {{- end }}
-{{- if and (has .name (list "gateway" "scheduler" "kvmanager")) .root.Values.redis.secret }}
+{{- if has .name (list "gateway" "scheduler" "kvmanager") }}
+{{- if .root.Values.redis.secret }}
             - name: KVMESH_REDIS__PASSWORD
               valueFrom: { secretKeyRef: { name: {{ .root.Values.redis.secret }}, key: password } }
+{{- else if .root.Values.redis.enabled }}
+            - name: KVMESH_REDIS__PASSWORD
+              valueFrom: { secretKeyRef: { name: {{ template "kvmesh.meshSecret" . }}, key: redis-password } }
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -144,6 +153,7 @@
 {{- define "kvmesh.mounts" }}
           volumeMounts:
             - { name: tmp, mountPath: /tmp }
+            - { name: mesh, mountPath: /etc/kvmesh/mesh, readOnly: true }
             {{- if .root.Values.tls.secret }}
             - { name: tls, mountPath: /etc/kvmesh/tls, readOnly: true }
             {{- end }}
@@ -165,6 +175,11 @@
       volumes:
         # Sockets and little else: who fills it is stopped, not the node.
         - { name: tmp, emptyDir: { sizeLimit: 256Mi } }
+        - name: mesh
+          secret:
+            secretName: {{ template "kvmesh.meshSecret" . }}
+            defaultMode: 0440
+            items: [{ key: secret, path: secret }]
         {{- if .root.Values.tls.secret }}
         - { name: tls, secret: { secretName: {{ .root.Values.tls.secret }}, defaultMode: 0440 } }
         {{- end }}
