@@ -34,7 +34,7 @@ COMMANDS = {
     "simulate": "replay a trace against the policies, with modelled engines and links",
 }
 
-OWN_PARSERS = ("up", "chat", "top")
+OWN_PARSERS = ("up", "chat", "top", "bench", "doctor", "profile")
 """Commands with a module of their flags, `<name>_flags`: help and wrong usage load nothing else."""
 
 EXTRAS = {"plan": "sim", "simulate": "sim"}

@@ -19,56 +19,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmesh.cli import bench_report
+from kvmesh.cli.bench_flags import parser
 from kvmesh.cli.bench_load import Load, LoadGenerator, find_model
 from kvmesh.cli.bench_metrics import RequestRecord, parse_goodput, summarize, targets
-from kvmesh.cli.flags import add_flag, add_list, count, new_parser, not_negative, positive_int
-from kvmesh.cli.https import add_ca_flag
-from kvmesh.cli.stack_state import CHECKOUT, add_state_flag, add_url_flag, gateway_url
+from kvmesh.cli.stack_state import CHECKOUT, gateway_url
 from kvmesh.core.config import environment
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "kvmesh bench",
-        "Measures a running stack: streams completions at a Poisson rate and reports TTFT, TPOT,\n"
-        "ITL, end-to-end latency, throughput and goodput.",
-        "A gateway that asks for keys gets the one in KVMESH_API_KEY.\n\n"
-        "example:\n  kvmesh bench serve --requests 200 --rate 4 --goodput ttft:2000 tpot:100",
-    )
-    parser.add_argument("what", choices=("serve",), help="what to measure")
-    add_url_flag(parser)
-    add_ca_flag(parser)
-    add_state_flag(parser)
-    add_flag(parser, "--model-name", "", "model to ask; default: the first that is served")
-    add_flag(parser, "--requests", 200, "requests to send", kind=positive_int)
-    add_flag(parser, "--rate", 4.0, "requests per second; 0: all at once", kind=not_negative)
-    add_flag(parser, "--concurrency", 0, "most in flight; 0: no limit", kind=count)
-    add_flag(parser, "--input-tokens", 256, "tokens per prompt", kind=positive_int)
-    add_flag(parser, "--output-tokens", 64, "tokens to generate", kind=positive_int)
-    add_flag(parser, "--prompts", "tokens", "random token ids or text", choices=("tokens", "text"))
-    add_flag(parser, "--vocab-size", 4000, "token ids stay below", kind=positive_int)
-    add_flag(parser, "--temperature", 0.0, "0 is greedy", kind=not_negative)
-    add_flag(parser, "--warmup", 1, "requests before, not counted", kind=count)
-    add_flag(parser, "--seed", 0, "the same seed sends the same requests", kind=int)
-    add_list(parser, "--goodput", "limits in ms, such as ttft:2000 tpot:100", "NAME:MS")
-    add_flag(
-        parser,
-        "--save",
-        "",
-        "write JSON here, and Markdown beside it",
-        metavar="FILE",
-    )
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 if every request was answered or refused, 1 if any failed."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    flags = parser()
+    arguments = flags.parse_args(argv)
     try:
         limits = parse_goodput(arguments.goodput)
     except ValueError as error:
-        parser.error(f"--goodput: {error}")
+        flags.error(f"--goodput: {error}")
     console = Console()
     result, failures = asyncio.run(_measure(arguments, limits, console))
     for line in bench_report.summary_lines(result):

@@ -16,16 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli import machine_checks, stack_checks
+from kvmesh.cli.doctor_flags import parser
 from kvmesh.cli.findings import Finding, Level
-from kvmesh.cli.flags import add_flag, new_parser
-from kvmesh.cli.https import add_ca_flag, trust
+from kvmesh.cli.https import trust
 from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import (
     CHECKOUT,
     DEFAULT_STATE,
-    add_state_flag,
-    add_url_flag,
     gateway_url,
     read_description,
 )
@@ -38,20 +36,7 @@ _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 def main(argv: Sequence[str]) -> int:
     """Prints one line per check; exit code 1 if any failed."""
-    parser = new_parser(
-        "kvmesh doctor",
-        "Checks this machine (Python, packages, Redis, cores, memory, kernel settings, model)\n"
-        "and, if a stack runs, its gateway, scheduler and workers. Exit code 1 on any failure.",
-        "examples:\n"
-        "  kvmesh doctor\n"
-        "  kvmesh doctor --url http://gateway:8000 --redis-url redis://127.0.0.1:6379/0",
-    )
-    add_url_flag(parser)
-    add_ca_flag(parser)
-    add_flag(parser, "--redis-url", "", "a running Redis; default: what `up` would start")
-    add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
-    add_state_flag(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     state = Path(arguments.state_dir) if arguments.state_dir else DEFAULT_STATE
     embedded = embedded_models(CHECKOUT)
     model = Path(arguments.model) if arguments.model else (embedded[0] if embedded else None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmesh.cli.flags import add_flag, new_parser, output_file, picture_file, positive_int
 from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
 from kvmesh.cli.model_folder import read_model_folder
+from kvmesh.cli.profile_flags import parser
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
 from kvmesh.engine.protocol import ModelRunner
@@ -28,19 +27,11 @@ from kvmesh.sim.profile_record import Measured, plot_profile, profile_record
 _TERMS = 3
 _UNQUIET = 0.5
 """Error of a prediction from which on a profile is no help to anybody."""
-DESCRIPTION = """\
-Times prefill over prompt and cached lengths and decode steps over batch and context, reads memory
-and sends over the loopback, fits costs with error bars, and writes a profile for `kvmesh plan` and
-`kvmesh simulate`. Run it on a machine that does nothing else."""
-
-EXAMPLE = """\
-example: kvmesh profile --model models/pydoc-6m --out pydoc.json --plot pydoc.png
-         kvmesh simulate --profile pydoc.json --fleet home:cpu:prefill:1,home:cpu:decode:1"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures, fits, writes."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     if not arguments.model:
         raise ConfigError("name a model folder with --model")
     read_model_folder(Path(arguments.model), has_text=False)
@@ -81,54 +72,6 @@ def _check_samples(names: str, some: Sequence[int], others: Sequence[int]) -> No
     number = len(set(some)) * len(set(others))
     if number < _TERMS:
         raise ConfigError(f"{names} make {number} samples, the fit needs {_TERMS}; name more")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("kvmesh profile", DESCRIPTION, EXAMPLE)
-    add_flag(parser, "--model", "", "checkpoint folder", metavar="DIR")
-    add_flag(
-        parser,
-        "--out",
-        "profile.json",
-        "file for the profile",
-        kind=output_file,
-        metavar="FILE",
-    )
-    add_flag(
-        parser, "--plot", "", "file for a plot (PNG, SVG or PDF)", kind=picture_file, metavar="FILE"
-    )
-    add_flag(parser, "--device", "cpu", "cpu or cuda")
-    add_flag(parser, "--dtype", "auto", "auto, float32, float16 or bfloat16")
-    add_flag(
-        parser,
-        "--cuda-graphs",
-        "auto",
-        "as a worker's engine.cuda_graphs: auto, on or off",
-        choices=("auto", "on", "off"),
-    )
-    add_flag(parser, "--num-blocks", 1024, "KV blocks", kind=positive_int)
-    add_flag(parser, "--block-size", 16, "token positions per KV block", kind=positive_int)
-    add_flag(parser, "--threads", 1, "CPU threads of the engine", kind=positive_int)
-    add_flag(parser, "--max-batch-tokens", 512, "tokens of one step", kind=positive_int)
-    add_flag(parser, "--lengths", "32,64,128,256,512,1024,2048", "prompts", kind=numbers)
-    add_flag(parser, "--cached", "0,512", "positions before a prompt", kind=numbers)
-    add_flag(parser, "--batches", "1,2,4,8,16", "sequences of a decode step", kind=numbers)
-    add_flag(parser, "--contexts", "64,256,1024", "positions of each", kind=numbers)
-    add_flag(
-        parser,
-        "--repeats",
-        5,
-        "rounds over all points, of which the median counts",
-        kind=positive_int,
-    )
-    return parser
-
-
-def numbers(raw: str) -> tuple[int, ...]:
-    """Whole numbers, comma-separated."""
-    if not re.fullmatch(r"\d+(,\d+)*", raw):
-        raise argparse.ArgumentTypeError(f"{raw!r} is not a list of numbers like 1,2,4")
-    return tuple(sorted({int(each) for each in raw.split(",")}))
 
 
 def _measure(runner: ModelRunner, arguments: argparse.Namespace, console: Console) -> Measured:

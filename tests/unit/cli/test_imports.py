@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from kvmesh.cli.__main__ import OWN_PARSERS
+
 _LISTING = """\
 import contextlib, io, sys
 from kvmesh.cli.__main__ import main
@@ -30,7 +32,7 @@ def _loaded(code: str, *arguments: str) -> set[str]:
     return _HEAVY & set(finished.stdout.split())
 
 
-@pytest.mark.parametrize("command", ["", "up", "chat", "top"])
+@pytest.mark.parametrize("command", ["", *OWN_PARSERS])
 def test_help_loads_nothing_heavy(command: str) -> None:
     assert _loaded(_LISTING, *command.split(), "--help") == set()
 

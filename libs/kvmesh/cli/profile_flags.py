@@ -1,0 +1,66 @@
+"""Flags of `kvmesh profile`. Tests: tests/integration/test_profile_command.py."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from kvmesh.cli.flags import add_flag, new_parser, output_file, picture_file, positive_int
+
+DESCRIPTION = """\
+Times prefill over prompt and cached lengths and decode steps over batch and context, reads memory
+and sends over the loopback, fits costs with error bars, and writes a profile for `kvmesh plan` and
+`kvmesh simulate`. Run it on a machine that does nothing else."""
+
+EXAMPLE = """\
+example: kvmesh profile --model models/pydoc-6m --out pydoc.json --plot pydoc.png
+         kvmesh simulate --profile pydoc.json --fleet home:cpu:prefill:1,home:cpu:decode:1"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    made = new_parser("kvmesh profile", DESCRIPTION, EXAMPLE)
+    add_flag(made, "--model", "", "checkpoint folder", metavar="DIR")
+    add_flag(
+        made,
+        "--out",
+        "profile.json",
+        "file for the profile",
+        kind=output_file,
+        metavar="FILE",
+    )
+    add_flag(
+        made, "--plot", "", "file for a plot (PNG, SVG or PDF)", kind=picture_file, metavar="FILE"
+    )
+    add_flag(made, "--device", "cpu", "cpu or cuda")
+    add_flag(made, "--dtype", "auto", "auto, float32, float16 or bfloat16")
+    add_flag(
+        made,
+        "--cuda-graphs",
+        "auto",
+        "as a worker's engine.cuda_graphs: auto, on or off",
+        choices=("auto", "on", "off"),
+    )
+    add_flag(made, "--num-blocks", 1024, "KV blocks", kind=positive_int)
+    add_flag(made, "--block-size", 16, "token positions per KV block", kind=positive_int)
+    add_flag(made, "--threads", 1, "CPU threads of the engine", kind=positive_int)
+    add_flag(made, "--max-batch-tokens", 512, "tokens of one step", kind=positive_int)
+    add_flag(made, "--lengths", "32,64,128,256,512,1024,2048", "prompts", kind=numbers)
+    add_flag(made, "--cached", "0,512", "positions before a prompt", kind=numbers)
+    add_flag(made, "--batches", "1,2,4,8,16", "sequences of a decode step", kind=numbers)
+    add_flag(made, "--contexts", "64,256,1024", "positions of each", kind=numbers)
+    add_flag(
+        made,
+        "--repeats",
+        5,
+        "rounds over all points, of which the median counts",
+        kind=positive_int,
+    )
+    return made
+
+
+def numbers(raw: str) -> tuple[int, ...]:
+    """Whole numbers, comma-separated."""
+    if not re.fullmatch(r"\d+(,\d+)*", raw):
+        raise argparse.ArgumentTypeError(f"{raw!r} is not a list of numbers like 1,2,4")
+    return tuple(sorted({int(each) for each in raw.split(",")}))
