@@ -1,9 +1,11 @@
 """Starts a decode worker: `python -m services.decode`."""
 
 from kvmesh.core.interrupts import end_when_interrupted
+from kvmesh.core.loading import load_without_collector
 
 if __name__ == "__main__":
     end_when_interrupted()  # before modules that take a second to load
+    load_without_collector()
 
     from kvmesh.runtime.app import run_service
     from services.decode.config import DecodeConfig

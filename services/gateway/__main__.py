@@ -3,9 +3,11 @@
 import sys
 
 from kvmesh.core.interrupts import end_when_interrupted
+from kvmesh.core.loading import load_without_collector
 
 if __name__ == "__main__":
     end_when_interrupted()  # before modules that take a second to load
+    load_without_collector()
 
     from kvmesh.cli.processes import end_with
     from kvmesh.core.config import environment, load_config

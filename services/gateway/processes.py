@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -268,6 +269,7 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a port is taken.
     """
+    gc.enable()  # see `kvmesh.core.loading`
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-gateway-")))
         ports = stack.enter_context(held_ports(config))

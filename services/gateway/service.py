@@ -122,7 +122,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         console = ConsoleSources(served_name, targets, access, requests)
         for name, work in add_console(context.admin, console).items():
             context.spawn(work, name)
-    elif context.admin.is_wanted:  # one of several processes: another one has the console
+    elif config.server.admin.is_wanted:  # one of several processes: another one has the console
         SharePage(requests).add_to(context.admin)
     keys, admission = await open_tenancy(config, context)
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission)

@@ -1,9 +1,11 @@
 """Starts the kvmanager: `python -m services.kvmanager`."""
 
 from kvmesh.core.interrupts import end_when_interrupted
+from kvmesh.core.loading import load_without_collector
 
 if __name__ == "__main__":
     end_when_interrupted()  # before modules that take a second to load
+    load_without_collector()
 
     from kvmesh.runtime.app import run_service
     from services.kvmanager.config import KvManagerConfig

@@ -1,9 +1,11 @@
 """Starts a prefill worker: `python -m services.prefill`."""
 
 from kvmesh.core.interrupts import end_when_interrupted
+from kvmesh.core.loading import load_without_collector
 
 if __name__ == "__main__":
     end_when_interrupted()  # before modules that take a second to load
+    load_without_collector()
 
     from kvmesh.runtime.app import run_service
     from services.prefill.config import PrefillConfig

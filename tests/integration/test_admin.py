@@ -19,7 +19,8 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
-from kvmesh.runtime.admin import AdminConfig, AdminPort, sent_token
+from kvmesh.runtime.admin import AdminPort, sent_token
+from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.telemetry.config import TelemetryConfig
 

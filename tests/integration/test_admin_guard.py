@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvmesh.runtime.admin import AdminConfig, AdminPort
+from kvmesh.runtime.admin import AdminPort
+from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.admin_guard import AdminGuard
 
 TOKEN = "a-token-of-the-operators"

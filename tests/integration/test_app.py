@@ -163,3 +163,32 @@ async def test_grpc_status_of_an_unknown_service_is_unimplemented() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call(b"")
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(("port", "loaded"), [("-1", False), ("0", True)])
+async def test_a_service_that_serves_collects_garbage_and_has_loaded_what_it_uses(
+    port: str, loaded: bool
+) -> None:
+    code = (
+        "import gc, sys\n"
+        "from kvmesh.core.loading import load_without_collector\n"
+        "load_without_collector()\n"
+        "from kvmesh.runtime.app import run_service\n"
+        "from tests.integration.test_app import Config\n"
+        "async def build(config, context):\n"
+        "    assert not gc.isenabled()\n"
+        "    async def say():\n"
+        "        print(gc.isenabled(), 'aiohttp' in sys.modules)\n"
+        "    context.on_drain(say)\n"
+        "run_service('test', Config, build)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, f"--server.admin.port={port}", stdout=PIPE, stderr=PIPE
+    )
+    assert process.stderr is not None
+    while b'"serving"' not in await process.stderr.readline():
+        assert process.returncode is None
+    process.send_signal(signal.SIGTERM)
+    said, _ = await process.communicate()
+    assert said.split() == [b"True", str(loaded).encode()]
+    assert process.returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvmesh.runtime.admin import AdminConfig
+from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.app import ServerConfig
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import PAIR, Stack, gateway_stack

@@ -18,7 +18,7 @@ from kvmesh.kv.hashing import chain_hashes
 from kvmesh.metadata.redis_client import RedisConfig
 from kvmesh.metadata.server_binary import RedisProcess
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.runtime.admin import AdminConfig
+from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.fetch_result import FetchResult
 from kvmesh.runtime.worker import Worker

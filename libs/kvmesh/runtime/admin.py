@@ -17,19 +17,17 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from kvmesh.core.config import option, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
-from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import server_context
 from kvmesh.rpc.tls_port import TlsPort
+from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.admin_guard import HEADER_TIMEOUT_S, IDLE_TIMEOUT_S, AdminGuard
 from kvmesh.runtime.http_connection import HttpConnection
 from kvmesh.telemetry.logs import event_logger
@@ -47,27 +45,12 @@ _THIS_HOST = frozenset({"127.0.0.1", "::1", "localhost"})
 _READING = frozenset({"GET", "HEAD"})
 
 
-@dataclass(frozen=True, slots=True)
-class AdminConfig:
-    """The admin port."""
-
-    host: str = option(
-        "127.0.0.1", "address of the admin port; not this host's alone: a token is needed"
-    )
-    port: int = option(-1, "admin HTTP port; 0 picks a free one, -1 turns it off")
-    socket: str = option("", "Unix socket for the same calls, without a token, for its owner alone")
-    token: str = secret("token that callers of the admin port must send")
-    token_file: str = option("", "file that holds the token of the admin port")
-    tls: TlsConfig = option(TlsConfig, "")
-
-
 class AdminPort:
     """Routes and the server that serves them.
 
     Attributes:
         port: the bound port; -1 without one.
         guard: of its connections.
-        is_wanted: whether it will be reachable at all.
 
     Raises:
         ConfigError: the token file cannot be read, the token is too short, or one is missing.
@@ -84,7 +67,6 @@ class AdminPort:
         self._socket: asyncio.Server | None = None
         self.guard = AdminGuard()
         self.port = -1
-        self.is_wanted = config.port >= 0 or bool(config.socket)
         if config.port >= 0 and not self._digest and config.host not in _THIS_HOST:
             raise ConfigError(
                 f"server.admin.host {config.host} can be reached from outside: set "
@@ -111,7 +93,7 @@ class AdminPort:
             ConfigError: the port is taken, or the socket cannot be made.
         """
         config = self._config
-        if not self.is_wanted:
+        if not self._config.is_wanted:
             return
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(self._routes)

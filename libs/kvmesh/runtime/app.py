@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 import prometheus_client
@@ -30,12 +31,14 @@ from kvmesh.rpc.callers import RpcNames, check_callers
 from kvmesh.rpc.channels import MeshAccess, TlsConfig, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.reflection import SERVICE_NAME, ReflectionServicer
-from kvmesh.runtime.admin import AdminConfig, AdminPort
-from kvmesh.runtime.admin_routes import add_common_routes
+from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.telemetry.config import TelemetryConfig
 from kvmesh.telemetry.exposition import start_exposition_server
 from kvmesh.telemetry.logs import configure_logging, event_logger
 from kvmesh.telemetry.tracing import configure_tracing
+
+if TYPE_CHECKING:
+    from kvmesh.runtime.admin import AdminPort
 
 log = event_logger(__name__)
 
@@ -102,7 +105,6 @@ class ServiceContext:
         server: serves what `add_servicer` adds.
         port: bound gRPC port.
         stack: enter every resource here; closed in reverse order.
-        admin: add routes for operators before `build` returns.
         direct: for servicers with long-lived streams; `build` starts it.
         access: for calls to other services of the mesh.
         stop: when it is set, the service drains and ends.
@@ -114,7 +116,9 @@ class ServiceContext:
         self.name = name
         self.stack = stack
         self.stop = stop
-        self.admin = AdminPort(config.admin)
+        self._admin_config = config.admin
+        if config.admin.is_wanted:
+            _ = self.admin  # says now what is wrong with its configuration
         self.access = mesh_access(config)
         self._callers = _known_callers(config)
         self._rpcs = RpcNames()
@@ -136,6 +140,28 @@ class ServiceContext:
         self._close_hooks: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    @functools.cached_property
+    def admin(self) -> AdminPort:
+        """Add routes for operators before `build` returns."""
+        # A worker without an admin port does not load the HTTP server.
+        from kvmesh.runtime.admin import AdminPort  # noqa: PLC0415
+
+        return AdminPort(self._admin_config)
+
+    async def open_admin(self, config: ServiceConfig) -> None:
+        """Opens the admin port, if the configuration asks for one.
+
+        Args:
+            config: of the service, which the port shows.
+        """
+        if not self._admin_config.is_wanted:
+            return
+        from kvmesh.runtime.admin_routes import add_common_routes  # noqa: PLC0415
+
+        add_common_routes(self.admin, self.name, config, self.stop.set)
+        self.stack.push_async_callback(self.admin.close)
+        await self.admin.start()
 
     def add_servicer(
         self, add: Callable[[ServicerT, Any], None], servicer: ServicerT, *, public: bool = False
@@ -239,9 +265,7 @@ async def serving(
         await context.set_serving(False)
         await build(config, context)
         context.complete_server()
-        add_common_routes(context.admin, name, config, context.stop.set)
-        stack.push_async_callback(context.admin.close)
-        await context.admin.start()
+        await context.open_admin(config)
         # Again, so that streams and tasks end before what they use is closed.
         stack.push_async_callback(context.close)
         await context.server.start()
@@ -254,6 +278,7 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
     stop = asyncio.Event()
     _install_signals(stop)
     async with serving(name, config, build, stop) as context:
+        gc.enable()  # see `kvmesh.core.loading`
         # What is here now stays: later collections need not walk it, which costs 30 ms each time.
         gc.collect()
         gc.freeze()

@@ -14,7 +14,8 @@ from rich.console import Console
 from kvmesh.cli.pool import NoViewError, fetch_view, main, picture
 from kvmesh.cli.stack_state import hold_state, write_description
 from kvmesh.core.types import WorkerId
-from kvmesh.runtime.admin import AdminConfig, AdminPort
+from kvmesh.runtime.admin import AdminPort
+from kvmesh.runtime.admin_config import AdminConfig
 from services.kvmanager.pool import Pool
 from tests.unit.kvmanager.pool_stage import Stage
 from tests.unit.policy.test_heat import SIZE, prefix

@@ -1,0 +1,30 @@
+"""Configuration of the admin port, apart from the HTTP server that a service may never load.
+
+Tests: tests/integration/test_admin.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.config import option, secret
+from kvmesh.rpc.channels import TlsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """The admin port."""
+
+    host: str = option(
+        "127.0.0.1", "address of the admin port; not this host's alone: a token is needed"
+    )
+    port: int = option(-1, "admin HTTP port; 0 picks a free one, -1 turns it off")
+    socket: str = option("", "Unix socket for the same calls, without a token, for its owner alone")
+    token: str = secret("token that callers of the admin port must send")
+    token_file: str = option("", "file that holds the token of the admin port")
+    tls: TlsConfig = option(TlsConfig, "")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a port or a socket at all."""
+        return self.port >= 0 or bool(self.socket)
