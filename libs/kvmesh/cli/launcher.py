@@ -31,7 +31,7 @@ INTERRUPTED = 130
 """Stopped from outside before it was ready, or before its command had ended."""
 
 SAY_AGAIN_S = 60.0
-"""A process that ends over and over is reported at its first end, then this seldom."""
+"""A process that ends over and over in one way is reported at its first end, then this seldom."""
 
 PROGRESS_S = 10.0
 """Without a terminal, a line this often says what the stack waits for."""
@@ -91,7 +91,7 @@ class Launcher:
             )
             for name, member in self._members.items()
         }
-        self._said_at: dict[str, float] = {}
+        self._said: dict[str, tuple[float, str]] = {}
         self._untold: set[str] = set()
         self._given_up: set[str] = set()
 
@@ -158,8 +158,11 @@ class Launcher:
 
     def _not_ready(self) -> str:
         """The processes that are not ready, each with what it is doing."""
-        waiting = [name for name, keeper in self._keepers.items() if not keeper.is_ready]
-        return ", ".join(f"{name} ({self._doing(name)})" for name in waiting)
+        waiting: dict[str, list[str]] = {}
+        for name, keeper in self._keepers.items():
+            if not keeper.is_ready:
+                waiting.setdefault(self._doing(name), []).append(name)
+        return "; ".join(f"{', '.join(names)} ({doing})" for doing, names in waiting.items())
 
     def _doing(self, name: str) -> str:
         """What a process says that it lacks, else the last line of its log."""
@@ -223,7 +226,7 @@ class Launcher:
     def started(self, name: str) -> None:
         """See `Observer`."""
         self._display.set_state(name, State.STARTING, self._clock.now())
-        if len(self._supervisor.pids) == len(self._members) or name in self._said_at:
+        if len(self._supervisor.pids) == len(self._members) or name in self._said:
             self._describe()
 
     def ready(self, name: str) -> None:
@@ -245,14 +248,15 @@ class Launcher:
         text = death.text
         if death.pause_s is not None:
             if death.num_in_a_row > 1:
-                if now < self._said_at.get(name, now) + SAY_AGAIN_S:
+                said_at, said = self._said.get(name, (now, text))
+                if said == text and now < said_at + SAY_AGAIN_S:
                     self._untold.add(name)
                     return
                 text += f", {death.num_in_a_row} times in a row; restarting it every"
                 text += f" {death.pause_s:.2g} s"
             else:
                 text += "; restarting it"
-        self._said_at[name] = now
+        self._said[name] = (now, death.text)
         self._untold.discard(name)
         self._say(text, style="bold red")
         if death.ended.code >= 0 or death.pause_s is None:

@@ -175,8 +175,8 @@ async def test_a_starting_process_is_shown_with_the_end_of_its_log(
 ) -> None:
     monkeypatch.setattr("kvmesh.cli.launcher.PROGRESS_S", 0.1)
     code = "import signal; print('12:00:00 INFO a reading 7 files', flush=True); signal.pause()"
-    running = stack.launch(a=code, b="import signal; signal.pause()")
-    await stack.until_said("a (reading 7 files), b (loading modules)")
+    running = stack.launch(a=code, b=code, c="import signal; signal.pause()")
+    await stack.until_said("a, b (reading 7 files); c (loading modules)")
     stack.stop.set()
     assert await running == INTERRUPTED
 
@@ -235,11 +235,14 @@ async def test_one_that_ends_over_and_over_is_reported_once_a_minute(
     await stack.until_said("stop: Ctrl-C")
     os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
     await until(lambda: _lives(stack, "a") == 7)
-    assert stack.output.getvalue().count("restarting it") == 1
-    monkeypatch.setattr("kvmesh.cli.launcher.SAY_AGAIN_S", 0.0)
-    await until(lambda: "a" in stack.supervisor.pids)
-    os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
-    await stack.until_said("a was killed by SIGKILL, 7 times in a row; restarting it every 0.01 s")
+    await stack.until_said("a was killed by SIGKILL; restarting it")
+    await stack.until_said("a ended with exit code 1, 2 times in a row; restarting it every 0.01 s")
+    assert stack.output.getvalue().count("restarting it") == 2
+    for number in (7, 8):
+        await until(lambda: "a" in stack.supervisor.pids)
+        os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
+        await stack.until_said(f"a was killed by SIGKILL, {number} times in a row")
+        monkeypatch.setattr("kvmesh.cli.launcher.SAY_AGAIN_S", 0.0)
     stack.stop.set()
     assert await running == 0
 
