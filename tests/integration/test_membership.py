@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from kvmesh.cli.__main__ import main
 from kvmesh.core.mesh_secret import MeshSecret, new_secret
 from kvmesh.rpc.channels import MeshAccess, bind_server, open_channel
 from kvmesh.rpc.direct import OFFER_KEY
@@ -124,6 +126,45 @@ async def test_health_is_open_and_reflection_is_not() -> None:
             iter([b"\x3a\x00"]), timeout=10
         )
         assert await asked.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_tool_calls_with_the_header_that_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, file = new_secret(), tmp_path / "secret"
+    file.write_text(text)
+    config = SchedulerConfig(server=ServerConfig(secret_file=str(file)))
+    nowhere = ("--state-dir", str(tmp_path))
+    assert main(["proof", ORDER, *nowhere]) == 1
+    assert "--secret-file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["proof", "OrderWorker", *nowhere])
+    capsys.readouterr()
+    assert main(["proof", ORDER.strip("/"), *nowhere, "--secret-file", str(file)]) == 0
+    name, _, value = capsys.readouterr().out.strip().partition(": ")
+    assert text not in value
+    async with (
+        serving("scheduler", config, build_scheduler) as context,
+        open_channel(f"127.0.0.1:{context.port}") as channel,
+    ):
+        code, _ = await order(channel, ((name, value),))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT  # an order that is none: it was let in
+        assert (await order(channel))[0] is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_service_that_others_reach_says_that_it_is_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for server, is_said in (
+        (ServerConfig(host="0.0.0.0"), True),
+        (ServerConfig(host="0.0.0.0", secret=new_secret()), False),
+        (ServerConfig(), False),
+    ):
+        caplog.clear()
+        async with serving("scheduler", SchedulerConfig(server=server), build_scheduler):
+            assert (
+                any(each.getMessage() == "anybody_may_call" for each in caplog.records) is is_said
+            )
 
 
 async def test_only_members_are_offered_a_direct_socket() -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "say what is wrong with this machine or a running stack",
     "health": "ask one service for its gRPC health; the exit code is the answer",
+    "proof": "print the header with which grpcurl calls a service of a closed mesh",
     "certs": "make a development CA and certificates for all services",
     "keys": "make, list and revoke API keys; set the limits of tenants",
     "profile": "measure a model on this machine, for plan and simulate",

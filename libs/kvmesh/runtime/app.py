@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = event_logger(__name__)
 
 FORCED_EXIT = 130
+_THIS_HOST = ("127.0.0.1", "::1", "[::1]", "localhost")
 
 _LAST_TASKS_S = 0.5  # at most this long for tasks that are about to end
 _CANCEL_AGAIN_S = 0.25
@@ -121,6 +122,7 @@ class ServiceContext:
             _ = self.admin  # says now what is wrong with its configuration
         self.access = mesh_access(config)
         self._callers = _known_callers(config)
+        self._is_open = _is_open(config, self.access)
         self._rpcs = RpcNames()
         self._public = RpcNames()
         self.server: grpc.aio.Server = make_server(
@@ -189,6 +191,11 @@ class ServiceContext:
         is_public = bool(self._public.services)
         self.add_servicer(add_ServerReflectionServicer_to_server, reflection, public=is_public)
         check_callers(self._callers, self._rpcs.names)
+        if self._is_open and not is_public:
+            log.warning(
+                "anybody_may_call",
+                hint="set server.secret_file, or mTLS with server.tls.*, for all services",
+            )
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs a background task that lives as long as the service; its crash ends the service."""
@@ -241,6 +248,13 @@ class ServiceContext:
         error = task.exception()
         if error is not None and not self.failure.done():
             self.failure.set_result(error)
+
+
+def _is_open(config: ServerConfig, access: MeshAccess) -> bool:
+    """Whether callers on other hosts need to show nothing."""
+    tls = config.tls
+    is_closed = access.secret is not None or bool(tls.cert and tls.ca and tls.verify_callers)
+    return not is_closed and config.host not in _THIS_HOST
 
 
 def _known_callers(config: ServerConfig) -> frozenset[str]:
