@@ -16,8 +16,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -102,15 +102,19 @@ class Sandbox:
         own = {"HOME": str(self.home), "TMPDIR": str(self.temporary), MARK: self.mark}
         return kept | own
 
+    def make_up(self, cores: set[int] | None) -> AbstractContextManager[RunningStart]:
+        """Runs `make up`, as a person would; see `running`."""
+        return self.running(["make", "up", f"PORT={free_port()}"], cores)
+
     @contextmanager
-    def make_up(self, cores: set[int] | None, *arguments: str) -> Iterator[RunningStart]:
-        """Runs `make up`; whatever still runs at the end of the block is killed.
+    def running(
+        self, command: Sequence[str], cores: set[int] | None = None
+    ) -> Iterator[RunningStart]:
+        """Runs a command in the clone; whatever still runs at the end of the block is killed.
 
         Args:
             cores: those that it may use; None for all.
-            arguments: of make, beside the port.
         """
-        command = ["make", "up", f"PORT={_free_port()}", *arguments]
         if cores is not None:
             command = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores))), *command]
         with self._log().open("wb") as log:
@@ -175,7 +179,7 @@ class Sandbox:
 
 @dataclass(frozen=True, slots=True)
 class RunningStart:
-    """A `make up` that runs."""
+    """A command that runs."""
 
     sandbox: Sandbox
     process: subprocess.Popen[bytes]
@@ -220,12 +224,10 @@ class RunningStart:
 
     def _check_running(self) -> None:
         if self.process.poll() is not None:
-            raise StartError(
-                f"`make up` ended with {self.process.returncode}:\n{self.sandbox.output()}"
-            )
+            raise StartError(f"it ended with {self.process.returncode}:\n{self.sandbox.output()}")
 
     def interrupt(self, limit_s: float) -> float:
-        """Ctrl-C, as a terminal sends it; gives the seconds until `make` has ended.
+        """Ctrl-C, as a terminal sends it; gives the seconds until the command has ended.
 
         Raises:
             StartError: it did not end within the limit.
@@ -289,7 +291,8 @@ def _kill(pid: int) -> None:
         return
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "libs") not in sys.path:  # the package need not be installed
     sys.path.insert(0, str(ROOT / "libs"))
 
+from kvmesh.core.config import child_environment  # noqa: E402
 from kvmesh.core.native_libraries import (  # noqa: E402
     LIBRARIES,
     Level,
@@ -77,10 +78,15 @@ class Target:
 
 
 class Compilers:
-    """The compilers that run: as many as there are cores, none of which outlives this process."""
+    """The compilers that run: as many as there are cores, none of which outlives this process.
 
-    def __init__(self, cores: int) -> None:
+    Args:
+        temporary: folder for their temporary files; one that is killed leaves them behind.
+    """
+
+    def __init__(self, cores: int, temporary: Path) -> None:
         self._cores = cores
+        self._environment = child_environment({"TMPDIR": str(temporary)})
         self._running: list[tuple[subprocess.Popen[str], list[str]]] = []
         self._is_starting = False
         self._ended_by = 0
@@ -107,7 +113,11 @@ class Compilers:
             self._end_one()
         self._is_starting = True
         process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=self._environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self._running.append((process, command))
         self._is_starting = False
@@ -176,8 +186,8 @@ def build(wanted: Sequence[Target], say: Say) -> bool:
 
 def _build(compiler: str, todo: Sequence[Target], say: Say) -> None:
     started = time.monotonic()
-    compilers = Compilers(len(os.sched_getaffinity(0)))
     folder = Path(tempfile.mkdtemp(prefix="part-", dir=_WORK))
+    compilers = Compilers(len(os.sched_getaffinity(0)), folder)
     with _ended_by_signals(compilers):
         try:
             objects = _compile(compiler, compilers, todo, folder, say)
