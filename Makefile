@@ -156,6 +156,10 @@ bench-device: setup ## blocks out of and into CUDA pools against plain copies; w
 bench-queries: setup ## queries that travel to a prefix against fetching or computing it; writes bench/results/queries.*
 	$(PY) -m benchmarks.queries $(ARGS)
 
+.PHONY: bench-first-start
+bench-first-start: setup ## first starts in fresh clones, on all cores and on a crowded one, and interrupted; writes bench/results/first_start.*
+	$(PY) -m benchmarks.first_start $(ARGS)
+
 bench-summary: setup ## what all benchmarks measured last: writes bench/results/README.md and the tables of other pages
 	$(PY) -m benchmarks.summary
 
