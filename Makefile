@@ -5,8 +5,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
-NATIVE := build/native/.built
+LOCAL := $(VENV)/.local
+DEV := $(VENV)/.dev
+NATIVE := build/native/.best
+NATIVE_DEV := build/native/.usable
 NATIVE_SOURCES := $(wildcard libs/kvmesh/*/*.cpp libs/kvmesh/*/*.h) scripts/build_native.py libs/kvmesh/core/native_libraries.py
 # Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
 UNPINNED := $(if $(wildcard /dev/nvidiactl),^triton==,^$$)
@@ -37,7 +39,10 @@ test test-fast: export GRPC_VERBOSITY := ERROR
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: $(STAMP) $(NATIVE) ## make .venv with everything, and the C++ libraries; again only what has changed
+setup: $(DEV) $(NATIVE_DEV) ## make .venv with everything, and the C++ libraries; again only what has changed
+
+.PHONY: setup-local
+setup-local: $(LOCAL) $(NATIVE) ## as much of that as serving takes
 
 $(VENV)/.made:
 	@scripts/make_venv.sh $(PYTHON) $(VENV)
@@ -45,13 +50,25 @@ $(VENV)/.made:
 
 # Without a compiler, or if it refuses, that is said and workers are slower; the next `make` tries again.
 $(NATIVE): $(NATIVE_SOURCES) | $(VENV)/.made
-	@$(PY) scripts/build_native.py && touch $@ || [ $$? = 3 ]
+	@$(PY) scripts/build_native.py --levels best && touch $@ || [ $$? = 3 ]
+
+# Tests use what older CPUs do as well.
+$(NATIVE_DEV): $(NATIVE_SOURCES) | $(VENV)/.made
+	@$(PY) scripts/build_native.py && touch $(NATIVE) $@ || [ $$? = 3 ]
 
 # Most modules of what is installed are never imported: Python compiles those that are.
-$(STAMP): pyproject.toml constraints.txt setup.py | $(VENV)/.made $(NATIVE)
-	@grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
-	@$(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]' | scripts/show_pip.sh
+INSTALL = $(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e
+
+$(VENV)/constraints.txt: constraints.txt | $(VENV)/.made
+	@grep -v '$(UNPINNED)' $< > $@
+
+$(LOCAL): pyproject.toml setup.py $(VENV)/constraints.txt | $(NATIVE)
+	@$(INSTALL) '.[local]' | scripts/show_pip.sh
 	@touch $@
+
+$(DEV): pyproject.toml setup.py $(VENV)/constraints.txt | $(NATIVE_DEV)
+	@$(INSTALL) '.[dev]' | scripts/show_pip.sh
+	@touch $(LOCAL) $@
 
 proto: setup ## generate the stubs from protos/
 	$(PY) scripts/gen_protos.py
@@ -95,14 +112,14 @@ test-triton: setup ## the kernels' tests under Triton 3.6 to 3.9, without a devi
 kernel-registers: setup ## registers, spills and shared memory of every kernel by architecture, without a device
 	$(PY) -m tests.unit.kernels.register_table $(ARGS)
 
-up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
+up: setup-local ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
 .PHONY: dist
 dist: setup ## wheel and sdist, in dist/
 	rm -rf build/lib build/bdist.* dist && $(PY) -m build --no-isolation --sdist --wheel
 
-bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
+bench-serve: setup-local ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."

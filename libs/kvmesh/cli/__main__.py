@@ -38,7 +38,7 @@ COMMANDS = {
 OWN_PARSERS = ("up", "chat", "top", "bench", "doctor", "profile")
 """Commands with a module of their flags, `<name>_flags`: help and wrong usage load nothing else."""
 
-EXTRAS = {"plan": "sim", "simulate": "sim"}
+EXTRAS = {"plan": "sim", "simulate": "sim", "profile": "local,sim"}
 """Extra of the distribution that a command needs; `local` for all others."""
 
 USAGE_ERROR = 2

