@@ -59,7 +59,9 @@ def _run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = No
 
 
 def _tracked() -> list[str]:
-    return _run("git", "ls-files").splitlines()
+    """Files that git knows of, but for those that were removed and not committed yet."""
+    names = _run("git", "ls-files").splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
 
 
 def _build(source: Path, out: Path, *kinds: str, env: dict[str, str] | None = None) -> None:

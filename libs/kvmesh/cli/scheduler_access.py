@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 FIRST_ANSWER_S = 10.0
 """A scheduler that is there answers sooner, whatever is waited for afterwards."""
+
+_UNSAID = logging.NullHandler()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,8 @@ async def live_fleet(access: SchedulerAccess, watcher: str) -> AsyncIterator[Liv
     Raises:
         NoAnswerError: no scheduler answered in time.
     """
+    # Commands say in a sentence what the watch logs; without a handler Python prints a bare word.
+    logging.getLogger("kvmesh.rpc").addHandler(_UNSAID)
     watch = FleetWatch(access.targets, access.mesh, watcher, with_detail=True)
     view = LiveFleet(watch, access)
     task = asyncio.create_task(watch.run(), name="fleet watch")
