@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.metadata.quota_store import RedisQuotaStore
-from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.tenant_store import RedisTenantStore
 from kvmesh.policy.quota import TenantLimits
 from kvmesh.runtime.app import ServiceContext
@@ -15,6 +15,9 @@ from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig
 from services.gateway.shared_quotas import LEASE_S, RedisQuotas
 
+if TYPE_CHECKING:
+    from kvmesh.metadata.redis_client import RedisClient
+
 
 async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[KeyRing, Admission]:
     """The key ring and the admission of a gateway, kept up to date in `context`.
@@ -22,24 +25,15 @@ async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[
     Raises:
         ConfigError: keys, the directory or Redis cannot be used as configured.
     """
-    quota, redis = config.quota, config.redis
+    quota = config.quota
     defaults = TenantLimits(
         requests_per_min=quota.requests_per_min_per_key,
         tokens_per_min=quota.tokens_per_min_per_key,
         max_concurrent=quota.max_concurrent_per_key,
     )
     keys = load_keys(config.access, defaults)
-    client: RedisClient | None = None
-    if redis.url:
-        client = RedisClient(
-            RedisConfig(
-                redis.url,
-                redis.password,
-                redis.key_prefix,
-                redis.timeout_s,
-                redis.password_file,
-            )
-        )
+    client = _redis_client(config)
+    if client is not None:
         context.stack.push_async_callback(client.close)
     store = directory_store(config.access, RedisTenantStore(client) if client else None)
     if store is not None:
@@ -54,3 +48,17 @@ async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[
     context.stack.push_async_callback(shared.settle)
     context.spawn(shared.run(), "quotas")
     return keys, Admission(quota.burst_s, clock.now, shared)
+
+
+def _redis_client(config: GatewayConfig) -> RedisClient | None:
+    redis = config.redis
+    if not redis.url:
+        return None
+    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
+    from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
+
+    return RedisClient(
+        RedisConfig(
+            redis.url, redis.password, redis.key_prefix, redis.timeout_s, redis.password_file
+        )
+    )

@@ -8,9 +8,13 @@ the requests it has open and when that claim ends if it is not renewed. The arit
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvmesh.metadata.redis_answers import understanding
-from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.policy.quota import Quota, QuotaRefusal, TenantLimits
+
+if TYPE_CHECKING:
+    from kvmesh.metadata.redis_client import RedisClient
 
 _COMMON = """
 local prefix, tenant, owner = ARGV[1], ARGV[2], ARGV[3]

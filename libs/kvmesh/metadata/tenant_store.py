@@ -11,11 +11,13 @@ import fcntl
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvmesh.metadata.redis_answers import bytes_of
-from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.store import StoreUnavailableError
+
+if TYPE_CHECKING:
+    from kvmesh.metadata.redis_client import RedisClient
 
 _READ = "return redis.call('GET', ARGV[1] .. 'tenants') or ''"
 _REPLACE = """
