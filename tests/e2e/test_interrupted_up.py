@@ -41,9 +41,9 @@ class Up:
     output: Path
 
     @classmethod
-    async def start(cls, folder: Path, home: Path | None) -> Up:
+    async def start(cls, folder: Path, home: Path | None, **extra: str) -> Up:
         marker = uuid.uuid4().hex
-        env = {**os.environ, MARKER: marker, "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"}
+        env = {**os.environ, **extra, MARKER: marker, "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"}
         if home is not None:
             env["HOME"] = str(home)
         state, output = folder / "state", folder / "output"
@@ -175,6 +175,28 @@ async def test_a_hung_service_is_replaced_and_the_stack_is_ready_again(
         )
     assert "prefill-0 gave" not in up.said
     up.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(60):
+        assert await up.process.wait() == 0
+    assert up.left() == []
+
+
+async def test_a_hung_process_of_several_is_replaced_by_its_parent(
+    tmp_path: Path, stacks: list[Up]
+) -> None:
+    up = await Up.start(tmp_path, None, KVMESH_HTTP__PROCESSES="2")
+    stacks.append(up)
+    await up.until_said(1000)
+    log = up.state / "logs" / "gateway.log"
+    await until(lambda: log.read_text().count(" serving ") == 2, "both serve")
+    members = json.loads((up.state / "stack.json").read_text())["members"]
+    gateway = psutil.Process(next(each["pid"] for each in members if each["name"] == "gateway"))
+    for number, child in enumerate(gateway.children(), 1):  # one of them answers the launcher
+        child.suspend()
+        await until(lambda n=number: log.read_text().count(" serving ") == 2 + n)  # type: ignore[misc]
+    assert log.read_text().count("gateway_process_hung") == 2
+    assert gateway.is_running()
+    assert "gave no answer" not in up.said
+    up.process.send_signal(signal.SIGINT)
     async with asyncio.timeout(60):
         assert await up.process.wait() == 0
     assert up.left() == []

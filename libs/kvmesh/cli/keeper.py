@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import psutil
+
 from kvmesh.cli.probes import Probe, Pulse, Readiness, readiness
 from kvmesh.cli.processes import Exit, Supervisor, log_tail
 from kvmesh.cli.stack import Member
@@ -182,15 +184,16 @@ class Keeper:
         except TimeoutError:
             return f"{self._name} did not serve within {limit_s:g} s of its start and was killed"
         self._has_served = True
+        silent_s = _silent_s(pid)
         pulse = Pulse(self._member.liveness)
         readying = asyncio.ensure_future(self._becomes_ready())
         try:
-            await until_silent(pid, pulse.beat)
+            await until_silent(pid, pulse.beat, silent_s)
         finally:
             readying.cancel()
             await asyncio.gather(readying, return_exceptions=True)
             await pulse.close()
-        return f"{self._name} gave no answer for {SILENT_S:g} s and was killed"
+        return f"{self._name} gave no answer for {silent_s:g} s and was killed"
 
     async def _becomes_ready(self) -> None:
         await _until_ready(self._member.probe, self._note)
@@ -201,6 +204,18 @@ class Keeper:
 
     def _note(self, answer: Readiness) -> None:
         self._reason = answer.reason
+
+
+def _silent_s(pid: int) -> float:
+    """Seconds without an answer after which a process hangs.
+
+    A gateway of several processes replaces its children itself. A question may have gone to one
+    that hangs, so its parent gets as much time again.
+    """
+    try:
+        return 2 * SILENT_S if psutil.Process(pid).children() else SILENT_S
+    except psutil.NoSuchProcess:
+        return SILENT_S
 
 
 async def _until_ready(probe: Probe, note: Callable[[Readiness], None] = lambda _: None) -> None:

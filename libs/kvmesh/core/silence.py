@@ -98,11 +98,18 @@ class Silence:
     Args:
         pid: the process.
         read: what the kernel tells of its threads.
+        limit_s: counted seconds after which it hangs.
     """
 
-    def __init__(self, pid: int, read: Callable[[int], Threads] = read_threads) -> None:
+    def __init__(
+        self,
+        pid: int,
+        read: Callable[[int], Threads] = read_threads,
+        limit_s: float = SILENT_S,
+    ) -> None:
         self._pid = pid
         self._read = read
+        self._limit_s = limit_s
         self._looked_s: float | None = None
         self._threads: Threads = {}
         self.counted_s = 0.0
@@ -125,19 +132,22 @@ class Silence:
                 counts_s *= counted_share(self._pid, self._threads, threads, passed_s)
             self.counted_s += counts_s if threads else counts_s / _UNKNOWN_FACTOR
         self._looked_s, self._threads = now_s, threads
-        return self.counted_s >= SILENT_S
+        return self.counted_s >= self._limit_s
 
 
-async def until_silent(pid: int, ask: Callable[[], Awaitable[bool]]) -> None:
+async def until_silent(
+    pid: int, ask: Callable[[], Awaitable[bool]], limit_s: float = SILENT_S
+) -> None:
     """Asks a process again and again; returns when it hangs.
 
     Args:
         pid: the process, which answers questions by now.
         ask: puts one question and waits, without limit, for any answer; False if nobody listens,
             which is no answer.
+        limit_s: counted seconds after which it hangs.
     """
     now = asyncio.get_running_loop().time
-    silence = Silence(pid)
+    silence = Silence(pid, limit_s=limit_s)
     while True:
         asking = asyncio.ensure_future(ask())
         try:
