@@ -59,14 +59,6 @@ async def test_guesses_of_keys_are_neither_slowed_nor_held_against_anybody(tmp_p
         assert (await ask(stack, "a"))[0] == 200
 
 
-async def test_the_gateways_metrics_name_tenants_to_whoever_asks(tmp_path: Path) -> None:
-    async with tenants(tmp_path, {"acme": TenantLimits()}) as stack:
-        assert (await ask(stack, "acme"))[0] == 200
-        async with aiohttp.ClientSession(stack.url) as session, session.get("/metrics") as page:
-            assert page.status == 200
-            assert 'tenant="acme"' in await page.text()
-
-
 def _outside(url: str) -> list[tuple[str, dict[str, Any]]]:
     """Requests that ask the gateway to fetch something."""
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": url}}}
