@@ -132,6 +132,10 @@ bench-million: setup ## a million simulated requests on a thousand workers, comp
 bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
 	$(PY) -m benchmarks.routing $(ARGS)
 
+.PHONY: bench-tokenizer
+bench-tokenizer: setup ## prompts to tokens, against the library that models are trained with; writes bench/results/tokenizer.*
+	$(PY) -m benchmarks.tokenizer $(ARGS)
+
 bench-pool: setup ## copies of hot prefixes over live workers; writes bench/results/pool.*
 	$(PY) -m benchmarks.pool $(ARGS)
 

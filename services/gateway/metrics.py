@@ -65,6 +65,13 @@ class GatewayMetrics(Collector):
         self.connections = self._gauge(
             "kvmesh_gateway_connections", "Open connections of the HTTP port."
         )
+        self._library = Gauge(
+            "kvmesh_gateway_tokenizer",
+            "Processes by the library that turns their prompts into tokens.",
+            ["library"],
+            registry=self._registry,
+            multiprocess_mode="livesum",
+        )
         self._add_counters()
 
     def _add_times(self) -> None:
@@ -161,6 +168,10 @@ class GatewayMetrics(Collector):
         if counter is None:
             counter = self._used[name] = self._tenant_tokens.labels(name)
         counter.inc(ticket.num_tokens)
+
+    def encodes_by(self, library: str) -> None:
+        """Tells the library that turns prompts into tokens."""
+        self._library.labels(library).set(1)
 
     def moved(self, reason: str) -> None:
         """Counts lost work that is started again."""

@@ -39,7 +39,8 @@ from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Router, candidate_of
 from services.gateway.tenancy import open_tenancy
-from services.gateway.tokenizer import load_tokenizer
+from services.gateway.text_encoder import TextEncoder
+from services.gateway.tokenizer import TOKENIZER_FILE, load_tokenizer
 from services.gateway.turnstile import Turnstile
 from services.gateway.worker_sessions import WorkerSessions
 
@@ -99,9 +100,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     context.spawn(fleet.run(), "fleet watch")
     context.spawn(routes.run(), "route streams")
 
-    metrics = GatewayMetrics(served_name)
-    prometheus_client.REGISTRY.register(metrics)
-    context.stack.callback(prometheus_client.REGISTRY.unregister, metrics)
+    metrics = _add_metrics(served_name, context)
     plans = PlanStock(config.scheduler.plans_ahead)
     router = Router(
         served_name,
@@ -117,6 +116,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
     context.spawn(_watch_lag(mesh.crowd), "lag watch")
+    context.spawn(_speed_up(tokenizer.encoder, config.model.path, metrics), "tokenizer")
     requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
     if config.server.admin.port >= 0:
         console = ConsoleSources(served_name, targets, access, requests)
@@ -137,6 +137,13 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd, plans)
 
 
+def _add_metrics(served_name: str, context: ServiceContext) -> GatewayMetrics:
+    metrics = GatewayMetrics(served_name)
+    prometheus_client.REGISTRY.register(metrics)
+    context.stack.callback(prometheus_client.REGISTRY.unregister, metrics)
+    return metrics
+
+
 def _schedulers(config: GatewayConfig) -> list[str]:
     targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
     if not targets:
@@ -151,6 +158,13 @@ async def _watch_lag(crowd: Crowd) -> None:
         due = loop.time() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
         crowd.note_lag(loop.time() - due)
+
+
+async def _speed_up(encoder: TextEncoder, folder: str, metrics: GatewayMetrics) -> None:
+    """Has prompts encoded by the faster library if it can, and says which one does it."""
+    await encoder.speed_up(Path(folder) / TOKENIZER_FILE)
+    metrics.encodes_by(encoder.library)
+    log.info("tokenizer", library=encoder.library, reason=encoder.reason)
 
 
 def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:

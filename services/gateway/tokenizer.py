@@ -27,18 +27,13 @@ from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.engine.checkpoint import load_model_config
 from services.gateway.detokenizer import WholeTokens
 from services.gateway.reasoning import ReasoningFamily, reasoning_named
+from services.gateway.text_encoder import TextEncoder
 from services.gateway.tool_parsers import ToolFamily, family_named
-from services.gateway.word_encoder import word_encoder
 
-THREAD_THRESHOLD_CHARS = 4096
-"""Longer texts are encoded in a thread: they would hold up all streams for over 1 ms."""
-
-WORDS_THRESHOLD_CHARS = 16_384
-"""As long may a text be whose words are looked up on the event loop."""
+TOKENIZER_FILE = "tokenizer.json"
 
 THREAD_THRESHOLD_TOKENS = 4096
-"""As many tokens are decoded in a thread, for the same reason."""
-
+"""As many tokens are decoded in a thread: they would hold up all streams for over 1 ms."""
 
 TOLD_SETTINGS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
@@ -160,6 +155,7 @@ class TextTokenizer:
 
     Attributes:
         fast: the tokenizer itself, for incremental decoding.
+        encoder: turns texts into token ids.
         whole: tokens that need no decoding; None where what a token says depends on its place.
         chat: the chat template.
         max_model_len: longest sequence by the model's own config; 0 is unknown.
@@ -188,24 +184,12 @@ class TextTokenizer:
         }
         self._byte_level = "ByteLevel" in type(fast.decoder).__name__
         self._byte_fallback = bool(getattr(fast.model, "byte_fallback", False))
-        self._words = word_encoder(fast)
         self.whole = WholeTokens(fast, _byte_level_table()) if self._byte_level else None
-        self._before, self._after = _special_ids_around(fast)
+        self.encoder = TextEncoder(fast)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text; long texts do not hold up the event loop."""
-        if self._words is not None and len(text) <= WORDS_THRESHOLD_CHARS:
-            token_ids = self._words.encode(text)
-            if token_ids is not None:
-                return self._before + token_ids + self._after if add_special_tokens else token_ids
-        if len(text) > THREAD_THRESHOLD_CHARS:
-            return await asyncio.to_thread(self._encode_aside, text, add_special_tokens)
-        return tuple(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def _encode_aside(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        # Of the library's ways only those for batches let other threads run meanwhile.
-        (whole,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(whole.ids)
+        return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; many do not hold up the event loop."""
@@ -255,7 +239,7 @@ def load_tokenizer(
         CheckpointError: tokenizer.json is missing or a file is malformed.
         ConfigError: `tool_calls` or `reasoning_parser` names no family.
     """
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
     settings = _read_json(folder / "tokenizer_config.json")
@@ -294,17 +278,13 @@ def _told(settings: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        fast = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare ones for malformed files
         raise CheckpointError(f"{path} is no tokenizer: {error}") from error
-
-
-def _special_ids_around(fast: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What `add_special_tokens` puts before and after a text."""
-    plain = fast.encode("a", add_special_tokens=False).ids
-    whole = fast.encode("a", add_special_tokens=True).ids
-    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    # Of training; a prompt that is too long is refused, and none is filled up.
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
 
 
 def _read_json(path: Path) -> dict[str, Any]:

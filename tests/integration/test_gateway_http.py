@@ -355,6 +355,16 @@ async def test_ready_names_workers_without_native_code(tmp_path: Path) -> None:
         assert await said() == {"d1": ["kernels"]}
 
 
+async def test_metrics_tell_the_library_that_makes_tokens_of_prompts(stack: Stack) -> None:
+    before = await stack.client.completions.create(model=MODEL, prompt="ab ö", max_tokens=2)
+    metrics = stack.gateway.metrics
+    await stack.mesh.until(
+        lambda: metrics.value("kvmesh_gateway_tokenizer", library="fastokens") == 1
+    )
+    after = await stack.client.completions.create(model=MODEL, prompt="ab ö", max_tokens=2)
+    assert before.usage == after.usage
+
+
 async def test_ready_needs_both_roles(tmp_path: Path) -> None:
     async with (
         gateway_stack(tmp_path, TWO_PAIRS) as stack,

@@ -32,7 +32,7 @@ _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
 EXTRAS: dict[str, tuple[str, ...]] = {
     "client": ("grpcio", "protobuf"),
     "service": ("grpcio-health-checking", "uvloop", "prometheus-client", "opentelemetry-sdk"),
-    "gateway": ("aiohttp", "pydantic", "tokenizers", "jinja2"),
+    "gateway": ("aiohttp", "pydantic", "tokenizers", "fastokens", "jinja2"),
     "control plane": ("redis", "hiredis"),
     "worker": ("torch", "numpy", "safetensors"),
 }

@@ -10,7 +10,6 @@ from tokenizers import decoders, models
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from services.gateway.tokenizer import (
-    THREAD_THRESHOLD_CHARS,
     THREAD_THRESHOLD_TOKENS,
     ChatTemplate,
     TextTokenizer,
@@ -33,28 +32,19 @@ async def test_special_tokens_in_rendered_text_are_single_ids(tokenizer: TextTok
     assert token_ids[-1] == EOS
 
 
-async def test_long_text_is_the_same_as_short_text(tokenizer: TextTokenizer) -> None:
-    word = "block "
-    repeats = THREAD_THRESHOLD_CHARS // len(word) + 1
-    long = await tokenizer.encode(word * repeats, add_special_tokens=False)
-    assert long == tuple(tokenizer.fast.encode(word * repeats).ids)
-    assert await tokenizer.decode(long) == word * repeats
-
-
-async def test_long_texts_go_the_ways_that_let_others_run(
+async def test_many_tokens_are_decoded_the_way_that_lets_others_run(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class OnlyBatches:
         """A tokenizer whose other ways hold the interpreter's lock to the end."""
 
-        encode_batch_fast = staticmethod(tokenizer.fast.encode_batch_fast)
         decode_batch = staticmethod(tokenizer.fast.decode_batch)
 
-    expected = tuple(tokenizer.fast.encode("block " * THREAD_THRESHOLD_TOKENS).ids)
-    monkeypatch.setattr(tokenizer, "fast", OnlyBatches())
     text = "block " * THREAD_THRESHOLD_TOKENS
-    assert await tokenizer.encode(text, add_special_tokens=False) == expected
-    assert await tokenizer.decode(expected) == text
+    token_ids = await tokenizer.encode(text, add_special_tokens=False)
+    assert token_ids == tuple(tokenizer.fast.encode(text).ids)
+    monkeypatch.setattr(tokenizer, "fast", OnlyBatches())
+    assert await tokenizer.decode(token_ids) == text
 
 
 def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: TextTokenizer) -> None:
@@ -166,6 +156,16 @@ def test_sampling_defaults_only_when_asked_for(model_folder: Path) -> None:
     loaded = load_tokenizer(model_folder, use_generation_config=True)
     assert loaded.sampling_defaults == {"temperature": 0.25, "top_k": 7}
     assert loaded.max_model_len == 512
+
+
+async def test_prompts_are_neither_cut_nor_filled_up_as_in_training(tmp_path: Path) -> None:
+    made = write_model(tmp_path)
+    made.enable_truncation(3)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert len(await loaded.encode("the mesh moves blocks", add_special_tokens=True)) > 3
+    assert len(await loaded.encode("a", add_special_tokens=True)) == 1
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
