@@ -8,11 +8,11 @@ def test_flags_and_environment() -> None:
     config = load_config(
         GatewayConfig,
         ["--http.port", "0", "--limits.max-moves", "1"],
-        environ={"KVMESH_SCHEDULER__TARGETS": "a:1,b:2", "KVMESH_ACCESS__API_KEYS": "secret"},
+        environ={"KVMESH_SCHEDULER__TARGETS": "a:1,b:2", "KVMESH_ACCESS__API_KEYS": "sk-private"},
     )
     assert (config.http.port, config.limits.max_moves) == (0, 1)
     assert config.scheduler.targets == "a:1,b:2"
-    assert "secret" not in format_config(config)
+    assert "sk-private" not in format_config(config)
 
 
 def test_every_option_says_what_it_is() -> None:
