@@ -302,7 +302,8 @@ def free_port() -> int:
 @contextmanager
 def busy_loops(count: int, cores: set[int]) -> Iterator[None]:
     """Processes that compute without end on some cores."""
-    loop = "while True: pass"
+    # They end with this process, even if it is killed.
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     running = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
         for process in running:
