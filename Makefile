@@ -116,7 +116,7 @@ test-triton: setup ## the kernels' tests under Triton 3.6 to 3.9, without a devi
 kernel-registers: setup ## registers, spills and shared memory of every kernel by architecture, without a device
 	$(PY) -m tests.unit.kernels.register_table $(ARGS)
 
-up: setup-local ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
+up: setup-local ## start a local stack: make up MODEL=dir-or-org/name PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
 .PHONY: dist

@@ -12,8 +12,8 @@ if __name__ == "__main__":
     from kvmesh.cli.processes import end_with
     from kvmesh.core.config import environment, load_config
     from kvmesh.core.errors import KvMeshError
-    from kvmesh.runtime.app import run_service
-    from kvmesh.telemetry.logs import configure_logging, event_logger
+    from kvmesh.runtime.app import cannot_start, run_service
+    from kvmesh.telemetry.logs import configure_logging
     from services.gateway.config import GatewayConfig
     from services.gateway.processes import PARENT_VARIABLE, run_processes
     from services.gateway.service import build
@@ -27,6 +27,6 @@ if __name__ == "__main__":
             configure_logging("gateway", config.telemetry.log.level, config.telemetry.log.format)
             sys.exit(run_processes(config, sys.argv[1:]))
     except KvMeshError as error:
-        event_logger("services.gateway").error("cannot_start", error=str(error))
+        cannot_start("gateway", error)
         sys.exit(2)
     run_service("gateway", GatewayConfig, build)

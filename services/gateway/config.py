@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvmesh.core.config import option, positive, secret
+from kvmesh.engine.model_source import served_name
 from kvmesh.policy.plans_ahead import MAX_AHEAD
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
@@ -38,8 +38,11 @@ class HttpConfig:
 class ModelConfig:
     """The model that is served."""
 
-    path: str = option("models/pydoc-6m", "folder with tokenizer.json and the chat template")
-    served_name: str = option("", "name that clients use; default: name of the folder")
+    path: str = option(
+        "models/pydoc-6m",
+        "folder with tokenizer.json and the chat template, or org/name on the Hugging Face hub",
+    )
+    served_name: str = option("", "name that clients use; default: name of the folder, or org/name")
     use_generation_config: bool = option(
         False, "take sampling defaults from generation_config.json"
     )
@@ -57,7 +60,7 @@ class ModelConfig:
     @property
     def name(self) -> str:
         """The name that clients use."""
-        return self.served_name or Path(self.path).name
+        return self.served_name or served_name(self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvmesh.console.page import LocalRequests, SharePage
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.model_source import find_model
 from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
@@ -84,8 +85,9 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         CheckpointError: the model folder has no tokenizer.
     """
     served_name = config.model.name
+    folder = await asyncio.to_thread(find_model, config.model.path, has_weights=False)
     tokenizer = load_tokenizer(
-        Path(config.model.path),
+        folder,
         use_generation_config=config.model.use_generation_config,
         tool_calls=config.model.tool_calls,
         reasoning_parser=config.model.reasoning_parser,
@@ -116,7 +118,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
     context.spawn(_watch_lag(mesh.crowd), "lag watch")
-    context.spawn(_speed_up(tokenizer.encoder, config.model.path, metrics), "tokenizer")
+    context.spawn(_speed_up(tokenizer.encoder, folder, metrics), "tokenizer")
     requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
     if config.server.admin.port >= 0:
         console = ConsoleSources(served_name, targets, access, requests)
@@ -160,9 +162,9 @@ async def _watch_lag(crowd: Crowd) -> None:
         crowd.note_lag(loop.time() - due)
 
 
-async def _speed_up(encoder: TextEncoder, folder: str, metrics: GatewayMetrics) -> None:
+async def _speed_up(encoder: TextEncoder, folder: Path, metrics: GatewayMetrics) -> None:
     """Has prompts encoded by the faster library if it can, and says which one does it."""
-    await encoder.speed_up(Path(folder) / TOKENIZER_FILE)
+    await encoder.speed_up(folder / TOKENIZER_FILE)
     metrics.encodes_by(encoder.library)
     log.info("tokenizer", library=encoder.library, reason=encoder.reason)
 
@@ -175,7 +177,7 @@ async def _serve_http(
     front: HttpFront, gateway: GatewayConfig, guard: ConnectionGuard, context: ServiceContext
 ) -> int:
     config = gateway.http
-    tls = server_context(config.tls, "http.tls")
+    tls = server_context(config.tls, "http.tls", ca_signs=False)
     # A client that goes away cancels its handler, and with it the work in the mesh.
     runner = web.AppRunner(front.app(), handler_cancellation=True, shutdown_timeout=HTTP_CLOSE_S)
     await runner.setup()

@@ -132,7 +132,7 @@ async def test_sigterm_drains_and_exits_with_zero() -> None:
     [
         (["--server.port", "seven"], "server.port must be a whole number"),
         (["--config", "none.toml"], "none.toml: cannot be read"),
-        (["--server.tls.cert", "no.pem"], "server.tls: no.pem: No such file"),
+        (["--server.tls.cert", "no.pem"], "server.tls.cert: no.pem: cannot be read: No such file"),
     ],
 )
 async def test_a_config_error_says_what_is_wrong_and_exits_with_two(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Gemma4UnifiedConfig
 
-from kvmesh.cli.preflight import problems
+from kvmesh.cli.preflight import Room, machine_problems, model_problems
 from kvmesh.cli.stack import StackOptions, StackPaths
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.families import FAMILIES
@@ -63,5 +63,7 @@ def test_a_family_may_be_started(kind: str, options: StackOptions, tmp_path: Pat
     paths = StackPaths(
         Path(__file__).parents[2], tmp_path / "state", Path(sys.executable), Path("/bin/redis")
     )
-    assert problems(options, paths, 64 << 30) == []
+    room = Room(memory=64 << 30, disk=1 << 30)
+    assert machine_problems(options, paths, room) == []
+    assert model_problems(options, room) == []
     assert load_model_config(tmp_path).family == kind

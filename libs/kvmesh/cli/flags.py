@@ -30,6 +30,12 @@ def env_name(flag: str) -> str:
     return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
+def flag_twins(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Names of all flags of a parser in the environment."""
+    flags = (flag for action in parser._actions for flag in action.option_strings)
+    return frozenset(env_name(flag) for flag in flags if flag.startswith("--") and flag != "--help")
+
+
 def new_parser(prog: str, description: str, epilog: str = "") -> OneLineParser:
     """A parser that keeps the line breaks of its texts and takes no abbreviations."""
     return OneLineParser(

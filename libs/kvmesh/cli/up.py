@@ -16,7 +16,7 @@ from kvmesh.cli.descendants import adopt_orphans, kill_descendants
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.machine_checks import native_notes
 from kvmesh.cli.model_folder import embedded_models
-from kvmesh.cli.preflight import problems
+from kvmesh.cli.preflight import Room, free_disk_bytes, machine_problems, model_problems
 from kvmesh.cli.probes import free_ports
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.ready_command import command_problems
@@ -43,14 +43,18 @@ from kvmesh.cli.up_flags import parser as flags_parser
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
-from kvmesh.core.errors import ConfigError
+from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.model_source import find_model, is_hub_name, served_name
 from kvmesh.metadata.server_binary import find_redis_binary
 
 _PORTS_PER_MEMBER = 2
 _ADMIN_PORTS = 2
 _DRAIN_S = 5.0
 _GRACE_S = 10.0
+
+USAGE_ERROR = 2
+"""Something was wrong before any process was started."""
 
 
 def _default_model() -> Path:
@@ -67,10 +71,14 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         ConfigError: no model was named and none is embedded.
     """
     embedded = not arguments.model
-    model = _default_model() if embedded else Path(arguments.model).resolve()
+    if embedded:
+        model = _default_model()
+    else:
+        named = is_hub_name(arguments.model)
+        model = Path(arguments.model) if named else Path(arguments.model).resolve()
     return StackOptions(
         model=model,
-        model_name=arguments.model_name or model.name,
+        model_name=arguments.model_name or served_name(str(model)),
         num_prefill=arguments.prefill,
         num_decode=arguments.decode,
         host=arguments.host,
@@ -125,9 +133,34 @@ def main(argv: Sequence[str]) -> int:
     """Runs a stack.
 
     Exit code 0 after Ctrl-C, 130 if that came before the stack was ready or its command had ended,
-    1 if it could not start or a process was given up; with `--run` else that of the command.
+    2 if something was wrong before any process was started, 1 if it could not start or a process
+    was given up; with `--run` else that of the command.
     """
     arguments = flags_parser().parse_args(argv)
+    try:
+        options, paths = _planned(arguments)
+        settings = LaunchSettings(
+            # What a command measures or tests must not hide that a process died.
+            restart=not (arguments.no_restart or arguments.run),
+            start_timeout_s=arguments.start_timeout,
+            command=arguments.run,
+            has_keys=_has_keys(),
+        )
+        with hold_state(paths.state), stack_secrets(paths.state, arguments.secret_file) as secrets:
+            return _run_held(options, paths, secrets, settings)
+    except (ConfigError, CheckpointError) as error:
+        for line in str(error).split("\n"):
+            print(f"kvmesh up: {line}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths]:
+    """What to start and where, its model being here.
+
+    Raises:
+        ConfigError: why it cannot be started, a line each.
+        CheckpointError: the model is nowhere.
+    """
     if not is_checkout(CHECKOUT):
         raise ConfigError(
             f"{CHECKOUT} is no checkout of the repository, and the services run from one; "
@@ -139,33 +172,33 @@ def main(argv: Sequence[str]) -> int:
     paths = StackPaths(CHECKOUT, state, Path(sys.executable), find_redis_binary())
     if is_held(state):
         raise ConfigError(held_by_another(state))
-    found = problems(options, paths, psutil.virtual_memory().available)
-    found += command_problems(arguments.run)
-    for problem in found:
-        print(f"kvmesh up: {problem}", file=sys.stderr)
+    room = Room(psutil.virtual_memory().available, free_disk_bytes(state))
+    found = machine_problems(options, paths, room) + command_problems(arguments.run)
+    if not (found and is_hub_name(str(options.model))):  # nothing is downloaded in vain
+        model = find_model(str(options.model), has_weights=options.engine != "fake")
+        options = dataclasses.replace(options, model=model)
+        found += model_problems(options, room)
     if found:
-        return 1
+        raise ConfigError("\n".join(found))
     for note in [*ports.notes, *native_notes(options.engine, options.device)]:
         print(f"kvmesh up: {note}", file=sys.stderr)
-    if not options.max_model_len:
-        fits = options.num_blocks * options.block_size
-        longest = min(load_model_config(options.model).max_position_embeddings, fits)
-        options = dataclasses.replace(options, max_model_len=longest)
-    settings = LaunchSettings(
-        # What a command measures or tests must not hide that a process died.
-        restart=not (arguments.no_restart or arguments.run),
-        start_timeout_s=arguments.start_timeout,
-        command=arguments.run,
-        has_keys=_has_keys(),
-    )
-    with hold_state(state), stack_secrets(state, arguments.secret_file) as secrets:
-        _prepare(state)
-        signals = StopSignals()
-        adopt_orphans()
-        try:
-            return asyncio.run(_run(options, paths, secrets, settings, signals))
-        finally:
-            kill_descendants()
+    if options.max_model_len:
+        return options, paths
+    fits = options.num_blocks * options.block_size
+    longest = min(load_model_config(options.model).max_position_embeddings, fits)
+    return dataclasses.replace(options, max_model_len=longest), paths
+
+
+def _run_held(
+    options: StackOptions, paths: StackPaths, secrets: StackSecrets, settings: LaunchSettings
+) -> int:
+    _prepare(paths.state)
+    signals = StopSignals()
+    adopt_orphans()
+    try:
+        return asyncio.run(_run(options, paths, secrets, settings, signals))
+    finally:
+        kill_descendants()
 
 
 def _has_keys() -> bool:

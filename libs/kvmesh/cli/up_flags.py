@@ -28,10 +28,13 @@ def parser() -> argparse.ArgumentParser:
         "  kvmesh up --remote 1 --link-mbit 200\n"
         "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'\n\n"
         "exit code: 0 after Ctrl-C, or that of --run; 1 if something failed; 130 if it was\n"
-        "stopped before it was ready, or before --run had ended; 2 wrong usage",
+        "stopped before it was ready, or before --run had ended; 2 wrong usage, or something\n"
+        "was wrong before any process was started",
     )
-    add_flag(made, "--model", "", "model folder; default: the embedded model", metavar="DIR")
-    add_flag(made, "--model-name", "", "name that clients use; default: name of the folder")
+    text = "model folder, or org/name on the Hugging Face hub; default: the embedded model"
+    add_flag(made, "--model", "", text, metavar="MODEL")
+    text = "name that clients use; default: name of the folder, or org/name"
+    add_flag(made, "--model-name", "", text)
     add_flag(made, "--prefill", 2, "prefill workers", kind=positive_int)
     add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
     text = "prefill workers of a second cluster behind a paced link; 0: one cluster"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -21,7 +22,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -42,12 +43,34 @@ _KIND_NOUNS: dict[object, str] = {
 }
 
 
+_LIKE = 0.8
+"""Share of letters in common from which on a name is taken for another one mistyped."""
+
+_UNRECOGNIZED = "unrecognized arguments: "
+"""How argparse begins to say that there is no such flag."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line; all flags are a question away."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the line and leaves with the exit code of wrong usage."""
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        meant = self._meant(message) if message.startswith(_UNRECOGNIZED) else ""
+        self.exit(2, f"{self.prog}: {message}{meant or f'; see `{self.prog} --help`'}\n")
+
+    def _meant(self, message: str) -> str:
+        """The flag that the first unknown one is like, if there is one."""
+        first = message.removeprefix(_UNRECOGNIZED).split()[0].partition("=")[0]
+        return nearest(first, self._option_string_actions)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What somebody may have meant, as the end of a sentence; empty if nothing is like it."""
+    # What all have in common makes none of them likely.
+    bare = {each.removeprefix("--").removeprefix(ENV_PREFIX): each for each in sorted(known)}
+    word = name.removeprefix("--").removeprefix(ENV_PREFIX)
+    near = difflib.get_close_matches(word, bare, n=1, cutoff=_LIKE)
+    return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -223,9 +246,7 @@ def load_config(
     if file:
         for name, raw in _flatten(_read_toml(Path(file))):
             if name not in by_name:
-                raise ConfigError(
-                    f"{file}: unknown key {name}; known: {', '.join(sorted(by_name))}"
-                )
+                raise ConfigError(f"{file}: unknown key {name}{nearest(name, by_name)}")
             values[by_name[name].path] = _parse(by_name[name], raw, file)
     _check_environment(options, environ)
     for name, leaf in by_name.items():
@@ -246,8 +267,7 @@ def _check_environment(options: Sequence[Option], environ: Mapping[str, str]) ->
     for name in environ:
         section, separator, _ = name.partition("__")
         if section + separator in sections and name not in known | SHARED_OPTIONS:
-            near = ", ".join(sorted(env for env in known if env.startswith(section + separator)))
-            raise ConfigError(f"{name}: no such option; known: {near}")
+            raise ConfigError(f"{name}: no such option{nearest(name, known)}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -286,6 +306,11 @@ def without_password(text: str) -> str:
 def environment(name: str, default: str = "") -> str:
     """A single environment variable, for values that are not part of a service's config."""
     return os.environ.get(name, default)
+
+
+def own_environment() -> dict[str, str]:
+    """All variables that are named as ours."""
+    return {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
 
 
 def default_environment(values: Mapping[str, str]) -> None:

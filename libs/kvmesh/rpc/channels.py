@@ -18,6 +18,7 @@ from kvmesh.core.mesh_secret import MeshSecret
 from kvmesh.rpc.callers import KnownCallers
 from kvmesh.rpc.damaged import DamagedRequests
 from kvmesh.rpc.membership import MemberChannel, MembersOnly
+from kvmesh.rpc.tls_files import load_tls_files
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """A prompt of a million tokens fits; KV never travels here."""
@@ -76,25 +77,6 @@ def _read(path: str) -> bytes | None:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def load_tls_files(context: ssl.SSLContext, tls: TlsConfig, section: str) -> None:
-    """Gives a context the files that are named.
-
-    Args:
-        section: name of the options, for errors.
-
-    Raises:
-        ConfigError: a file cannot be used.
-    """
-    try:
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key or None)
-        if tls.ca:
-            context.load_verify_locations(tls.ca)
-    except OSError as error:  # ssl.SSLError is one; neither names the file
-        files = ", ".join(name for name in (tls.cert, tls.key, tls.ca) if name)
-        raise ConfigError(f"{section}: {files}: {error.strerror or error}") from error
-
-
 def open_channel(target: str, access: MeshAccess = NO_ACCESS) -> grpc.aio.Channel:
     """A channel to `host:port`."""
     channel = _open(target, access.tls)
@@ -141,7 +123,8 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | 
     address = f"{host}:{port}"
     if tls is not None and tls.cert:
         # gRPC tells of a wrong file as of a port that it did not get.
-        load_tls_files(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls, "server.tls")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        load_tls_files(context, tls.cert, tls.key, tls.ca, "server.tls")
     try:
         if tls is None or not tls.cert:
             return server.add_insecure_port(address)

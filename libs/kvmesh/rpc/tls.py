@@ -8,14 +8,16 @@ from __future__ import annotations
 import ssl
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.rpc.channels import TlsConfig, load_tls_files
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.tls_files import load_tls_files
 
 
-def server_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
+def server_context(tls: TlsConfig, section: str, *, ca_signs: bool = True) -> ssl.SSLContext | None:
     """What a server shows and demands; None without a certificate (plain text).
 
     Args:
         section: name of the options, for errors.
+        ca_signs: the server's own certificate is one of the CA's, as callers' are.
 
     Raises:
         ConfigError: a file cannot be used, or a CA is given without a certificate.
@@ -26,10 +28,29 @@ def server_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    load_tls_files(context, tls, section)
+    load_tls_files(context, tls.cert, tls.key, tls.ca, section, ca_signs=ca_signs)
     if tls.ca and tls.verify_callers:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def check_tls(tls: TlsConfig, section: str) -> None:
+    """Whether a service would take these files.
+
+    Args:
+        section: name of the options, as in the config.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    if tls.cert:
+        server_context(tls, section, ca_signs=section not in _FOR_ANYBODY)
+    else:
+        client_context(tls, section)
+
+
+_FOR_ANYBODY = ("http.tls", "server.admin.tls")
+"""Ports whose callers are no services: their CA signs the callers, and maybe not the port."""
 
 
 def client_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
@@ -45,5 +66,5 @@ def client_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    load_tls_files(context, tls, section)
+    load_tls_files(context, tls.cert, tls.key, tls.ca, section)
     return context

@@ -59,7 +59,7 @@ class AdminPort:
     def __init__(self, config: AdminConfig) -> None:
         self._config = config
         self._digest = _token_digest(config)
-        self._ssl = server_context(config.tls, "server.admin.tls")
+        self._ssl = server_context(config.tls, "server.admin.tls", ca_signs=False)
         self._routes: list[web.RouteDef] = []
         self._open: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None

@@ -34,7 +34,7 @@ from kvmesh.rpc.reflection import SERVICE_NAME, ReflectionServicer
 from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.telemetry.config import TelemetryConfig
 from kvmesh.telemetry.exposition import start_exposition_server
-from kvmesh.telemetry.logs import configure_logging, event_logger
+from kvmesh.telemetry.logs import configure_logging, event_logger, logs_for_people
 from kvmesh.telemetry.tracing import configure_tracing
 
 if TYPE_CHECKING:
@@ -349,9 +349,17 @@ def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -
                 stack.enter_context(metrics_server(config.server.host, telemetry.metrics_port))
             code = uvloop.run(_main(name, config, build))
     except KvMeshError as error:
-        log.error("cannot_start", error=str(error))
+        cannot_start(name, error)
         code = 2
     sys.exit(code)
+
+
+def cannot_start(name: str, error: KvMeshError) -> None:
+    """Says why a service does not start: a plain line to people, an event to a log."""
+    if logs_for_people():
+        sys.stderr.write(f"{name}: {error}\n")
+    else:
+        log.error("cannot_start", error=str(error))
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
 from kvmesh.runtime.worker_queries import answer_queries, start_queries
-from kvmesh.runtime.worker_runner import load_runner
+from kvmesh.runtime.worker_runner import find_folder, load_runner
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
@@ -404,9 +404,10 @@ async def build_worker(
 ) -> Worker:
     """Loads the model and puts a worker together; the services' `build`."""
     log.info("loading_model", model=config.engine.model, device=config.engine.device)
-    runner = await asyncio.to_thread(load_runner, config.engine)
+    folder = await asyncio.to_thread(find_folder, config.engine)
+    runner = await asyncio.to_thread(load_runner, config.engine, folder)
     context.stack.callback(runner.close)
-    structures = await asyncio.to_thread(load_structures, config.engine.model, runner.spec)
+    structures = await asyncio.to_thread(load_structures, folder, runner.spec)
     if structures is not None:
         context.stack.callback(structures.close)
     metrics = metrics or WorkerMetrics()

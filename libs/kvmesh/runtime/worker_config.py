@@ -57,8 +57,10 @@ class EngineSection:
     """The engine."""
 
     kind: str = option("torch", "torch, or fake (deterministic, computes nothing)")
-    model: str = option("", "checkpoint folder (Hugging Face layout)")
-    model_name: str = option("", "name under which the model is served; default: folder name")
+    model: str = option("", "checkpoint folder, or org/name on the Hugging Face hub")
+    model_name: str = option(
+        "", "name under which the model is served; default: folder name, or org/name"
+    )
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option("cpu", "cpu or cuda")
     num_blocks: int = positive(1024, "KV blocks")

@@ -12,10 +12,14 @@ from pathlib import Path
 from kvmesh.core.config import default_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.device_names import require_named_device
 from kvmesh.engine.fake import FakeDevice, FakeRunner
+from kvmesh.engine.model_source import find_model, served_name
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.warm_up import warm_up
+from kvmesh.engine.weight_files import check_weight_files
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.telemetry.logs import event_logger
@@ -28,20 +32,42 @@ when torch is loaded. Whoever sleeps at once is woken a hundred times a step; Op
 looks take the core from those that are waited for, where they share it."""
 
 
-def load_runner(config: EngineSection) -> ModelRunner:
-    """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
+def find_folder(config: EngineSection) -> Path | None:
+    """The folder of a worker's model, which may be downloaded; None for a fake without one.
+
+    What is wrong with it is said here, before torch is loaded, which takes seconds.
 
     Raises:
-        ConfigError: an unknown kind or no model folder.
-        CheckpointError: the folder cannot be loaded.
+        ConfigError: an unknown kind, no such device, or no model is named.
+        CheckpointError: the model is nowhere, damaged or not supported.
     """
-    name = config.model_name or Path(config.model).name or "fake"
     if config.kind == "fake":
-        return _load_fake(config, name)
+        return find_model(config.model, has_weights=False) if config.model else None
     if config.kind != "torch":
         raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
     if not config.model:
         raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
+    require_named_device(config.device)
+    folder = find_model(config.model)
+    load_model_config(folder)
+    check_weight_files(folder)
+    return folder
+
+
+def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunner:
+    """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
+
+    Args:
+        folder: of `find_folder`; None finds it here.
+
+    Raises:
+        ConfigError: an option cannot be met.
+        CheckpointError: the folder cannot be loaded.
+    """
+    folder = folder or find_folder(config)
+    name = config.model_name or served_name(config.model) or "fake"
+    if folder is None or config.kind == "fake":
+        return _load_fake(config, folder, name)
     if config.num_threads > (cores := usable_cores()):
         log.warning("more_threads_than_cores", threads=config.num_threads, cores=cores)
     if not environment("OMP_WAIT_POLICY"):
@@ -51,7 +77,7 @@ def load_runner(config: EngineSection) -> ModelRunner:
 
     static_batch = static_batch_of(config)
     runner = TorchRunner.load(
-        Path(config.model),
+        folder,
         served_name=name,
         device=config.device,
         dtype=config.dtype,
@@ -67,13 +93,13 @@ def load_runner(config: EngineSection) -> ModelRunner:
     return runner
 
 
-def _load_fake(config: EngineSection, name: str) -> FakeRunner:
+def _load_fake(config: EngineSection, folder: Path | None, name: str) -> FakeRunner:
     if config.fake_token_bytes < 8 or config.fake_token_bytes % 8:
         raise ConfigError("engine.fake_token_bytes is a multiple of 8, at least 8")
     times = None
     if config.fake_profile:
         times = load_step_times(Path(config.fake_profile), config.fake_device)
-    make = partial(FakeRunner.for_checkpoint, Path(config.model)) if config.model else FakeRunner
+    make = FakeRunner if folder is None else partial(FakeRunner.for_checkpoint, folder)
     return make(
         name=name,
         num_blocks=config.num_blocks,

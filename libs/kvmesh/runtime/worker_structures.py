@@ -15,13 +15,13 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 
-def load_structures(folder: str, spec: ModelSpec) -> StructureCompiler | None:
-    """The compiler for a checkpoint folder; None without a tokenizer that it can use.
+def load_structures(folder: Path | None, spec: ModelSpec) -> StructureCompiler | None:
+    """The compiler for a checkpoint folder; None without one, or a tokenizer that it can use.
 
     Reads a file. A worker without it serves all the same and refuses structures by name.
     """
-    path = Path(folder) / "tokenizer.json"
-    if not folder or not path.is_file():
+    path = None if folder is None else folder / "tokenizer.json"
+    if path is None or not path.is_file():
         return None
     try:
         return StructureCompiler(path, spec.vocab_size, spec.eos_token_ids)

@@ -12,7 +12,7 @@ class LogConfig:
     """Logs."""
 
     level: str = option("info", "debug, info, warning or error")
-    format: str = option("json", "json or text")
+    format: str = option("auto", "json, text, or auto: text on a terminal, else json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,23 +160,37 @@ def unreadable_is_detail(record: logging.LogRecord) -> bool:
 _UNREADABLE = frozenset({"HttpProcessingError", "RequestPayloadError"})
 
 
-def configure_logging(service: str, level: str = "info", fmt: str = "json") -> None:
+AUTO = "auto"
+"""The format for who reads: text for people at a terminal, JSON elsewhere."""
+
+_chosen = AUTO
+
+
+def logs_for_people() -> bool:
+    """Whether logs go to somebody at a terminal, who did not ask for another format."""
+    return _chosen == AUTO and sys.stderr.isatty()
+
+
+def configure_logging(service: str, level: str = "info", fmt: str = AUTO) -> None:
     """Sends all logs of this process to standard error in one format.
 
     Args:
         service: name that goes into every line.
         level: debug, info, warning or error.
-        fmt: json or text.
+        fmt: json, text or auto.
 
     Raises:
         ConfigError: another word.
     """
     if level not in _LEVELS:
         raise ConfigError(f"telemetry.log.level must be one of {', '.join(_LEVELS)}, got {level!r}")
-    if fmt not in {"json", "text"}:
-        raise ConfigError(f"telemetry.log.format must be json or text, got {fmt!r}")
+    if fmt not in {"json", "text", AUTO}:
+        raise ConfigError(f"telemetry.log.format must be json, text or auto, got {fmt!r}")
+    global _chosen  # noqa: PLW0603 - as the root logger, which this sets, is one of the process
+    _chosen = fmt
+    is_text = fmt == "text" or logs_for_people()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
+    handler.setFormatter(TextFormatter(service) if is_text else JsonFormatter(service))
     # No format shows them, and every record would carry them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()

@@ -48,7 +48,7 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="--model"):
+    with pytest.raises(CheckpointError, match="is no folder"):
         read_model_folder(tmp_path / "m")
 
 

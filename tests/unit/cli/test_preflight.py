@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.preflight import problems
+from kvmesh.cli.preflight import Room, machine_problems, model_problems
 from kvmesh.cli.stack import StackOptions, StackPaths
 from tests.unit.cli.tiny_folder import write_folder
 
@@ -43,6 +43,11 @@ def options(tmp_path: Path) -> StackOptions:
     )
 
 
+def problems(options: StackOptions, paths: StackPaths, memory: int, disk: int = GIB) -> list[str]:
+    room = Room(memory, disk)
+    return machine_problems(options, paths, room) + model_problems(options, room)
+
+
 def _only(found: list[str]) -> str:
     [problem] = found
     return problem
@@ -73,7 +78,7 @@ def test_no_redis(options: StackOptions, paths: StackPaths) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"redis://user:secret@127.0.0.1:{server.getsockname()[1]}/0"
         running = replace(options, redis_url=url)
-        assert problems(running, without, 8 * GIB) == []
+        assert "Timeout" in _only(problems(running, without, 8 * GIB))
     problem = _only(problems(running, without, 8 * GIB))
     assert "nothing accepts connections at redis://127.0.0.1:" in problem
     assert "secret" not in problem
@@ -103,7 +108,33 @@ def test_memory_counts_kv(options: StackOptions, paths: StackPaths) -> None:
     block_bytes = 2 * 2 * 16 * 2 * 8 * 4
     large = replace(options, num_blocks=8 * GIB // block_bytes)
     assert "GiB" in _only(problems(large, paths, 8 * GIB))
-    assert problems(replace(large, device="cuda"), paths, 8 * GIB) == []
+    room = Room(8 * GIB, GIB)
+    assert model_problems(replace(large, device="cuda"), room) == []
+
+
+def test_a_device_that_is_not_there(options: StackOptions, paths: StackPaths) -> None:
+    for device in ("mps", "cuda:99"):
+        problem = _only(problems(replace(options, device=device), paths, 8 * GIB))
+        assert problem.startswith("--device: ")
+    assert problems(replace(options, device="cuda:99", engine="fake"), paths, 8 * GIB) == []
+
+
+def test_a_full_disk(options: StackOptions, paths: StackPaths) -> None:
+    problem = _only(problems(options, paths, 8 * GIB, disk=10 << 20))
+    assert "10 MiB are free" in problem
+    assert "--state-dir" in problem
+
+
+def test_a_folder_that_cannot_be_written(options: StackOptions, paths: StackPaths) -> None:
+    inside = replace(paths, state=Path("/proc/self/here"))
+    assert "nothing can be written there" in _only(problems(options, inside, 8 * GIB))
+
+
+def test_what_is_wrong_in_the_environment(
+    options: StackOptions, paths: StackPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMESH_PREFIL", "3")
+    assert "did you mean KVMESH_PREFILL?" in _only(problems(options, paths, 8 * GIB))
 
 
 def test_an_environment_for_services_with_tls(

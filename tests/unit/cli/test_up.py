@@ -10,7 +10,6 @@ from kvmesh.cli.stack import RemoteOptions
 from kvmesh.cli.stack_ports import ApiPorts
 from kvmesh.cli.stack_state import CHECKOUT, hold_state
 from kvmesh.cli.up import main, stack_options
-from kvmesh.core.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
     "model": "",
@@ -61,17 +60,23 @@ def test_problems_are_said_and_nothing_starts(
 ) -> None:
     state = tmp_path / "state"
     code = main(["--port", "0", "--model", str(tmp_path / "none"), "--state-dir", str(state)])
-    assert code == 1
-    assert "--model" in capsys.readouterr().err
+    assert code == 2
+    assert "none is no folder; name a model" in capsys.readouterr().err
     assert not state.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--state-dir"):
-        main(["--port", "0", "--engine", "fake", "--state-dir", str(tmp_path / "file" / "state")])
+    state = str(tmp_path / "file" / "state")
+    assert main(["--port", "0", "--engine", "fake", "--state-dir", state]) == 2
+    assert "--state-dir" in capsys.readouterr().err
 
 
-def test_a_second_stack_is_told_of_the_first(tmp_path: Path) -> None:
-    with hold_state(tmp_path), pytest.raises(ConfigError, match="a stack runs already"):
-        main(["--state-dir", str(tmp_path)])
+def test_a_second_stack_is_told_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hold_state(tmp_path):
+        assert main(["--state-dir", str(tmp_path)]) == 2
+    assert "a stack runs already" in capsys.readouterr().err

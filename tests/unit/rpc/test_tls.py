@@ -23,16 +23,16 @@ def test_half_a_configuration_is_not_plain_text_by_accident() -> None:
 
 
 def test_a_file_that_cannot_be_used_names_the_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^x\.tls: .*No such file"):
+    with pytest.raises(ConfigError, match=r"^x\.tls\.cert: .*No such file"):
         server_context(TlsConfig(cert=str(tmp_path / "none.pem")), "x.tls")
     junk = tmp_path / "junk.pem"
     junk.write_text("not a certificate")
-    with pytest.raises(ConfigError, match=r"^x\.tls: "):
+    with pytest.raises(ConfigError, match=r"^x\.tls\.ca: "):
         client_context(TlsConfig(ca=str(junk)), "x.tls")
 
 
 async def test_a_server_with_a_wrong_file_does_not_blame_its_port(tmp_path: Path) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("not a certificate")
-    with pytest.raises(ConfigError, match=r"^server\.tls: .*junk\.pem"):
+    with pytest.raises(ConfigError, match=r"^server\.tls\.cert: .*junk\.pem"):
         bind_server(grpc.aio.server(), "127.0.0.1", 0, TlsConfig(str(junk), str(junk)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvmesh.core.errors import CheckpointError
 from kvmesh.runtime import worker_runner
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_runner import load_runner
@@ -56,6 +56,16 @@ def test_more_threads_than_cores_are_told(
     warnings: int,
 ) -> None:
     monkeypatch.setattr(worker_runner, "usable_cores", lambda: 2)
-    with caplog.at_level("WARNING"), pytest.raises(CheckpointError):
-        load_runner(EngineSection(model=str(tmp_path), num_threads=threads))
+    folder = str(write_checkpoint(tmp_path))
+    with caplog.at_level("WARNING"):
+        load_runner(EngineSection(model=folder, num_blocks=8, num_threads=threads)).close()
     assert caplog.text.count("more_threads_than_cores") == warnings
+
+
+def test_a_damaged_file_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    with (write_checkpoint(tmp_path) / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    argv = [sys.executable, "-X", "importtime", "-c", _LOAD, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert "truncated, 1000 of" in done.stderr
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)

@@ -58,6 +58,7 @@ def test_a_device_computes_steps_before_there_are_requests(
         TorchRunner, "load", lambda folder, **given: load(folder, **(given | {"device": "cpu"}))
     )
     monkeypatch.setattr(TorchRunner, "execute", execute)
+    monkeypatch.setattr("kvmesh.runtime.worker_runner.require_named_device", lambda _device: None)
     model = str(write_checkpoint(tmp_path))
     config = EngineSection(
         model=model, device=device, num_blocks=8, cuda_graphs="on", max_batch_tokens=70

@@ -1,0 +1,138 @@
+"""Files of TLS: which of them is wrong, and how, said before anything listens.
+
+OpenSSL says "PEM lib" of a key as of a certificate, and of one that nobody will trust nothing.
+Tests: tests/unit/rpc/test_tls_files.py.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from pathlib import Path
+
+from kvmesh.core.errors import ConfigError
+
+_KEY = re.compile(r"-----BEGIN (?:\w+ )*PRIVATE KEY-----")
+_CERTIFICATE = re.compile(r"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----")
+_STEPS = 8
+"""More messages than a handshake has."""
+
+
+def load_tls_files(
+    context: ssl.SSLContext, cert: str, key: str, ca: str, section: str, *, ca_signs: bool = True
+) -> None:
+    """Gives a context the files that are named.
+
+    Args:
+        cert, key, ca: paths; empty for none. A key may lie in the file of its certificate.
+        section: name of the options, for errors.
+        ca_signs: the certificate must be one of the CA's, as where all services have one CA.
+
+    Raises:
+        ConfigError: a file cannot be used, or the certificate would be refused; says which and why.
+    """
+    if cert:
+        _load_pair(context, cert, key, section)
+    if ca:
+        _load_ca(context, ca, section)
+    if cert:
+        _check_trust(cert, key, ca if ca_signs else "", section)
+
+
+def _load_pair(context: ssl.SSLContext, cert: str, key: str, section: str) -> None:
+    chain = _read(cert, f"{section}.cert")
+    key_text = _read(key, f"{section}.key") if key else chain
+    key_name = f"{section}.key: {key}" if key else f"{section}.cert: {cert}"
+    if not _CERTIFICATE.search(chain):
+        raise ConfigError(f"{section}.cert: {cert} holds no certificate (PEM)")
+    if not _KEY.search(key_text):
+        where = " (PEM)" if key else f"; name its file with {section}.key"
+        raise ConfigError(f"{key_name} holds no private key{where}")
+    if "ENCRYPTED" in key_text:
+        raise ConfigError(
+            f"{key_name} needs a passphrase, which a service cannot type; store the key without "
+            "one: openssl pkey -in KEY -out NEW"
+        )
+    try:
+        context.load_cert_chain(cert, key or None)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"{key_name} is not the key of the certificate in {section}.cert: {cert}; name the "
+                "two that were made together"
+            ) from error
+        if not _is_readable(chain):
+            raise ConfigError(f"{section}.cert: {cert} is a damaged certificate") from error
+        raise ConfigError(f"{key_name} is a damaged private key") from error
+
+
+def _load_ca(context: ssl.SSLContext, ca: str, section: str) -> None:
+    if not _CERTIFICATE.search(_read(ca, f"{section}.ca")):
+        raise ConfigError(f"{section}.ca: {ca} holds no certificate (PEM)")
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{section}.ca: {ca} is a damaged certificate") from error
+
+
+def _read(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{option}: {path}: cannot be read: {error.strerror}") from error
+
+
+def _is_readable(chain: str) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=chain)
+    except (ssl.SSLError, ValueError):
+        return False
+    return True
+
+
+def _check_trust(cert: str, key: str, ca: str, section: str) -> None:
+    """Whether a peer would take the certificate: it is shown to one, in memory."""
+    if said := _refusal(cert, key, cert):  # as its own CA, so that its times alone are judged
+        raise ConfigError(f"{section}.cert: {cert}: {said}; make a new one")
+    if ca and (said := _refusal(cert, key, ca)):
+        raise ConfigError(
+            f"{section}.cert: {cert} would be refused by who trusts {section}.ca: {ca}: {said}; "
+            "name the CA that signed it"
+        )
+
+
+def _refusal(cert: str, key: str, ca: str) -> str:
+    """What a client that trusts `ca` has against a certificate; empty if nothing."""
+    server, client = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+    )
+    server.load_cert_chain(cert, key or None)
+    client.check_hostname = False
+    client.load_verify_locations(ca)
+    if ca == cert:
+        client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        _shake_hands(server, client)
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    return ""
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """A handshake in memory, until both sides are done or one refuses.
+
+    Raises:
+        SSLCertVerificationError: the client refuses the server's certificate.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for _ in range(_STEPS):
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
