@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma4UnifiedConfig
 
 from kvmesh.cli.preflight import Room, machine_problems, model_problems
 from kvmesh.cli.stack import StackOptions, StackPaths
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.families import FAMILIES
-from tests.integration.family_configs import CONFIGS
-from tests.integration.test_seeing_checkpoints import CASES
+from tests.integration.kinds import config_of
 from tests.unit.cli.tiny_folder import write_tokenizer
-
-
-def config_of(kind: str) -> Any:
-    """A config of transformers of this `model_type`."""
-    for config in CONFIGS.values():
-        if config.model_type == kind:
-            return config
-    if kind == "gemma4_unified":
-        return Gemma4UnifiedConfig(text_config=CONFIGS["gemma4-unified"].to_dict())
-    for case in CASES.values():
-        if case.config_class.model_type == kind:
-            name, changes = case.decoder
-            return case.config_class(text_config=CONFIGS[name].to_dict() | changes, **case.whole)
-    raise AssertionError(f"there is no config of {kind}")
 
 
 @pytest.fixture
