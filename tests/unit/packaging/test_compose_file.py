@@ -121,9 +121,6 @@ def test_dependencies_are_healthy_services_without_a_circle() -> None:
         needs = service.get("depends_on", {})
         graph[name] = list(needs)
         for dependency, how in needs.items():
-            if dependency == "secrets":  # which makes them and ends
-                assert how == {"condition": "service_completed_successfully"}, name
-                continue
             assert how == {"condition": "service_healthy"}, f"{name} -> {dependency}"
             assert services[dependency]["healthcheck"]["test"], f"{name} -> {dependency}"
     order = list(TopologicalSorter(graph).static_order())

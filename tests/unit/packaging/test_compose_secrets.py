@@ -17,6 +17,9 @@ from kvmesh.metadata.server_binary import find_redis_binary
 from tests.unit.packaging.compose_file import compose_services, kvmesh_services
 from tests.waiting import until
 
+WAITS = "sleep infinity & wait"
+"""How the service that makes the secrets stays, after it has made them."""
+
 USE_REDIS = ("gateway", "scheduler", "kvmanager")
 
 
@@ -31,7 +34,10 @@ def script(name: str, folder: Path) -> list[str]:
 def made(folder: Path) -> dict[str, str]:
     for name in ("mesh", "redis"):
         (folder / name).mkdir(exist_ok=True)
-    subprocess.run(script("secrets", folder), check=True, timeout=30)
+    command = script("secrets", folder)
+    assert command[-1].count(WAITS) == 1
+    command[-1] = command[-1].replace(WAITS, "")
+    subprocess.run(command, check=True, timeout=30)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in files)  # services are other users
     return {str(path.relative_to(folder)): path.read_text() for path in files}
