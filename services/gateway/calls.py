@@ -12,7 +12,8 @@ from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Placement
 from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, EventSink, Whole
-from services.gateway.frontend import Caller, Frontend, clean_request_id
+from services.gateway.choice import Caller
+from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.openai import ApiCall, Endpoint, chat_call, completion_call, with_reasoning
 from services.gateway.plain_call import plain_chat_call
 from services.gateway.schema import ChatBody, CompletionBody, parse_body
@@ -77,17 +78,16 @@ class Calls:
                 exchange.request_id = clean_request_id(call.request_id)
             caller = caller_of(headers, exchange.request_id, ticket)
             choices = await self._frontend.prepare(call, caller)
-            # First of all: what follows is done while a worker has it, if one was told.
-            begun = self._frontend.begin(choices)
+            lives = self._frontend.begin(choices)
             try:
-                answer = Answer(self._frontend, call, choices, exchange.request_id, begun)
+                answer = Answer(self._frontend, call, choices, exchange.request_id)
                 if not call.stream:
-                    return await answer.whole()
-                await answer.stream(exchange)
+                    return await answer.whole(lives)
+                await answer.stream(lives, exchange)
                 return None
             finally:
-                if begun is not None:
-                    begun.close()
+                for life in lives:
+                    life.close()
 
     def _call(self, endpoint: Endpoint, content: Any) -> ApiCall:
         frontend = self._frontend

@@ -6,75 +6,26 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import FinishReason, Placement, Refusal, RefusalReason, RequestId, Usage
-from kvmesh.core.values import quick
+from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.policy.quota import Tenant
-from kvmesh.telemetry.logs import event_logger
-from kvmesh.telemetry.tracing import is_tracing, start_span
 from services.gateway.access import KeyRing
-from services.gateway.admission import Admission, Ticket
-from services.gateway.detokenizer import Detokenizer, TextPiece
+from services.gateway.admission import Admission
+from services.gateway.choice import Caller, Choice
 from services.gateway.entry import Admitted
 from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.generation import TokenDelta
 from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.model_checks import check_model, choice_sampling
 from services.gateway.openai import ApiCall
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
-from services.gateway.request_flow import Generation
+from services.gateway.request.delivery import Delivery, Sink, together
+from services.gateway.request.life import Life
 from services.gateway.request_limits import check_limits
-from services.gateway.request_record import RequestRecord, TextDelta
-from services.gateway.token_lane import TokenLane
 from services.gateway.tokenizer import TextTokenizer
 
-log = event_logger(__name__)
-
 MAX_REQUEST_ID_CHARS = 128
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What the transport says about a call, apart from its body.
-
-    Attributes:
-        request_id: the caller's; empty makes one.
-        ttft_ms: longest wait until a worker takes the request; 0 takes the default.
-        traceparent: the caller's trace context.
-        ticket: from `Frontend.admit`; what the call uses is charged to its tenant.
-    """
-
-    request_id: str = ""
-    scenario: str = ""
-    placement: Placement = Placement.AUTO
-    ttft_ms: int = 0
-    traceparent: str = ""
-    ticket: Ticket | None = None
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One generation of a call.
-
-    Attributes:
-        index: its place in the answer.
-        prompt_index: which of the call's prompts it continues.
-        echo: the prompt's text, if it is to come before the generated one.
-        ticket: its tokens are charged to it.
-    """
-
-    index: int
-    prompt_index: int
-    request: GenerationRequest
-    call: ApiCall
-    echo: str = ""
-    ticket: Ticket | None = None
 
 
 def clean_request_id(given: str) -> str:
@@ -211,123 +162,30 @@ class Frontend:
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         return choices
 
-    def begin(self, choices: Sequence[Choice]) -> Generation | None:
-        """Tells a worker of a call that has one choice, before all else; to be closed.
+    def begin(self, choices: Sequence[Choice]) -> list[Life]:
+        """Begins a call's generations, to be closed.
 
-        Returns:
-            For `run`, in the same turn of the loop; None if it is to begin there: several choices,
-            or a span around them all.
+        Workers are told at once where a plan is at hand; what follows is done meanwhile.
         """
-        if len(choices) > 1 or is_tracing():
-            return None
-        return Generation(self._mesh, choices[0].request)
+        lives = [Life(self._mesh, each.request, each.ticket) for each in choices]
+        for life in lives:
+            life.begin()
+        return lives
 
     async def run(
-        self,
-        choice: Choice,
-        lane: TokenLane | None = None,
-        *,
-        begun: Generation | None = None,
-        whole: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> AsyncGenerator[TextDelta, None]:
-        """Generates one choice as text; close the generator to cancel.
+        self, lives: Sequence[Life], choices: Sequence[Choice], sinks: Sequence[Sink]
+    ) -> None:
+        """Generates a call's choices as text, each into its sink; cancel it to end them.
 
         Args:
-            begun: from `begin`.
-            lane: takes what it can of the text; it is not yielded then.
-            whole: nobody looks at the text before its end.
-            meanwhile: called once, before any text, while a worker has the request if one could be
-                told at once.
+            lives: from `begin`, in the same turn of the loop.
 
         Raises:
-            KvMeshError: as `Generation.next` does.
+            KvMeshError: as `Life.run` does.
         """
-        request = choice.request
-        with start_span(
-            "gateway.request",
-            request.traceparent,
-            request_id=request.request_id,
-            prompt_tokens=len(request.prompt_ids),
-        ) as span:
-            if span.traceparent != request.traceparent:
-                request = replace(request, traceparent=span.traceparent)
-            with closing(begun or Generation(self._mesh, request)) as generation:
-                record = RequestRecord(
-                    self.metrics, request, self._mesh.log, choice.ticket, generation.arrived_at
-                )
-                try:
-                    await generation.ask()
-                    text = _Text(self.tokenizer, choice)
-                    if lane is not None:
-                        lane.record, lane.detokenizer = record, text.detokenizer
-                    if meanwhile is not None:
-                        meanwhile()
-                    generation.follow(lane, record if whole and text.keeps_all else None)
-                    is_over = False
-                    while not is_over:
-                        token_delta = await generation.next()
-                        delta = text.push(token_delta)
-                        record.add(delta, token_delta.num_told)
-                        is_over = delta.finish_reason is not None
-                        yield delta
-                    record.annotate(span)
-                except KvMeshError as error:
-                    record.failed(error)
-                    raise
-                finally:
-                    # Before the record is closed: it may have to note yet that workers took it.
-                    await generation.aclose()
-                    record.close(span.trace_id)
-
-
-class _Text:
-    """Turns one choice's tokens into text."""
-
-    def __init__(self, tokenizer: TextTokenizer, choice: Choice) -> None:
-        call, request = choice.call, choice.request
-        self._index = choice.index
-        self._only_echo = call.max_tokens == 0
-        # Then nothing before the last token ends it.
-        self.keeps_all = not (call.stop or self._only_echo)
-        self.detokenizer = Detokenizer(
-            tokenizer.fast,
-            request.prompt_ids,
-            whole=tokenizer.whole,
-            stops=call.stop,
-            include_stop=call.include_stop,
-            skip_special_tokens=call.skip_special_tokens,
-            min_tokens=request.sampling.min_tokens,
-        )
-
-    def push(self, delta: TokenDelta) -> TextDelta:
-        """The text of the next tokens; nothing comes after one with a finish reason."""
-        finish = delta.finish_reason
-        piece = self.detokenizer.push(
-            delta.token_ids, ends_with_stop_token=finish is FinishReason.STOP
-        )
-        if piece.stop is not None:
-            finish = FinishReason.STOP
-        elif finish is not None and (rest := self.detokenizer.finish()):
-            piece = replace(piece, text=piece.text + rest)
-        if self._only_echo:  # only what was there before is wanted
-            finish, piece = FinishReason.LENGTH, TextPiece("", 0)
-        return _text_delta(self._index, delta, piece, finish)
-
-
-def _text_delta(
-    index: int, delta: TokenDelta, piece: TextPiece, finish: FinishReason | None
-) -> TextDelta:
-    return TextDelta(
-        index,
-        piece.text,
-        delta.token_ids[: piece.num_used],
-        delta.logprobs[: piece.num_used],
-        finish,
-        delta.cached_tokens,
-        delta.placed,
-        delta.prompt_logprobs,
-    )
+        for life, choice, sink in zip(lives, choices, sinks, strict=True):
+            life.receiver = Delivery(self.tokenizer, choice, life.ledger, sink)
+        await together([life.run() for life in lives])
 
 
 def usage_of(

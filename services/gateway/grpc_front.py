@@ -5,14 +5,15 @@ Tests: tests/integration/test_gateway_grpc.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError, RefusedError
-from kvmesh.core.types import RefusalReason, Usage
+from kvmesh.core.types import FinishReason, RefusalReason, TokenLogprobs, Usage
 from kvmesh.rpc.convert import finish_reason_to_proto, placement_to_proto, usage_to_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.v1.inference_service_pb2 import (
@@ -26,6 +27,7 @@ from kvmesh.v1.inference_service_pb2 import (
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from services.gateway.admission import Ticket
+from services.gateway.choice import Caller, Choice
 from services.gateway.errors import (
     QUOTA_HEADER,
     REFUSAL_HEADER,
@@ -33,13 +35,13 @@ from services.gateway.errors import (
     StageRefusedError,
     message_for,
 )
-from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
+from services.gateway.frontend import Frontend, clean_request_id, usage_of
 from services.gateway.grpc_call import call_from_proto, placement_of
 from services.gateway.grpc_chat import CallDeltas
 from services.gateway.mesh import Placed
 from services.gateway.model_checks import check_room
 from services.gateway.reasoning import Thoughts, thinking_at
-from services.gateway.request_record import TextDelta
+from services.gateway.request.delivery import pulled
 from services.gateway.thinking_count import ThinkingCount
 from services.gateway.tokenizer import TextTokenizer
 from services.gateway.told import Told
@@ -103,57 +105,88 @@ class InferenceServicer(InferenceServiceServicer):
         return choice
 
     async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
-        text = _Text(choice, self._frontend.tokenizer, request_id)
-        async with aclosing(self._frontend.run(choice)) as deltas:
-            async for delta in deltas:
-                told, calls = text.push(delta)
-                response = GenerateResponse(
-                    request_id=request_id,
-                    text=told.answer,
-                    reasoning=told.reasoning if choice.call.include_reasoning else "",
-                    tool_calls=calls,
-                    token_ids=delta.token_ids,
-                    logprobs=[token_logprobs_to_proto(entry) for entry in delta.logprobs],
-                    finish_reason=finish_reason_to_proto(delta.finish_reason),
-                    prompt_logprobs=map(token_logprobs_to_proto, delta.prompt_logprobs),
-                    placed=placed_to_proto(delta.placed),
-                )
-                if delta.finish_reason is not None:
-                    response.usage.CopyFrom(usage_to_proto(text.usage(delta)))
-                yield response
+        lives = self._frontend.begin([choice])
+        try:
+            sink = _ResponseSink(choice, self._frontend.tokenizer, request_id)
+            work = self._frontend.run(lives, [choice], [sink])
+            async with aclosing(pulled(work, sink.responses)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            for life in lives:
+                life.close()
 
 
-class _Text:
-    """What one generation says, and its token counts."""
+class _ResponseSink:
+    """Writes one generation as messages.
+
+    Attributes:
+        responses: the messages.
+    """
 
     def __init__(self, choice: Choice, tokenizer: TextTokenizer, request_id: str) -> None:
+        self._request_id = request_id
         self._prompt_ids = choice.request.prompt_ids
         self._token_ids: list[int] = []
         thinking = thinking_at(choice.call.reasoning, self._prompt_ids, tokenizer.token_text)
         self._thoughts = None if thinking is None else Thoughts(thinking)
+        self._shows_thoughts = choice.call.include_reasoning
         self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
         tools = choice.call.tools
         self._calls = None if tools is None else CallDeltas(ToolReader(tools, request_id))
+        self._where: Placed
+        self._cached_tokens = 0
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self.responses: asyncio.Queue[GenerateResponse | None] = asyncio.Queue()
 
-    def push(self, delta: TextDelta) -> tuple[Told, list[ToolCallDelta]]:
-        """More text, told apart."""
-        self._token_ids += delta.token_ids
+    def placed(self, where: Placed) -> None:
+        self._where = where
+
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        self._cached_tokens, self._prompt_logprobs = cached_tokens, prompt_logprobs
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        self._token_ids += token_ids
         if self._count is not None:  # as they come, not thousands at the end
             self._count.of(self._token_ids)
-        is_last = delta.finish_reason is not None
-        told, calls = Told("", delta.text), list[ToolCallDelta]()
+        told, calls = self._told(text, is_last=finish is not None)
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+        response = GenerateResponse(
+            request_id=self._request_id,
+            text=told.answer,
+            reasoning=told.reasoning if self._shows_thoughts else "",
+            tool_calls=calls,
+            token_ids=token_ids,
+            logprobs=[token_logprobs_to_proto(entry) for entry in logprobs],
+            finish_reason=finish_reason_to_proto(finish),
+            prompt_logprobs=map(token_logprobs_to_proto, prompt_logprobs),
+            placed=placed_to_proto(self._where),
+        )
+        if finish is not None:
+            response.usage.CopyFrom(usage_to_proto(self._usage()))
+        self.responses.put_nowait(response)
+
+    def _told(self, text: str, *, is_last: bool) -> tuple[Told, list[ToolCallDelta]]:
+        """More text, told apart."""
+        told, calls = Told("", text), list[ToolCallDelta]()
         if self._thoughts is not None:
-            told = self._thoughts.told(0, delta.text, last=is_last)
+            told = self._thoughts.told(0, text, last=is_last)
         if self._calls is not None:
             answer, calls = self._calls.push(told.answer, last=is_last)
             told = Told(told.reasoning, answer)
         return told, calls
 
-    def usage(self, last: TextDelta) -> Usage:
+    def _usage(self) -> Usage:
         """The counts of all of it."""
         reasoning = 0 if self._count is None else self._count.of(self._token_ids)
         num_tokens = len(self._token_ids)
-        return usage_of(len(self._prompt_ids), num_tokens, last.cached_tokens, reasoning)
+        return usage_of(len(self._prompt_ids), num_tokens, self._cached_tokens, reasoning)
 
 
 def placed_to_proto(placed: Placed) -> PlacedAt:

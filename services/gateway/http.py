@@ -7,16 +7,17 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from kvmesh.core.errors import KvMeshError
 from kvmesh.telemetry.exposition import exposition
-from services.gateway.answers import dumps
+from services.gateway.answers import Whole, dumps
 from services.gateway.calls import PATHS, Calls, Headers, caller_of, given_request_id, parse_json
 from services.gateway.config import HttpConfig
 from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
@@ -28,7 +29,6 @@ from services.gateway.openapi import openapi_page
 from services.gateway.responses_answer import ResponsesAnswer
 from services.gateway.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat
 from services.gateway.schema import parse_body
-from services.gateway.token_lane import Writer
 from services.gateway.token_routes import (
     DetokenizeBody,
     TokenizeBody,
@@ -105,12 +105,11 @@ class HttpFront:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions and /v1/completions."""
         exchange = _AiohttpExchange(request, self._config)
-        whole = await self.calls.answer(PATHS[request.path], exchange)
+        async with contextlib.aclosing(exchange):
+            whole = await self.calls.answer(PATHS[request.path], exchange)
         if whole is None:
             return exchange.response
-        return web.Response(
-            body=whole.content, headers=whole.headers, content_type=JSON, charset=UTF_8
-        )
+        return _answered(whole)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
@@ -125,9 +124,19 @@ class HttpFront:
                 request[_REQUEST_ID] = clean_request_id(call.request_id)
             request_id = request[_REQUEST_ID]
             caller = caller_of(request.headers, request_id, ticket)
-            (choice,) = await self._frontend.prepare(call, caller)
-            answer = ResponsesAnswer(self._frontend, body, choice, request_id)
-            return await (answer.stream(request) if call.stream else answer.whole())
+            choices = await self._frontend.prepare(call, caller)
+            lives = self._frontend.begin(choices)
+            exchange = _AiohttpExchange(request, self._config)
+            try:
+                answer = ResponsesAnswer(self._frontend, body, choices, request_id)
+                if not call.stream:
+                    return _answered(await answer.whole(lives))
+                async with contextlib.aclosing(exchange):
+                    await answer.stream(lives, exchange)
+                return exchange.response
+            finally:
+                for life in lives:
+                    life.close()
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
@@ -217,11 +226,17 @@ class HttpFront:
 
 
 class _AiohttpExchange:
-    """A request that aiohttp read, as `Calls` sees it."""
+    """A request that aiohttp read, as `Calls` sees it.
+
+    Attributes:
+        response: of a stream.
+    """
 
     def __init__(self, request: web.Request, config: HttpConfig) -> None:
         self._request = request
         self._config = config
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._sending: asyncio.Task[None] | None = None
         self.response = web.StreamResponse()
 
     @property
@@ -237,29 +252,46 @@ class _AiohttpExchange:
         return self._request.headers
 
     @property
-    def writer(self) -> Writer | None:
-        return self._request.transport if self._request.version >= HttpVersion11 else None
-
-    @property
     def has_begun(self) -> bool:
-        return self.response.prepared
-
-    def opener(self, _headers: Mapping[str, str]) -> None:
-        return None  # aiohttp waits in between
+        return self._sending is not None
 
     async def body(self) -> bytes:
         return await _body(self._request, self._config.body_timeout_s)
 
-    async def start(self, headers: Mapping[str, str], data: bytes) -> None:
+    def begin(self, headers: Mapping[str, str], data: bytes) -> None:
         self.response.headers.update(headers)
-        await self.response.prepare(self._request)
-        await self.response.write(data)
+        self._sending = asyncio.get_running_loop().create_task(self._send())
+        self._events.put_nowait(data)
 
-    async def write(self, data: bytes) -> None:
-        await self.response.write(data)
+    def write(self, data: bytes) -> None:
+        self._events.put_nowait(data)
 
-    async def end(self, data: bytes) -> None:
-        await self.response.write_eof(data)
+    def end(self, data: bytes) -> None:
+        if data:
+            self._events.put_nowait(data)
+        self._events.put_nowait(None)
+
+    async def sent(self) -> None:
+        assert self._sending is not None, "it has begun"
+        await self._sending
+
+    async def aclose(self) -> None:
+        """Sends no more. May be called again."""
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    async def _send(self) -> None:
+        # A client may go away between two events, before its handler is cancelled: no error.
+        with contextlib.suppress(ConnectionResetError):
+            await self.response.prepare(self._request)
+            while (data := await self._events.get()) is not None:
+                await self.response.write(data)
+            await self.response.write_eof()
+
+
+def _answered(whole: Whole) -> web.Response:
+    return web.Response(body=whole.content, headers=whole.headers, content_type=JSON, charset=UTF_8)
 
 
 def _authorization(request: web.Request) -> str:

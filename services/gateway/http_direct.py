@@ -36,7 +36,6 @@ from services.gateway.frontend import clean_request_id
 from services.gateway.http_guard import Factory
 from services.gateway.http_head import PlainHead, plain_head
 from services.gateway.joined_writer import JoinedWriter, Turn
-from services.gateway.token_lane import Open, Writer
 
 log = event_logger(__name__)
 
@@ -319,34 +318,25 @@ class _DirectExchange:
     def headers(self) -> Headers:
         return self._head.headers
 
-    @property
-    def writer(self) -> Writer | None:
-        return self._writer
-
     async def body(self) -> bytes:
         return self._body
 
-    async def start(self, headers: Mapping[str, str], data: bytes) -> None:
-        self.opener(headers)(data)
-
-    def opener(self, headers: Mapping[str, str]) -> Open:
+    def begin(self, headers: Mapping[str, str], data: bytes) -> None:
         head = self._head_bytes(HTTPStatus.OK, headers, {"Transfer-Encoding": "chunked"})
+        self.has_begun = self._is_stream = True
+        self._writer.write_now(head + _chunk(data))
 
-        def send(data: bytes) -> None:
-            self.has_begun = self._is_stream = True
-            self._writer.write_now(head + _chunk(data))
-
-        return send
-
-    async def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         self._writer.write(_chunk(data))
+
+    def end(self, data: bytes) -> None:
+        self._is_stream = False
+        self._writer.write_now(_chunk(data) + b"0\r\n\r\n")
+
+    async def sent(self) -> None:
         drained = self._connection.drained
         if drained is not None:
             await drained
-
-    async def end(self, data: bytes) -> None:
-        self._is_stream = False
-        self._writer.write_now(_chunk(data) + b"0\r\n\r\n")
 
     def respond(self, status: HTTPStatus, headers: Mapping[str, str], content: bytes) -> None:
         """The whole answer."""

@@ -12,30 +12,18 @@ from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Refusal, RefusalReason, RoutePlan, WorkerId
 from kvmesh.policy.forwarding import still_refusing
 from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.generation import FirstTry
-
-NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
-"""Refusals that would be repeated for ever."""
+from services.gateway.request.attempt import NEVER
 
 _NOBODY_ASKED = Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked")
 
 
 class Refusals:
-    """Of one search.
+    """Of one search. Times are seconds on any clock that only goes forward."""
 
-    Args:
-        first_try: what was refused before it.
-        now: seconds, as in all methods, on any clock that only goes forward.
-    """
-
-    def __init__(self, first_try: FirstTry | None, now: float) -> None:
+    def __init__(self) -> None:
         self._last = StageRefusedError(_NOBODY_ASKED, Stage.GATEWAY)
         self._refused_at: dict[WorkerId, float] = {}
         self._unfit: dict[WorkerId, Refusal] = {}
-        if first_try is not None and first_try.last is not None:
-            self._last = first_try.last
-            if first_try.refused is not None:
-                self._add(first_try.refused, first_try.last.refusal, now)
 
     @property
     def workers(self) -> Collection[WorkerId]:
@@ -49,15 +37,13 @@ class Refusals:
             # That time ran out says less than what it was spent on.
             self._last = StageRefusedError(refusal, stage)
         if worker_id is not None:
-            self._add(worker_id, refusal, now)
+            self._refused_at[worker_id] = now
+            if refusal.reason in NEVER:
+                self._unfit[worker_id] = refusal
 
     def fade(self, now: float) -> None:
         """Another plan is made: who refused long ago need not be avoided in those after it."""
         self._refused_at = still_refusing(self._refused_at, now)
-
-    def is_for_ever(self, worker_id: WorkerId) -> bool:
-        """Whether a worker would refuse the request however often it is asked."""
-        return worker_id in self._unfit
 
     def check(self, plan: RoutePlan) -> None:
         """Checks that somebody of a plan may still take the request.
@@ -82,8 +68,3 @@ class Refusals:
         last = self._last.refusal
         text = f"no worker took the request within {round(waited_s * 1000)} ms; last answer:"
         return StageRefusedError(replace(last, message=f"{text} {last.message}"), self._last.stage)
-
-    def _add(self, worker_id: WorkerId, refusal: Refusal, now: float) -> None:
-        self._refused_at[worker_id] = now
-        if refusal.reason in NEVER:
-            self._unfit[worker_id] = refusal

@@ -6,46 +6,21 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import FINISH_WORDS, FinishReason, TokenLogprobs
-from kvmesh.core.values import quick
+from kvmesh.core.types import FINISH_WORDS, FinishReason
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, is_tracing
 from services.gateway.admission import Ticket
 from services.gateway.errors import StageRefusedError
-from services.gateway.mesh import GenerationRequest, Placed
+from services.gateway.mesh import GenerationRequest
 from services.gateway.metrics import GatewayMetrics
 
 log = event_logger(__name__)
 
 FLUSH_AFTER = 16
 """Pieces of a stream that are counted together."""
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """A piece of one choice.
-
-    Attributes:
-        text: safe to send; may be empty.
-        token_ids: the tokens of this piece.
-        logprobs: one per token when asked for.
-        finish_reason: set on the last piece.
-        prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: FinishReason | None
-    cached_tokens: int
-    placed: Placed
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class RequestRecord:
@@ -79,44 +54,27 @@ class RequestRecord:
         self._shown = shown
         self._trace = shown.open(request.request_id, len(request.prompt_ids), self._started_at)
 
-    def add(self, delta: TextDelta, num_told: int = 0) -> None:
-        """Counts a piece.
-
-        Args:
-            num_told: of its tokens, those that were counted when they came.
-        """
-        count = len(delta.token_ids) - num_told
-        if self._last_at is None:
-            self.first(count, self._loop.time())
-        elif count or not num_told:
-            self.tokens(count, self._loop.time())
-        if delta.finish_reason is not None:
-            self._finish = delta.finish_reason
-
-    def first(self, count: int, now: float) -> None:
-        """Counts the tokens of the first piece; as `tokens`."""
-        self._ttft_s = now - self._started_at
-        self._metrics.ttft_s.observe(self._ttft_s)
-        self._last_at = now
-        self._count(count)
-
     def tokens(self, count: int, now: float) -> None:
-        """Counts tokens after the first piece.
+        """Counts the tokens of a piece.
 
         Args:
             now: when they came, on the loop's clock.
         """
-        assert self._last_at is not None, "a first piece came"
-        self._gaps.append(now - self._last_at)
+        if self._last_at is None:
+            self._ttft_s = now - self._started_at
+            self._metrics.ttft_s.observe(self._ttft_s)
+        else:
+            self._gaps.append(now - self._last_at)
         self._last_at = now
-        self._count(count)
-        if len(self._gaps) >= FLUSH_AFTER:
-            self._flush()
-
-    def _count(self, count: int) -> None:
         self._num_uncounted += count
         if self._charge is not None:
             self._charge(count)
+        if len(self._gaps) >= FLUSH_AFTER:
+            self._flush()
+
+    def ends(self, finish: FinishReason) -> None:
+        """The last piece came."""
+        self._finish = finish
 
     def _flush(self) -> None:
         """Lets metrics and console show what was gathered."""

@@ -5,20 +5,18 @@ Tests: tests/integration/test_gateway_responses.py.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-
-from aiohttp import web
+from collections.abc import Sequence
 
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import Usage
-from services.gateway.answers import SSE_HEADERS, dumps, placement_headers
+from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
+from services.gateway.answers import SSE_HEADERS, EventSink, Whole, dumps, placement_headers
+from services.gateway.choice import Choice
 from services.gateway.errors import answer_for
-from services.gateway.frontend import Choice, Frontend, usage_of
+from services.gateway.frontend import Frontend, usage_of
+from services.gateway.mesh import Placed
 from services.gateway.reasoning import Thoughts, thinking_at
-from services.gateway.request_record import TextDelta
+from services.gateway.request.life import Life
 from services.gateway.responses_api import Body, ResponsesBody
 from services.gateway.responses_output import ResponseObject
 from services.gateway.thinking_count import ThinkingCount
@@ -27,13 +25,18 @@ from services.gateway.tools import ToolReader
 
 
 class ResponsesAnswer:
-    """Runs the one generation of a response."""
+    """Runs the one generation of a response; its sink.
+
+    Args:
+        choices: the only one.
+    """
 
     def __init__(
-        self, frontend: Frontend, body: ResponsesBody, choice: Choice, request_id: str
+        self, frontend: Frontend, body: ResponsesBody, choices: Sequence[Choice], request_id: str
     ) -> None:
         self._frontend = frontend
-        self._choice = choice
+        self._choices = choices
+        (choice,) = choices
         call, tokenizer = choice.call, frontend.tokenizer
         thinking = thinking_at(call.reasoning, choice.request.prompt_ids, tokenizer.token_text)
         self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
@@ -45,71 +48,78 @@ class ResponsesAnswer:
             thoughts=None if thinking is None else Thoughts(thinking),
             tools=None if call.tools is None else ToolReader(call.tools, request_id),
         )
+        self._num_prompt = len(choice.request.prompt_ids)
         self._token_ids: list[int] = []
         self._cached_tokens = 0
+        self._last: list[Body] = []
+        self._where: Placed
+        self._out: EventSink | None = None
 
-    async def whole(self) -> web.Response:
+    async def whole(self, lives: Sequence[Life]) -> Whole:
         """The answer as one body."""
-        headers: Mapping[str, str] = {}
-        events: list[Body] = []
-        async with aclosing(self._frontend.run(self._choice)) as deltas:
-            async for delta in deltas:
-                headers = placement_headers(delta.placed)
-                events = self._events(delta)
+        await self._frontend.run(lives, self._choices, [self])
         # The last event has the whole response.
-        return web.json_response(events[-1]["response"], dumps=dumps, headers=headers)
+        body = dumps(self._last[-1]["response"])
+        return Whole(placement_headers(self._where), body.encode())
 
-    async def stream(self, request: web.Request) -> web.StreamResponse:
+    async def stream(self, lives: Sequence[Life], out: EventSink) -> None:
         """The answer as events; until the first tokens a refusal is still possible."""
-        async with aclosing(self._frontend.run(self._choice)) as deltas:
-            first = await anext(deltas)
-            response = web.StreamResponse(
-                headers={**SSE_HEADERS, **placement_headers(first.placed)}
-            )
-            with contextlib.suppress(ConnectionResetError):
-                await response.prepare(request)
-                await self._send_all(response, first, deltas)
-        return response
-
-    async def _send_all(
-        self,
-        response: web.StreamResponse,
-        first: TextDelta,
-        deltas: AsyncGenerator[TextDelta, None],
-    ) -> None:
+        self._out = out
         try:
-            await _send(response, self._object.opening() + self._events(first))
-            async for delta in deltas:
-                await _send(response, self._events(delta))
+            await self._frontend.run(lives, self._choices, [self])
         except KvMeshError as error:
-            await _send(response, self._object.failed(answer_for(error).body["error"]))
-        await response.write_eof()
+            if not out.has_begun:
+                raise
+            out.end(_encoded(self._object.failed(answer_for(error).body["error"])))
+        await out.sent()
 
-    def _events(self, delta: TextDelta) -> list[Body]:
-        """The events of one piece, and after the last one those of the end."""
-        self._token_ids += delta.token_ids
+    # --- a sink ---
+
+    def placed(self, where: Placed) -> None:
+        """See `Sink`."""
+        self._where = where
+
+    def first(self, cached_tokens: int, _: Sequence[TokenLogprobs]) -> None:
+        """See `Sink`."""
+        self._cached_tokens = cached_tokens
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        """See `Sink`."""
+        out = self._out
+        is_first = out is not None and not out.has_begun
+        opening = self._object.opening() if is_first else []  # its events have the first numbers
+        self._token_ids += token_ids
         if self._count is not None:  # as they come, not thousands at the end
             self._count.of(self._token_ids)
-        self._cached_tokens = delta.cached_tokens
-        is_last = delta.finish_reason is not None
         read = self._frontend.tokenizer.token_bytes
-        scored = zip(delta.token_ids, delta.logprobs, strict=False)  # none, unless asked for
+        scored = zip(token_ids, logprobs, strict=False)  # none, unless asked for
         scores = [chosen_score(read, token_id, entry) for token_id, entry in scored]
-        events = self._object.push(delta.text, last=is_last, scores=scores)
-        if is_last:
-            events += self._object.closing(delta.finish_reason, self._usage())
-        return events
+        events = self._object.push(text, last=finish is not None, scores=scores)
+        if finish is not None:
+            events += self._object.closing(finish, self._usage())
+        if out is None:
+            self._last = events
+            return
+        if is_first:
+            headers = {**SSE_HEADERS, **placement_headers(self._where)}
+            out.begin(headers, _encoded(opening + events))
+        elif events:
+            out.write(_encoded(events))
+        if finish is not None:
+            out.end(b"")
 
     def _usage(self) -> Usage:
-        num_prompt = len(self._choice.request.prompt_ids)
         reasoning = 0 if self._count is None else self._count.of(self._token_ids)
-        return usage_of(num_prompt, len(self._token_ids), self._cached_tokens, reasoning)
+        return usage_of(self._num_prompt, len(self._token_ids), self._cached_tokens, reasoning)
 
 
-async def _send(response: web.StreamResponse, events: list[Body]) -> None:
-    if events:
-        await response.write(b"".join(map(_encoded, events)))
-
-
-def _encoded(event: Body) -> bytes:
-    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
+def _encoded(events: list[Body]) -> bytes:
+    return b"".join(
+        f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode() for event in events
+    )

@@ -1,22 +1,18 @@
-"""What workers tell the gateway about one request, as values, and the mailbox they arrive in.
+"""What workers tell the gateway about one request, as values.
 
 Tests: tests/unit/gateway/test_worker_events.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
 from kvmesh.core.values import quick
 from kvmesh.rpc.convert import finish_reason_from_proto, refusal_from_proto, reservation_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_from_proto
-from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeTokens
+from kvmesh.v1.decode_service_pb2 import DecodeEvent
 from kvmesh.v1.prefill_service_pb2 import PrefillEvent
 
 
@@ -148,67 +144,3 @@ def decode_event(message: DecodeEvent) -> WorkerEvent:
             return Failed(refusal_from_proto(message.failed))
         case _:
             raise ProtocolError("empty_event", f"decode event of {message.request_id}")
-
-
-ShortWay = Callable[[DecodeTokens], bool]
-"""Takes tokens as they come off the wire; False if they have to become an event after all."""
-
-
-class Mailbox:
-    """Events of one request from all the workers that it talks to, in order of arrival.
-
-    Bounded by what the attempts open at one time can say.
-    """
-
-    def __init__(self) -> None:
-        self._events: deque[tuple[int, WorkerEvent]] = deque()
-        self._arrival: asyncio.Future[None] | None = None
-        self._short_way: tuple[int, ShortWay] | None = None
-
-    def put(self, attempt: int, event: WorkerEvent) -> None:
-        """Adds an event of an attempt."""
-        self._events.append((attempt, event))
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    def takes(self, message: Any) -> bool:
-        """Takes a decode worker's event as it comes off the wire, if the short way has it."""
-        return self.goes_short(message.attempt, message.tokens)
-
-    def open_short_way(self, attempt: int, way: ShortWay) -> None:
-        """Offers tokens of an attempt to `way` while nothing else waits here, until `take` ends."""
-        self._short_way = (attempt, way)
-
-    def goes_short(self, attempt: int, tokens: DecodeTokens) -> bool:
-        """Whether the tokens were taken and need no event."""
-        way = self._short_way
-        return way is not None and way[0] == attempt and not self._events and way[1](tokens)
-
-    async def take(self, timeout_s: float) -> tuple[int, WorkerEvent]:
-        """The next event and its attempt.
-
-        Raises:
-            TimeoutError: nothing came within `timeout_s`.
-        """
-        try:
-            if not self._events:
-                await self._wait(timeout_s)
-            return self._events.popleft()
-        finally:
-            self._short_way = None
-
-    async def _wait(self, timeout_s: float) -> None:
-        # By hand: a future and a timer cost a third of `asyncio.timeout` around an event.
-        loop = asyncio.get_running_loop()
-        self._arrival = loop.create_future()
-        timer = loop.call_later(max(timeout_s, 0.0), self._expire, self._arrival)
-        try:
-            await self._arrival
-        finally:
-            timer.cancel()
-            self._arrival = None
-
-    @staticmethod
-    def _expire(arrival: asyncio.Future[None]) -> None:
-        if not arrival.done():
-            arrival.set_exception(TimeoutError())

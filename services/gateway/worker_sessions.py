@@ -21,6 +21,7 @@ from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.decode_service_pb2 import (
     DecodeCancel,
+    DecodeEvent,
     DecodeRenew,
     DecodeRequest,
     DecodeResponse,
@@ -45,14 +46,10 @@ AttemptKey = tuple[RequestId, int]
 
 
 class Taker(Protocol):
-    """Whoever is told what a worker says about an attempt: a `Mailbox` or a `ShortLife`."""
+    """Whoever is told what a worker says about an attempt."""
 
-    def takes(self, message: Any) -> bool:
-        """Takes a decode worker's event as it came off the wire; False wants it as a value.
-
-        Raises:
-            ProtocolError: it says what nobody here knows.
-        """
+    def takes(self, message: DecodeEvent) -> bool:
+        """Takes a decode worker's event as it came off the wire; False wants it as a value."""
         ...
 
     def put(self, attempt: int, event: WorkerEvent) -> None:
@@ -142,7 +139,6 @@ class WorkerSession:
         worker_id: which worker.
         endpoint: where it is.
         prefill, decode: its streams.
-        starts: it computes a prompt where it reserves for it; older ones only reserve.
     """
 
     def __init__(
@@ -154,7 +150,6 @@ class WorkerSession:
     ) -> None:
         self.worker_id = worker_id
         self.endpoint = endpoint
-        self.starts = True
         self.prefill = Link(
             f"{worker_id} (prefill)",
             PrefillServiceStub(channel).Prefill,
@@ -227,12 +222,9 @@ class WorkerSession:
         """Stops renewing a reservation."""
         self._held.pop(key, None)
 
-    async def connected(self, link: Link) -> bool:
-        """Whether the link is up; a session that was only just made gets a moment."""
-        if link.stream.connected:
-            return True
-        age_s = asyncio.get_running_loop().time() - self._started_at
-        return await link.stream.wait_connected(max(CONNECT_WAIT_S - age_s, 0.0))
+    def may_connect_s(self) -> float:
+        """How long a connection is waited for: a session that was only just made gets a moment."""
+        return self._started_at + CONNECT_WAIT_S - asyncio.get_running_loop().time()
 
     async def close(self) -> None:
         """Ends the streams; open attempts get a Failed event."""

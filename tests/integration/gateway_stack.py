@@ -22,7 +22,7 @@ from services.gateway.config import (
     SchedulerTargets,
 )
 from services.gateway.service import Gateway, start_gateway
-from services.gateway.short_life import ShortLife
+from services.gateway.worker_sessions import WorkerSession
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_fakes import FakeMesh, fake_mesh
 from tests.unit.gateway.tiny_model import EOS, write_model
@@ -110,16 +110,14 @@ async def gateway_stack(
                 yield Stack(mesh, gateway, context, client, tokenizer)
 
 
-def short_starts(
-    monkeypatch: pytest.MonkeyPatch, noted: Callable[[ShortLife, Any], _Noted]
-) -> list[_Noted]:
-    """What is noted of each request that begins the short way, of its life and its message."""
+def noted_asks(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Any], _Noted]) -> list[_Noted]:
+    """What is noted of each message that asks a worker for blocks, as it is sent."""
     seen: list[_Noted] = []
-    start = ShortLife.start
+    reserve = WorkerSession.reserve
 
-    def begin(self: ShortLife, message: Any) -> None:
-        seen.append(noted(self, message))
-        start(self, message)
+    def asks(self: WorkerSession, key: Any, message: Any, taker: Any) -> None:
+        reserve(self, key, message, taker)
+        seen.append(noted(message.reserve))
 
-    monkeypatch.setattr(ShortLife, "start", begin)
+    monkeypatch.setattr(WorkerSession, "reserve", asks)
     return seen

@@ -60,7 +60,7 @@ def test_links_point_to_what_is_there(document: Path) -> None:
 
 def test_the_architecture_names_symbols() -> None:
     named = {symbol_of(link) for link in links(ROOT / "docs" / "architecture.md")} - {""}
-    assert {"Placing.run", "HandoffTable", "EngineCore.start_decode", "PrefillService"} <= named
+    assert {"Search.run", "HandoffTable", "EngineCore.start_decode", "PrefillService"} <= named
 
 
 def test_missing_symbols_are_found_missing() -> None:

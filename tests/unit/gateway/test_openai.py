@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -20,7 +19,7 @@ from services.gateway.openai import (
     chat_call,
     completion_call,
 )
-from services.gateway.placing import Placing
+from services.gateway.request.search import claim_of
 from services.gateway.schema import ChatBody, CompletionBody, parse_body
 from services.gateway.tool_parsers import ToolFamily
 
@@ -107,16 +106,11 @@ def test_chat_logprobs(fields: dict[str, Any], num_logprobs: int) -> None:
     assert chat(**fields).sampling.num_logprobs == num_logprobs
 
 
-async def test_priority_is_a_place_in_the_tenants_queue() -> None:
+def test_priority_is_a_place_in_the_tenants_queue() -> None:
     call = chat(priority=-3)
     assert call.priority == -3
     request = GenerationRequest(RequestId("r"), "m", (5, 6), SamplingParams(), 1.0, rank=-3)
-    nothing = MagicMock()
-    placing = Placing(
-        nothing, nothing, request, token_ids=(5, 6), deadline=lambda: 0.0, avoid=frozenset()
-    )
-    claim = placing._claim()
-    assert claim is not None
+    claim = claim_of(request)
     assert (claim.rank, claim.cost) == (-3, 2)
 
 

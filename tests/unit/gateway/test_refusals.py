@@ -16,8 +16,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.policy.forwarding import REROUTE_AFTER_S
-from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.generation import FirstTry
+from services.gateway.errors import Stage
 from services.gateway.refusals import Refusals
 
 A, B, D = WorkerId("a"), WorkerId("b"), WorkerId("d")
@@ -43,7 +42,7 @@ def plan(*prefill: WorkerId, decode: tuple[WorkerId, ...] = (D,)) -> RoutePlan:
 
 
 def test_who_refused_is_avoided_until_a_plan_is_made_long_after() -> None:
-    refusals = Refusals(None, 0.0)
+    refusals = Refusals()
     refusals.note(Stage.PREFILL, BUSY, A, 1.0)
     refusals.note(Stage.SCHEDULER, BUSY, None, 1.0)
     refusals.fade(1.0 + REROUTE_AFTER_S / 2)
@@ -54,7 +53,7 @@ def test_who_refused_is_avoided_until_a_plan_is_made_long_after() -> None:
 
 
 def test_the_client_is_told_the_last_word_and_what_the_time_was_spent_on() -> None:
-    refusals = Refusals(None, 0.0)
+    refusals = Refusals()
     assert refusals.after(0.25).label == "gateway-deadline"
     refusals.note(Stage.PREFILL, BUSY, A, 1.0)
     refusals.note(Stage.DECODE, LATE, B, 2.0)
@@ -73,21 +72,12 @@ def test_the_client_is_told_the_last_word_and_what_the_time_was_spent_on() -> No
 def test_a_plan_whose_one_side_refused_for_ever_ends_the_search(
     refusal: Refusal, code: str
 ) -> None:
-    refusals = Refusals(None, 0.0)
+    refusals = Refusals()
     refusals.note(Stage.PREFILL, BUSY, B, 0.0)
     refusals.note(Stage.PREFILL, refusal, A, 0.0)
-    assert (refusals.is_for_ever(A), refusals.is_for_ever(B)) == (True, False)
     refusals.fade(9.0)
     refusals.check(plan(A, B))
     refusals.check(plan(B, decode=()))
     with pytest.raises(InvalidRequestError, match=refusal.message) as error:
         refusals.check(plan(A))
     assert error.value.code == code
-
-
-def test_what_was_refused_on_the_short_way_counts() -> None:
-    tried = FirstTry(None, refused=A, last=StageRefusedError(LONG, Stage.PREFILL))
-    refusals = Refusals(tried, 3.0)
-    assert set(refusals.workers) == {A}
-    assert refusals.is_for_ever(A)
-    assert refusals.after(1.0).label == "prefill-too_long"

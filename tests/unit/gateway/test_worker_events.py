@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvmesh.core.errors import ProtocolError
@@ -19,7 +17,6 @@ from services.gateway.worker_events import (
     Failed,
     FirstToken,
     HandedOff,
-    Mailbox,
     Refused,
     Reserved,
     Started,
@@ -85,21 +82,3 @@ def test_empty_events_break_the_contract() -> None:
         decode_event(DecodeEvent(request_id="r"))
     with pytest.raises(ProtocolError):
         decode_event(DecodeEvent(prefill=PrefillEvent()))
-
-
-async def test_mailbox_keeps_order_and_wakes_who_waits() -> None:
-    mailbox = Mailbox()
-    waiting = asyncio.create_task(mailbox.take(10.0))
-    await asyncio.sleep(0)
-    mailbox.put(1, Accepted())
-    mailbox.put(2, HandedOff())
-    assert await waiting == (1, Accepted())
-    assert await mailbox.take(10.0) == (2, HandedOff())
-
-
-async def test_mailbox_gives_what_it_has_even_without_time_left() -> None:
-    mailbox = Mailbox()
-    mailbox.put(1, Accepted())
-    assert await mailbox.take(-1.0) == (1, Accepted())
-    with pytest.raises(TimeoutError):
-        await mailbox.take(0.0)

@@ -1,4 +1,4 @@
-"""Streams over the short way of tokens: the same bytes, also when workers misbehave on it."""
+"""Streams of plain text: the same bytes, also when workers misbehave."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.token_lane import TokenLane
+from services.gateway.answers import EventTemplate
+from services.gateway.responses import Responses
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 
 SAYS = "one request, one reservation, one handoff; no token is lost or repeated: 🙂 ü"
 NEVER_SAID = "\0"
-"""A stop string: with one, tokens take the long way."""
+"""A stop string: with one, text may have to be held back."""
 
 
 @pytest.fixture
@@ -28,18 +29,16 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 @pytest.fixture
-def num_short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of tokens that went the short way, appended as they go."""
-    seen: list[int] = []
-    push = TokenLane.push
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that went out in events in which nothing else differs, as they go."""
+    seen: list[str] = []
+    event = EventTemplate.event
 
-    def counted(self: TokenLane, token_ids: Any, now: float) -> bool:
-        taken = push(self, token_ids, now)
-        if taken:
-            seen.append(len(token_ids))
-        return taken
+    def noted(self: EventTemplate, text: str) -> bytes:
+        seen.append(text)
+        return event(self, text)
 
-    monkeypatch.setattr(TokenLane, "push", counted)
+    monkeypatch.setattr(EventTemplate, "event", noted)
     return seen
 
 
@@ -60,70 +59,74 @@ TEXT = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200}
 
 @pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
 @pytest.mark.parametrize("usage", [False, True])
-async def test_the_bytes_are_those_of_the_long_way(
-    stack: Stack, num_short: list[int], path: str, body: dict[str, Any], usage: bool
+async def test_the_bytes_are_those_of_bodies_made_one_by_one(
+    stack: Stack,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    usage: bool,
 ) -> None:
     body = {**body, "stream_options": {"include_usage": usage}}
-    long = await _raw(stack, path, **body, stop=[NEVER_SAID])
-    assert num_short == []
-    short = await _raw(stack, path, **body)
-    assert short == long
-    assert sum(num_short) > 0  # how many is a matter of timing
+    from_template = await _raw(stack, path, **body)
+    assert len(texts) > 10
+    assert await _raw(stack, path, **body, stop=[NEVER_SAID]) == from_template
+    texts.clear()
+    monkeypatch.setattr(Responses, "is_answer", lambda *_: False)
+    assert await _raw(stack, path, **body) == from_template
+    assert texts == []
     await stack.idle()
 
 
 @pytest.mark.parametrize("thinks", ["<think>well, well</think>\n\n", ""])
-async def test_an_answer_goes_the_short_way_once_the_thinking_is_over(
-    tmp_path: Path, num_short: list[int], thinks: str
+async def test_an_answer_is_plain_once_the_thinking_is_over(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, thinks: str
 ) -> None:
     template = "{{ messages[0].content }}{# </think> #}"
     async with gateway_stack(tmp_path, TWO_PAIRS, thinks + SAYS, template=template) as stack:
-        long = await _raw(stack, "chat/completions", **CHAT, stop=[NEVER_SAID])
-        assert num_short == []
-        assert (b'"reasoning_content":' in long) == bool(thinks)
-        assert await _raw(stack, "chat/completions", **CHAT) == long
-        assert sum(num_short) > 0
+        from_template = await _raw(stack, "chat/completions", **CHAT)
+        assert (b'"reasoning_content":' in from_template) == bool(thinks)
+        assert not any("well" in text for text in texts)
+        assert len(texts) > 10
+        monkeypatch.setattr(Responses, "is_answer", lambda *_: False)
+        assert await _raw(stack, "chat/completions", **CHAT) == from_template
         await stack.idle()
 
 
 @pytest.mark.parametrize("trouble", ["break_decode_after", "fail_decode_after"])
-async def test_a_stream_that_moves_goes_on_without_loss(
-    stack: Stack, num_short: list[int], trouble: str
-) -> None:
-    long = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
+async def test_a_stream_that_moves_goes_on_without_loss(stack: Stack, trouble: str) -> None:
+    whole = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
     for worker in stack.mesh.workers.values():
         setattr(worker.does, trouble, 4)
-    assert await _raw(stack, "completions", **TEXT) == long
-    assert sum(num_short) > 0
+    assert await _raw(stack, "completions", **TEXT) == whole
     await stack.idle()
 
 
-async def test_repeated_tokens_are_sent_once(stack: Stack, num_short: list[int]) -> None:
-    long = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
+async def test_repeated_tokens_are_sent_once(stack: Stack) -> None:
+    whole = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
     for worker in stack.mesh.workers.values():
         worker.does.repeat_tokens = True
-    assert await _raw(stack, "completions", **TEXT) == long
-    assert sum(num_short) <= 1  # a message that repeats takes the long way
+    assert await _raw(stack, "completions", **TEXT) == whole
     await stack.idle()
 
 
-async def test_a_stall_is_noticed_after_tokens_on_the_lane(tmp_path: Path) -> None:
+async def test_a_stall_is_noticed_after_tokens(tmp_path: Path) -> None:
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.2}) as stack:
-        long = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
+        whole = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
         for worker in stack.mesh.workers.values():
             worker.does.stall_decode_after = 4
-        assert await _raw(stack, "completions", **TEXT) == long
+        assert await _raw(stack, "completions", **TEXT) == whole
         moves = stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_stalled")
         assert moves >= 1
         await stack.idle()
 
 
-async def test_tokens_on_the_lane_are_progress(tmp_path: Path, num_short: list[int]) -> None:
+async def test_tokens_are_progress(tmp_path: Path, texts: list[str]) -> None:
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
         opened = asyncio.Event()
 
         def has_seen(count: int) -> bool:
-            return len(num_short) >= count
+            return len(texts) >= count
 
         stack.mesh.go = opened
 
@@ -137,18 +140,18 @@ async def test_tokens_on_the_lane_are_progress(tmp_path: Path, num_short: list[i
         pace = asyncio.create_task(slowly())
         await _raw(stack, "completions", **{**TEXT, "max_tokens": 12})
         pace.cancel()
-        assert len(num_short) >= 3
+        assert len(texts) >= 3
         moves = stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_stalled")
         assert moves == 0
         await stack.idle()
 
 
-async def test_a_client_that_leaves_cancels_the_work(stack: Stack, num_short: list[int]) -> None:
+async def test_a_client_that_leaves_cancels_the_work(stack: Stack, texts: list[str]) -> None:
     stack.says(SAYS * 200)
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{stack.url}/v1/completions", json={**TEXT, "max_tokens": 400}) as response,
     ):
-        await stack.mesh.until(lambda: bool(num_short))
+        await stack.mesh.until(lambda: bool(texts))
         response.close()
     await stack.idle()

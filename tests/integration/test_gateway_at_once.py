@@ -1,11 +1,11 @@
-"""Requests on the short way answer as on the long way, also when it ends in the middle."""
+"""Requests whose plan is at hand are sent at once, and answer as all others, whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +16,28 @@ import pytest
 
 from kvmesh.core.types import Placement, RefusalReason
 from kvmesh.policy import plans_ahead
-from kvmesh.policy.crowd import Crowd
-from services.gateway import request_flow, request_record
-from services.gateway.short_life import ShortLife
-from services.gateway.token_lane import TokenLane
+from services.gateway import request_record
+from services.gateway.request.life import Life
+from services.gateway.request.search import Search
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
-from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, short_starts
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack
 
 SAYS = "one plan, one worker, one message: 🙂 ü"
 
 
 @pytest.fixture
-def num_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that began the short way, appended as they begin."""
-    return short_starts(monkeypatch, lambda life, _: life._request.request_id)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that were sent with a plan made ahead, appended as they are."""
+    seen: list[str] = []
+    ask = Search.at_once
 
+    def noted(self: Search) -> None:
+        ask(self)
+        if self.plan is not None:
+            seen.append(self._request.request_id)
 
-async def _no_life(*_: object) -> None:
-    """Leaves a request without a plan to the long way."""
+    monkeypatch.setattr(Search, "at_once", noted)
+    return seen
 
 
 @pytest.fixture
@@ -44,17 +48,16 @@ def stall_s() -> float:
 
 @pytest.fixture
 async def stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_short: list[str], stall_s: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[str], stall_s: float
 ) -> AsyncIterator[Stack]:
-    """Plans made ahead do not grow old; a request that finds none goes the long way."""
+    """Plans made ahead do not grow old."""
     monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
-    monkeypatch.setattr(request_flow, "asked_life", _no_life)
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": stall_s}) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         yield stack
 
 
-async def stocked(stack: Stack, num_short: list[str]) -> None:
+async def stocked(stack: Stack, at_once: list[str]) -> None:
     """Asks until the next requests find plans."""
     stack.mesh.plans_ahead = True
     for worker in stack.mesh.workers.values():
@@ -62,7 +65,7 @@ async def stocked(stack: Stack, num_short: list[str]) -> None:
     while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 8:
         await asyncio.gather(*(ask(stack, stream=False) for _ in range(8)))
     await stack.idle()
-    num_short.clear()
+    at_once.clear()
 
 
 async def ask(stack: Stack, *, stream: bool) -> str:
@@ -90,12 +93,12 @@ async def _raw(stack: Stack, body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_that_of_the_long_way(
-    stack: Stack, num_short: list[str], stream: bool
+async def test_an_answer_is_that_of_who_asks(
+    stack: Stack, at_once: list[str], stream: bool
 ) -> None:
     assert await ask(stack, stream=stream) == SAYS
-    assert num_short == []
-    await stocked(stack, num_short)
+    assert at_once == []
+    await stocked(stack, at_once)
     metrics, asked = stack.gateway.metrics, len(stack.mesh.queries)
     names = (
         "vllm:generation_tokens_total",
@@ -107,7 +110,7 @@ async def test_an_answer_is_that_of_the_long_way(
     assert await ask(stack, stream=stream) == SAYS
     await stack.idle()
     after = [metrics.value(name, model_name=MODEL) for name in names]
-    assert len(num_short) == 1
+    assert len(at_once) == 1
     assert len(stack.mesh.queries) == asked
     counted = [value - was for value, was in zip(after, before, strict=True)]
     assert counted == [len(stack.mesh.output) + 1, 1, 1, 1]
@@ -117,40 +120,28 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
 @pytest.mark.parametrize("says", [SAYS, f"🙂 {SAYS}"])  # part of a character is no text yet
-async def test_the_first_token_goes_out_as_it_comes_off_the_wire(
-    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch, says: str
+async def test_a_stream_is_the_same_where_text_may_have_to_be_held_back(
+    stack: Stack, at_once: list[str], says: str
 ) -> None:
     stack.says(says)
-    began: list[bool] = []
-    first = TokenLane.first
-
-    def noted(self: TokenLane, token_ids: Sequence[int], now: float) -> bool:
-        began.append(first(self, token_ids, now))
-        return began[-1]
-
-    monkeypatch.setattr(TokenLane, "first", noted)
-    await stocked(stack, num_short)
+    await stocked(stack, at_once)
     usage = (await stack.client.chat.completions.create(**CHAT)).usage
     assert usage is not None
     # As long as the chat's prompt: plans ahead are for one length.
     text: dict[str, Any] = {"model": MODEL, "prompt": [5] * usage.prompt_tokens, "max_tokens": 200}
     for call in (CHAT, CHAT | USAGE, text, text | USAGE, text | {"echo": True}):
-        await stocked(stack, num_short)
-        # Stop strings may hold text back, so with them nothing goes out before a task looks at it.
+        await stocked(stack, at_once)
         bodies = [
             await _raw(stack, {**call, "stream": True, **more}) for more in ({}, {"stop": ["\0"]})
         ]
-        assert (len(num_short), began) == (2, [True])
+        assert len(at_once) == 2
         assert bodies[0] == bodies[1]
-        began.clear()
         await stack.idle()
 
 
 @pytest.mark.parametrize("stall_s", [1.0])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_goes_wrong_goes_on_the_long_way(
-    stack: Stack, num_short: list[str], stream: bool
-) -> None:
+async def test_what_goes_wrong_goes_on(stack: Stack, at_once: list[str], stream: bool) -> None:
     for trouble in (
         {"reject_offers": 1},
         {"refuse_reserves": 1},
@@ -160,13 +151,13 @@ async def test_what_goes_wrong_goes_on_the_long_way(
         {"repeat_tokens": True},
         {"tokens_per_message": 5},
         {"decode_first": True},
-        {"starts": False},  # the last one: that a worker only reserves is not forgotten
+        {"starts": False},
     ):
-        await stocked(stack, num_short)
+        await stocked(stack, at_once)
         for worker in stack.mesh.workers.values():
             worker.does = Behaviour(**trouble)
         assert await ask(stack, stream=stream) == SAYS, trouble
-        assert len(num_short) == 1, trouble
+        assert len(at_once) == 1, trouble
         await stack.idle()
     moves = {
         reason: stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason=reason)
@@ -178,20 +169,20 @@ async def test_what_goes_wrong_goes_on_the_long_way(
     assert refusals["decode", RefusalReason.NO_SLOTS.value] >= 1
 
 
-async def test_a_broken_stream_moves_too(stack: Stack, num_short: list[str]) -> None:
-    await stocked(stack, num_short)
+async def test_a_broken_stream_moves_too(stack: Stack, at_once: list[str]) -> None:
+    await stocked(stack, at_once)
     for worker in stack.mesh.workers.values():
         worker.does.break_decode_after = 3
     assert await ask(stack, stream=True) == SAYS
-    assert len(num_short) == 1
+    assert len(at_once) == 1
     await stack.idle()
 
 
-async def test_who_lost_a_request_is_not_asked_again(stack: Stack, num_short: list[str]) -> None:
-    await stocked(stack, num_short)
+async def test_who_lost_a_request_is_not_asked_again(stack: Stack, at_once: list[str]) -> None:
+    await stocked(stack, at_once)
     stack.mesh.workers["p1"].does.fail_decode_after = 3
     assert await ask(stack, stream=True) == SAYS
-    (request_id,) = num_short
+    (request_id,) = at_once
     started = {name: each.started for name, each in stack.mesh.workers.items()}
     assert (request_id, 1) in started["p1"]
     assert (request_id, 2) in started["p2"]
@@ -200,17 +191,17 @@ async def test_who_lost_a_request_is_not_asked_again(stack: Stack, num_short: li
 
 @pytest.mark.parametrize("stall_s", [1.0])
 async def test_a_stall_after_a_long_prefill_is_noticed(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, at_once: list[str]
 ) -> None:
-    await stocked(stack, num_short)
+    await stocked(stack, at_once)
     looked = asyncio.Event()
-    look = ShortLife._look
+    look = Life._tick
 
-    def looks(self: ShortLife) -> None:
+    def looks(self: Life) -> None:
         look(self)
         looked.set()
 
-    monkeypatch.setattr(ShortLife, "_look", looks)
+    monkeypatch.setattr(Life, "_tick", looks)
     stack.mesh.workers["p1"].does = Behaviour(first_waits=True, stall_decode_after=3)
     stack.mesh.go.clear()
     asking = asyncio.ensure_future(ask(stack, stream=True))
@@ -218,27 +209,27 @@ async def test_a_stall_after_a_long_prefill_is_noticed(
     stack.mesh.go.set()
     async with asyncio.timeout(30):
         assert await asking == SAYS
-    assert len(num_short) == 1
+    assert len(at_once) == 1
     await stack.idle()
 
 
 async def test_an_event_of_a_newer_worker_loses_its_own_request_alone(
-    stack: Stack, num_short: list[str]
+    stack: Stack, at_once: list[str]
 ) -> None:
-    await stocked(stack, num_short)
+    await stocked(stack, at_once)
     stack.mesh.workers["p1"].does.new_finish_after = 3
     assert await ask(stack, stream=True) == SAYS
-    assert len(num_short) == 1
+    assert len(at_once) == 1
     assert stack.gateway.sessions.num_connected == len(TWO_PAIRS)
     assert stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_failed") == 1
     await stack.idle()
 
 
 async def test_a_whole_answer_that_nobody_waits_for_is_charged(
-    stack: Stack, num_short: list[str]
+    stack: Stack, at_once: list[str]
 ) -> None:
     stack.says("many tokens that come before the client leaves " * 3)
-    await stocked(stack, num_short)
+    await stocked(stack, at_once)
     used = functools.partial(stack.gateway.metrics.value, "kvmesh_gateway_tenant_tokens_total")
     made = functools.partial(
         stack.gateway.metrics.value, "vllm:generation_tokens_total", model_name=MODEL
@@ -255,48 +246,23 @@ async def test_a_whole_answer_that_nobody_waits_for_is_charged(
     assert used(tenant="") - used_before > num_made  # and the prompt
 
 
-async def test_a_client_that_leaves_ends_the_work(stack: Stack, num_short: list[str]) -> None:
-    await stocked(stack, num_short)
+async def test_a_client_that_leaves_ends_the_work(stack: Stack, at_once: list[str]) -> None:
+    await stocked(stack, at_once)
     stack.mesh.go.clear()  # no token after the first
     asking = asyncio.ensure_future(ask(stack, stream=True))
     await stack.mesh.until(lambda: stack.mesh.num_open > 0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await stack.idle()
-    (request_id,) = num_short
+    (request_id,) = at_once
     assert any((request_id, 1) in worker.cancels for worker in stack.mesh.workers.values())
     stack.mesh.go.set()
 
 
-async def test_who_leaves_as_a_worker_takes_the_request_was_placed(
-    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await stocked(stack, num_short)
-    was_placed: list[bool] = []
-    accepted, leave = ShortLife._accepted, Crowd.leave
-
-    def closed(self: ShortLife, lease_ms: int) -> None:
-        accepted(self, lease_ms)
-        self.close()
-
-    def noted(self: Crowd, tenant: str, now: float, *, placed: bool) -> None:
-        was_placed.append(placed)
-        leave(self, tenant, now, placed=placed)
-
-    monkeypatch.setattr(ShortLife, "_accepted", closed)
-    monkeypatch.setattr(Crowd, "leave", noted)
-    asking = asyncio.ensure_future(ask(stack, stream=True))
-    await stack.mesh.until(lambda: bool(was_placed))
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    await stack.idle()
-    assert was_placed == [True]
-
-
 async def test_the_log_says_where_a_stream_ran_that_its_client_left(
-    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch
+    stack: Stack, at_once: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stocked(stack, num_short)
+    await stocked(stack, at_once)
     told: list[dict[str, Any]] = []
     log = SimpleNamespace(tells_info=True, info=lambda _, **fields: told.append(fields))
     monkeypatch.setattr(request_record, "log", log)
@@ -316,13 +282,13 @@ async def test_the_log_says_where_a_stream_ran_that_its_client_left(
 
 
 async def test_a_request_runs_no_longer_than_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[str]
 ) -> None:
     monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
     limits = {"request_timeout_s": 2.0}
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits=limits) as stack:
         stack.mesh.placement = Placement.AGGREGATED
-        await stocked(stack, num_short)
+        await stocked(stack, at_once)
         stack.mesh.go.clear()  # no token after the first
         asked = (ask(stack, stream=False), ask(stack, stream=True))
         late, cut = await asyncio.gather(*asked, return_exceptions=True)
@@ -332,6 +298,6 @@ async def test_a_request_runs_no_longer_than_it_may(
         assert isinstance(cut, openai.APIError)
         assert not isinstance(cut, openai.APIStatusError)
         assert "longer than" in str(cut)
-        assert len(num_short) == 2
+        assert len(at_once) == 2
         stack.mesh.go.set()
         await stack.idle()

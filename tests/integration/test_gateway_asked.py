@@ -1,4 +1,4 @@
-"""A request that asks the scheduler goes the short way with the answer, else the long way."""
+"""A request that asks the scheduler is sent with its answer, and goes on when that is no good."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from services.gateway.answers import Answer
 from services.gateway.routing import Router
 from tests.integration.gateway_fake_worker import Behaviour
 from tests.integration.gateway_fakes import FakeMesh
-from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, short_starts
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, noted_asks
 
 SAYS = "one question, one worker, one message"
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Messages of requests that began the short way."""
-    return short_starts(monkeypatch, lambda _, message: message.reserve)
+    """Messages that asked workers for blocks."""
+    return noted_asks(monkeypatch, lambda reserve: reserve)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def ask(stack: Stack, **more: Any) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 
-async def test_one_question_and_the_short_way(stack: Stack, begun: list[Any]) -> None:
+async def test_one_question_and_one_message(stack: Stack, begun: list[Any]) -> None:
     headers = {"x-slo-ttft-ms": "9000"}
     raw = await stack.client.chat.completions.with_raw_response.create(
         **CHAT, extra_headers=headers
@@ -89,12 +89,12 @@ async def test_the_worker_hears_where_the_cached_prefix_is(
 @pytest.mark.parametrize(
     "trouble", [{"reject_offers": 1}, {"refuse_reserves": 1}, {"fail_decode_after": 3}]
 )
-async def test_what_a_worker_does_not_do_goes_on_the_long_way(
+async def test_what_a_worker_does_not_do_another_one_does(
     stack: Stack, begun: list[Any], trouble: dict[str, Any]
 ) -> None:
     stack.mesh.workers["p1"].does = Behaviour(**trouble)
     assert await ask(stack) == SAYS
-    assert len(begun) == 1
+    assert len(begun) == 2
     # The other worker of a plan is asked before the scheduler is; who lost it is named to it.
     lost = "fail_decode_after" in trouble
     assert [query.lost for query in stack.mesh.queries] == [frozenset(), {"p1"}][: 1 + lost]
@@ -104,7 +104,8 @@ async def test_what_a_worker_does_not_do_goes_on_the_long_way(
 async def test_a_plan_for_two_workers_is_asked_for_once(stack: Stack, begun: list[Any]) -> None:
     stack.mesh.placement = Placement.DISAGGREGATED
     assert await ask(stack) == SAYS
-    assert (len(begun), len(stack.mesh.queries)) == (0, 1)
+    assert (len(begun), len(stack.mesh.queries)) == (1, 1)
+    assert not begun[0].start_within_ms
     await stack.idle()
 
 
@@ -114,11 +115,11 @@ async def test_a_refusal_is_waited_out_before_the_next_question(
     stack.mesh.refuse_routes = Refusal(RefusalReason.NO_WORKERS, "none is awake")
     asking = asyncio.ensure_future(ask(stack))
     await stack.mesh.until(lambda: len(stack.mesh.queries) > 1)
-    # The second one is from the long way: it says that somebody waits.
+    # The second one says that somebody waits.
     assert [query.waiting for query in stack.mesh.queries[:2]] == [0, 1]
     stack.mesh.refuse_routes = None
-    assert await asking == SAYS
     assert begun == []
+    assert await asking == SAYS
     await stack.idle()
 
 

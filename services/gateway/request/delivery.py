@@ -1,0 +1,147 @@
+"""The one way of tokens to a client: pushed through the detokenizer into a sink.
+
+What differs between APIs is how a sink writes what it is given. Nothing waits here: a sink either
+writes to a connection, or keeps what it has for a task that does (`pulled`).
+Tests: tests/unit/gateway/test_delivery.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvmesh.core.types import FinishReason, TokenLogprobs
+from services.gateway.choice import Choice
+from services.gateway.detokenizer import Detokenizer
+from services.gateway.mesh import Placed
+from services.gateway.request.ledger import Ledger
+from services.gateway.tokenizer import TextTokenizer
+
+ItemT = TypeVar("ItemT")
+
+
+class Sink(Protocol):
+    """Where one choice goes."""
+
+    def placed(self, where: Placed) -> None:
+        """Where it runs from here on; before its tokens."""
+        ...
+
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """The first piece follows.
+
+        Args:
+            cached_tokens: prompt tokens whose KV was there when the request came.
+            prompt_logprobs: when asked for, of all prompt tokens but the first.
+        """
+        ...
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        """A piece.
+
+        Args:
+            text: safe to send; may be empty.
+            token_ids: the tokens of this piece.
+            logprobs: one per token when asked for.
+            finish: set with the last piece.
+        """
+        ...
+
+
+class Delivery:
+    """Takes one choice's tokens and pushes its text.
+
+    Args:
+        ledger: is told of what went out.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, choice: Choice, ledger: Ledger, sink: Sink
+    ) -> None:
+        call, request = choice.call, choice.request
+        self._sink = sink
+        self._ledger = ledger
+        self._only_echo = call.max_tokens == 0
+        self._detokenizer = Detokenizer(
+            tokenizer.fast,
+            request.prompt_ids,
+            whole=tokenizer.whole,
+            stops=call.stop,
+            include_stop=call.include_stop,
+            skip_special_tokens=call.skip_special_tokens,
+            min_tokens=request.sampling.min_tokens,
+        )
+        # Then nothing before the last token ends it.
+        self._is_plain = not (call.stop or self._only_echo)
+        # What every token calls, looked up once.
+        self._text_of = self._detokenizer.plain
+        self._push = sink.push
+        self._count = ledger.tokens
+        self.placed = sink.placed
+        self.first = sink.first
+
+    def tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+        now: float,
+    ) -> bool:
+        """See `Receiver`; nothing comes after a piece with a finish reason."""
+        if finish is None and self._is_plain:
+            self._push(self._text_of(token_ids), token_ids, logprobs, None)
+            self._count(len(token_ids), now)
+            return True
+        piece = self._detokenizer.push(token_ids, ends_with_stop_token=finish is FinishReason.STOP)
+        text, num_used = piece.text, piece.num_used
+        if piece.stop is not None:
+            finish = FinishReason.STOP
+        elif finish is not None:
+            text += self._detokenizer.finish()
+        if self._only_echo:  # only what was there before is wanted
+            finish, text, num_used = FinishReason.LENGTH, "", 0
+        if finish is not None:
+            self._ledger.ends(finish)
+        self._push(text, token_ids[:num_used], logprobs[:num_used], finish)
+        self._count(num_used, now)
+        return finish is None
+
+
+async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs several choices of a call at a time; the first error ends them all."""
+    if len(works) == 1:
+        await works[0]
+        return
+    tasks = [asyncio.get_running_loop().create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def pulled(
+    work: Coroutine[Any, Any, None], pieces: asyncio.Queue[ItemT | None]
+) -> AsyncGenerator[ItemT, None]:
+    """What `work` pushes, for a server that pulls; closing it cancels the work.
+
+    Args:
+        pieces: where it is pushed; None says that the work is over.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,207 @@
+"""What is noted of one request, by what happens to it: crowd, connections, metrics, spans, trace.
+
+All times are on the loop's clock. Tests: tests/integration/test_gateway_http.py,
+tests/integration/test_gateway_moves.py, tests/e2e/test_trace.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.console.request_log import Moment
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import FinishReason, Refusal, RoutePlan, WorkerId
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import Span, is_tracing, start_span
+from services.gateway.admission import Ticket
+from services.gateway.errors import Stage
+from services.gateway.mesh import GenerationRequest, Mesh
+from services.gateway.phases import Phases
+from services.gateway.request.attempt_types import Kind, Move, Taken
+from services.gateway.request_record import RequestRecord
+from services.gateway.worker_events import FirstToken
+
+log = event_logger(__name__)
+
+_ASK_SPANS = {
+    Kind.RESERVE: "gateway.reserve",
+    Kind.OFFER: "gateway.offer",
+    Kind.START: "gateway.offer",
+}
+
+
+class Ledger:
+    """One request from its arrival to its end.
+
+    Args:
+        request: as it came.
+        ticket: what its tokens are charged to.
+        now: when it came.
+
+    Attributes:
+        request: with its own span as the parent of others.
+        cached_tokens: prompt tokens whose KV was there when the request came; None before the
+            first token.
+    """
+
+    def __init__(
+        self, mesh: Mesh, request: GenerationRequest, ticket: Ticket | None, now: float
+    ) -> None:
+        self._mesh = mesh
+        self._span = start_span(
+            "gateway.request",
+            request.traceparent,
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_ids),
+        )
+        if is_tracing():
+            request = replace(request, traceparent=self._span.traceparent)
+        self.request = request
+        self.cached_tokens: int | None = None
+        self._record = RequestRecord(mesh.metrics, request, mesh.log, ticket, now)
+        self._trace = mesh.log.trace(request.request_id)
+        self._phases = Phases(mesh.metrics, now)
+        self._spans: dict[str, Span] = {}
+        self._is_searching = False
+        self._connected: WorkerId | None = None
+        self._taken_at = 0.0
+        self._is_open = True
+        mesh.metrics.requests_open.inc()
+        # What every token is counted by, looked up once.
+        self.tokens = self._record.tokens
+
+    # --- the search for workers ---
+
+    def searches(self) -> None:
+        """It looks for workers."""
+        assert not self._is_searching, "one search at a time"
+        self._is_searching = True
+        self._mesh.crowd.enter(self.request.tenant.name)
+        self._mesh.waiting.count += 1
+
+    def routed(self, plan: RoutePlan, now: float) -> None:
+        """There is a plan."""
+        self._trace.note(Moment.ROUTED, now, text=f"{plan.policy}: {plan.reason}")
+
+    def asks(self, kind: Kind) -> str:
+        """A worker is asked; the traceparent for its question."""
+        if not is_tracing():
+            return self.request.traceparent
+        return self._span_of(_ASK_SPANS[kind]).traceparent
+
+    def holds(self, worker_id: WorkerId, now: float) -> None:
+        """A worker holds blocks for it."""
+        self._trace.note(Moment.RESERVED, now, worker_id)
+        self._end_span("gateway.reserve", worker=worker_id)
+
+    def refused(
+        self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None, now: float
+    ) -> None:
+        """Somebody said no; without a worker it was none of them."""
+        mesh, reason = self._mesh, refusal.reason.value
+        mesh.metrics.refused(reason, stage.value)
+        self._trace.note(Moment.REFUSED, now, worker_id, f"{stage.value}: {reason}")
+        if worker_id is None:
+            return
+        if stage is Stage.PREFILL:
+            mesh.connections.rejected(worker_id)
+        for span in self._spans.values():
+            span.event("refused", worker=worker_id, reason=reason)
+        mesh.router.note_refused()
+
+    def taken(self, taken: Taken, num_offers: int, now: float) -> None:
+        """Workers took it."""
+        mesh, prefill = self._mesh, taken.prefill_worker
+        self._end_search(now, placed=True)
+        self._end_span("gateway.offer", worker=prefill)
+        mesh.metrics.prefill_offers.observe(num_offers)
+        mesh.connections.accepted(prefill)
+        self._connected = prefill
+        self._taken_at = now
+        self._phases.accepted(now)
+        self._trace.placed(now, taken.placement, prefill, taken.decode_worker)
+        if is_tracing():
+            self._span_of("gateway.first_token")
+
+    # --- its tokens ---
+
+    def first(self, first: FirstToken, num_sent: int, worker_id: WorkerId, now: float) -> None:
+        """The first token of an attempt that sent so many came."""
+        if self.cached_tokens is None:
+            self.cached_tokens = self._trace.cached_tokens = first.cached_tokens
+        self._mesh.prefill_times.note(num_sent, now - self._taken_at)
+        self._trace.note(Moment.FIRST_TOKEN, now, worker_id)
+        self._phases.token(now)
+        self._end_span("gateway.first_token", cached_tokens=first.cached_tokens)
+        if is_tracing() and first.finish_reason is None:
+            self._span_of("gateway.decode")
+
+    def decoding(self, worker_id: WorkerId, now: float) -> None:
+        """The KV is where tokens are made."""
+        self._trace.note(Moment.HANDED_OFF, now, worker_id)
+
+    def finished(self, now: float) -> None:
+        """The workers sent the last token."""
+        self._phases.finished(now)
+
+    # --- ends ---
+
+    def lost(self, move: Move, num_tokens: int, now: float) -> None:
+        """A worker lost it after so many tokens."""
+        self._mesh.metrics.moved(move.reason)
+        self._trace.note(Moment.LOST, now, move.worker_id, move.reason)
+        log.warning(
+            "request_lost_by_worker",
+            request_id=self.request.request_id,
+            worker=move.worker_id,
+            reason=move.reason,
+            error=move.text,
+            num_tokens=num_tokens,
+        )
+        self._end_attempt(num_tokens, now)
+
+    def failed(self, error: KvMeshError) -> None:
+        """This is what its client is told."""
+        self._record.failed(error)
+
+    def ends(self, finish: FinishReason) -> None:
+        """The client has all of it."""
+        self._record.ends(finish)
+
+    def close(self, num_tokens: int, now: float) -> None:
+        """It is over, whatever happened, after so many tokens of workers. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._end_attempt(num_tokens, now)
+        self._record.annotate(self._span)
+        self._record.close(self._span.trace_id)
+        self._span.end()
+        self._mesh.metrics.requests_open.dec()
+
+    def _end_attempt(self, num_tokens: int, now: float) -> None:
+        self._end_search(now, placed=False)
+        if self._connected is not None:
+            self._mesh.connections.ended(self._connected)
+            self._connected = None
+        self._end_span("gateway.decode", num_tokens=num_tokens)
+        for name in tuple(self._spans):
+            self._end_span(name)
+
+    def _end_search(self, now: float, *, placed: bool) -> None:
+        if self._is_searching:
+            self._is_searching = False
+            self._mesh.waiting.count -= 1
+            self._mesh.crowd.leave(self.request.tenant.name, now, placed=placed)
+
+    def _span_of(self, name: str) -> Span:
+        """A span that may last over several questions."""
+        if name not in self._spans:
+            self._spans[name] = start_span(name, self.request.traceparent)
+        return self._spans[name]
+
+    def _end_span(self, name: str, **attributes: str | int) -> None:
+        span = self._spans.pop(name, None)
+        if span is not None:
+            span.set(**attributes)
+            span.end()

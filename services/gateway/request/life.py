@@ -1,0 +1,466 @@
+"""The life of one request: plan, attempt, and the next attempt when a worker lost it.
+
+What workers say is taken as it comes off the wire, told to the attempt, and what that wants done is
+done here. A task wakes when a search has an answer and when the request ends, not for tokens.
+Every exit, whatever it is, cancels what is still open at workers.
+Tests: tests/integration/test_gateway_at_once.py, test_gateway_moves.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvmesh.core.errors import DeadlineError, KvMeshError, LostError, StructureError
+from kvmesh.core.types import (
+    Candidate,
+    FinishReason,
+    Refusal,
+    RefusalReason,
+    SequenceSpec,
+    TokenLogprobs,
+    WorkerId,
+)
+from kvmesh.rpc.convert import fill_sequence_spec, reservation_to_proto
+from kvmesh.rpc.convert_route import prefix_source_to_proto
+from kvmesh.v1 import types_pb2
+from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest
+from kvmesh.v1.prefill_service_pb2 import PrefillRequest
+from services.gateway.admission import Ticket
+from services.gateway.errors import Stage
+from services.gateway.mesh import GenerationRequest, Mesh, Placed
+from services.gateway.request.attempt import Attempt
+from services.gateway.request.attempt_types import (
+    Actions,
+    Ask,
+    Break,
+    Cancel,
+    Decoding,
+    Deliver,
+    Expire,
+    Forget,
+    Hold,
+    Kind,
+    Limits,
+    Move,
+    Outcome,
+    Refuse,
+    Side,
+    Taken,
+    Vain,
+)
+from services.gateway.request.ledger import Ledger
+from services.gateway.request.search import Search
+from services.gateway.worker_events import (
+    Accepted,
+    Failed,
+    FirstToken,
+    HandedOff,
+    Refused,
+    Reserved,
+    Started,
+    Tokens,
+    WorkerEvent,
+)
+from services.gateway.worker_sessions import AttemptKey, Link, WorkerSession
+
+ANSWER_TIMEOUT_S = 2.0
+"""A worker that does not say yes or no for this long counts as lost."""
+
+
+class Receiver(Protocol):
+    """Whoever is told of a request's tokens."""
+
+    def placed(self, where: Placed) -> None:
+        """Where it runs from here on."""
+        ...
+
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """The first token of all follows."""
+        ...
+
+    def tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+        now: float,
+    ) -> bool:
+        """The next tokens, each exactly once; False wants no more, as after the last ones."""
+        ...
+
+
+class Life:
+    """One request; `begin` asks at once if a plan is at hand, `run` leads it to its end.
+
+    Attributes:
+        receiver: has to be set in the turn of the loop in which it began.
+        ledger: what is noted of it.
+    """
+
+    def __init__(self, mesh: Mesh, request: GenerationRequest, ticket: Ticket | None) -> None:
+        self._mesh = mesh
+        self._loop = asyncio.get_running_loop()
+        self._arrived_at = now = self._loop.time()
+        self._deadline = now + mesh.limits.request_timeout_s
+        self.ledger = Ledger(mesh, request, ticket, now)
+        self._request = self.ledger.request
+        self.receiver: Receiver | None = None
+        self._tokens: list[int] = []
+        self._wants_more = True
+        self._has_scores = self._request.sampling.num_logprobs >= 0
+        self._avoid: frozenset[WorkerId] = frozenset()
+        self._num_moves = 0
+        self._sessions: dict[int, WorkerSession] = {}
+        self._reservation: Reserved | None = None
+        self._written: tuple[SequenceSpec, types_pb2.SequenceSpec] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._is_open = True
+        self._answer: bool | None = None
+        self._move: Move | None = None
+        self._error: KvMeshError | None = None
+        self._new_attempt(0, None)
+
+    def _new_attempt(self, num_asked: int, again_until: float | None) -> None:
+        limits = self._mesh.limits
+        waits = Limits(ANSWER_TIMEOUT_S, limits.prefill_timeout_s, limits.stall_s)
+        token_ids = self._request.prompt_ids
+        if self._tokens:
+            token_ids += tuple(self._tokens)
+        self._num_sent = len(token_ids)
+        self._attempt = Attempt(self._num_sent, waits, self._deadline, num_asked)
+        self._search = Search(
+            self._mesh,
+            self.ledger,
+            self,
+            token_ids,
+            arrived_at=self._arrived_at,
+            again_until=again_until,
+            avoid=self._avoid,
+        )
+
+    def begin(self) -> None:
+        """Asks the workers of a plan that was made before the request came, if there is one."""
+        self._search.at_once()
+
+    async def run(self) -> None:
+        """Leads it to its end.
+
+        Raises:
+            StageRefusedError: nobody took the request in time.
+            InvalidRequestError: no worker can ever take it.
+            LostError: it was lost more often than `max_moves`.
+            StructureError: the structure asked for cannot be followed.
+            DeadlineError: it ran for longer than `request_timeout_s`.
+        """
+        assert self.receiver is not None, "somebody wants the tokens"
+        try:
+            while True:
+                await self._search.run()
+                while self._attempt.outcome is None:
+                    await self._wait()
+                if self._error is not None:
+                    raise self._told_error()
+                if self._attempt.outcome is not Outcome.MOVED:
+                    return
+                self._go_on()
+        except KvMeshError as error:
+            self.ledger.failed(error)
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what is open. May be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._is_open:
+            self._is_open = False
+            self._do(self._attempt.cancel())
+            self.ledger.close(len(self._tokens), self._loop.time())
+            del self._search  # it knows this life: a circle that only a collection would free
+
+    def _told_error(self) -> KvMeshError:
+        """What ended it, which is not kept: raised, it knows who raised it."""
+        error, self._error = self._error, None
+        assert error is not None, "there is one"
+        return error
+
+    def _go_on(self) -> None:
+        """Starts again elsewhere.
+
+        Raises:
+            LostError: it was lost too often.
+        """
+        move, now = self._move, self._loop.time()
+        assert move is not None, "lost by a worker"
+        self._num_moves += 1
+        self._avoid |= {move.worker_id}
+        self.ledger.lost(move, len(self._tokens), now)
+        limits = self._mesh.limits
+        if self._num_moves > limits.max_moves:
+            raise LostError(f"the request was lost {self._num_moves} times; last: {move.text}")
+        again_until: float | None = None
+        if self._tokens:
+            # The client is already reading: what counts is that the stream goes on at all.
+            patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
+            again_until = min(self._deadline, now + patience_s)
+        self._move = self._answer = None
+        self._new_attempt(self._attempt.num_asked, again_until)
+
+    # --- for the search ---
+
+    @property
+    def holds(self) -> bool:
+        """Whether a worker holds blocks and waits for a prefill worker."""
+        return self._attempt.holder is not None
+
+    def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
+        """Asks the workers of a plan, one after the other."""
+        self._answer = None
+        self._tell(self._attempt.ask(prefill, decode, until, self._loop.time()))
+
+    async def answer(self) -> bool:
+        """Whether one of them took it."""
+        while self._answer is None:
+            await self._wait()
+        return self._answer
+
+    # --- from workers ---
+
+    def takes(self, message: DecodeEvent) -> bool:
+        """Takes tokens as they come off the wire; False wants any other event as a value."""
+        tokens = message.tokens
+        if self._has_scores or tokens.finish_reason or message.WhichOneof("event") != "tokens":
+            return False
+        token_ids = tuple(tokens.token_ids)
+        now = self._loop.time()
+        self._do(self._attempt.tokens(message.attempt, tokens.first_position, token_ids, now))
+        return True
+
+    def put(self, number: int, event: WorkerEvent) -> None:
+        """Takes what a worker says."""
+        attempt, now = self._attempt, self._loop.time()
+        actions: Actions
+        match event:
+            case Tokens():
+                first, finish = event.first_position, event.finish_reason
+                actions = attempt.tokens(
+                    number, first, event.token_ids, now, event.logprobs, finish, event.error
+                )
+            case Started():
+                actions = attempt.started(number, event.worker_id, event.lease_ms, now)
+            case FirstToken():
+                actions = attempt.first_token(number, event, now)
+            case HandedOff():
+                actions = attempt.handed_off(number, now)
+            case Reserved():
+                held = event.reservation
+                self._reservation = event
+                actions = attempt.reserved(number, held.worker_id, held.lease_ms, now)
+            case Accepted():
+                actions = attempt.accepted(number, now)
+            case Refused() | Failed():
+                refusal, by_prefill = event.refusal, event.by_prefill
+                actions = attempt.ended(number, refusal, now, by_prefill=by_prefill)
+        self._tell(actions)
+
+    # --- what the attempt wants done ---
+
+    def _tell(self, actions: Actions) -> None:
+        self._do(actions)
+        due = self._attempt.due
+        timer = self._timer
+        if timer is None or timer.when() > due:
+            if timer is not None:
+                timer.cancel()
+            self._timer = None
+            if due != math.inf:
+                self._timer = self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._tell(self._attempt.tick(self._loop.time()))
+
+    def _do(self, actions: Actions) -> None:
+        while actions:
+            more: Actions = ()
+            for action in actions:
+                more = _DEEDS[type(action)](self, action) or more
+            actions = more
+
+    def _asked(self, ask: Ask) -> Actions | None:
+        link: Link | None = None
+        try:
+            session = self._mesh.sessions.session(ask.candidate)
+            link = session.prefill if ask.kind is Kind.OFFER else session.decode
+            if not link.stream.connected and session.may_connect_s() > 0:
+                connecting = self._ask_later(ask, session, link)
+                self._connecting = self._loop.create_task(connecting)
+                return None
+            self._send(ask, session)
+        except LostError as error:
+            return self._not_asked(ask, error)
+        return None
+
+    async def _ask_later(self, ask: Ask, session: WorkerSession, link: Link) -> None:
+        """Asks when a connection is up that was only just started."""
+        try:
+            await link.stream.wait_connected(session.may_connect_s())
+            self._send(ask, session)
+        except LostError as error:
+            self._tell(self._not_asked(ask, error))
+
+    def _not_asked(self, ask: Ask, error: LostError) -> Actions:
+        refusal = Refusal(RefusalReason.LOST, str(error))
+        by_prefill = ask.kind is Kind.OFFER
+        return self._attempt.ended(ask.number, refusal, self._loop.time(), by_prefill=by_prefill)
+
+    def _send(self, ask: Ask, session: WorkerSession) -> None:
+        key, search, source = self._key(ask.number), self._search, ask.candidate.source
+        traceparent = self.ledger.asks(ask.kind)
+        if ask.kind is Kind.OFFER:
+            assert self._reservation is not None, "an offer needs a reservation"
+            message = PrefillRequest()
+            offer = message.offer
+            self._write_sequence(offer.sequence)
+            offer.reservation.CopyFrom(reservation_to_proto(self._reservation.reservation))
+            offer.ttft_budget_ms = search.remaining_ms
+            offer.traceparent = traceparent
+            if source is not None:
+                offer.source.CopyFrom(prefix_source_to_proto(source))
+            session.offer(key, message, self)
+        else:
+            request = DecodeRequest()
+            reserve = request.reserve
+            self._write_sequence(reserve.sequence)
+            reserve.traceparent = traceparent
+            if ask.kind is Kind.START:
+                reserve.start_within_ms = search.remaining_ms
+                if source is not None:
+                    reserve.source.CopyFrom(prefix_source_to_proto(source))
+            session.reserve(key, request, self)
+        self._sessions[ask.number] = session
+
+    def _write_sequence(self, message: types_pb2.SequenceSpec) -> None:
+        """Writes what is to be worked on; when it is asked for again, from the message before."""
+        sequence = self._search.sequence
+        if self._written is not None and self._written[0] is sequence:
+            message.CopyFrom(self._written[1])
+        else:
+            fill_sequence_spec(message, sequence)
+            self._written = sequence, message
+
+    def _held(self, hold: Hold) -> None:
+        self._sessions[hold.number].hold(self._key(hold.number), hold.lease_ms)
+        self.ledger.holds(hold.worker_id, self._loop.time())
+
+    def _taken(self, taken: Taken) -> None:
+        plan = self._search.plan
+        assert plan is not None, "workers of a plan were asked"
+        self._answer = True
+        self.ledger.taken(taken, self._attempt.num_offers, self._loop.time())
+        placement, prefill, decode = taken.placement, taken.prefill_worker, taken.decode_worker
+        self._worker = prefill
+        assert self.receiver is not None, "somebody wants the tokens"
+        self.receiver.placed(Placed(placement, prefill, decode, plan.cause))
+        self._wake_up()
+
+    def _refused(self, refuse: Refuse) -> None:
+        stage = Stage.PREFILL if refuse.side is Side.PREFILL else Stage.DECODE
+        self._search.refused(stage, refuse.refusal, refuse.worker_id)
+
+    def _vain(self, _: Vain) -> None:
+        self._answer = False
+        self._wake_up()
+
+    def _delivered(self, deliver: Deliver) -> Actions | None:
+        receiver, first, finish = self.receiver, deliver.first, deliver.finish_reason
+        if receiver is None or not self._wants_more:
+            return None  # a stop string ended it among tokens that came together
+        now = self._loop.time()
+        if first is not None:
+            self.ledger.first(first, self._num_sent, self._worker, now)
+            if not self._tokens:
+                receiver.first(self.ledger.cached_tokens or 0, first.prompt_logprobs)
+        self._tokens += deliver.token_ids
+        if finish is not None:
+            self.ledger.finished(now)
+        if receiver.tokens(deliver.token_ids, deliver.logprobs, finish, now):
+            return None
+        self._wants_more = False
+        self._wake_up()
+        return self._attempt.cancel() if finish is None else None
+
+    def _decoding(self, decoding: Decoding) -> None:
+        self._sessions[decoding.number].release(self._key(decoding.number))
+        self.ledger.decoding(decoding.worker_id, self._loop.time())
+
+    def _forgotten(self, forget: Forget) -> None:
+        session, key = self._sessions.pop(forget.number), self._key(forget.number)
+        if forget.side is Side.PREFILL:
+            session.prefill.forget(key)
+        else:
+            session.release(key)
+            session.decode.forget(key)
+
+    def _cancelled(self, cancel: Cancel) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        session, key = self._sessions.pop(cancel.number, None), self._key(cancel.number)
+        if session is None:
+            return  # it could not be asked
+        if cancel.side is Side.PREFILL:
+            session.cancel_prefill(key)
+        else:
+            session.cancel_decode(key)
+
+    def _moved(self, move: Move) -> None:
+        self._move = move
+        self._wake_up()
+
+    def _broken(self, broken: Break) -> None:
+        self._error = StructureError(broken.text)
+        self._wake_up()
+
+    def _expired(self, _: Expire) -> None:
+        limit_s = self._mesh.limits.request_timeout_s
+        self._error = DeadlineError(f"the request ran for longer than {limit_s} s")
+        self._wake_up()
+
+    def _key(self, number: int) -> AttemptKey:
+        return self._request.request_id, number
+
+    async def _wait(self) -> None:
+        """Until something happens that a task has to see."""
+        self._wake = self._loop.create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+_DEEDS: Mapping[type, Callable[[Life, Any], Actions | None]] = {
+    Ask: Life._asked,
+    Hold: Life._held,
+    Taken: Life._taken,
+    Refuse: Life._refused,
+    Vain: Life._vain,
+    Deliver: Life._delivered,
+    Decoding: Life._decoding,
+    Forget: Life._forgotten,
+    Cancel: Life._cancelled,
+    Move: Life._moved,
+    Break: Life._broken,
+    Expire: Life._expired,
+}

@@ -1,0 +1,307 @@
+"""Finding workers that take a request: plans, rounds over them, pauses, and its turn.
+
+Asks again and again until the deadline, then refuses once, with the last reason it was told.
+Waiting for capacity happens here and nowhere else.
+Tests: tests/integration/test_gateway_refusals.py, tests/integration/test_gateway_asked.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.types import (
+    Candidate,
+    Placement,
+    Refusal,
+    RefusalReason,
+    RoutePlan,
+    RouteQuery,
+    SequenceSpec,
+    WorkerId,
+)
+from kvmesh.core.values import changed
+from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.policy.connections import BY_CONNECTIONS
+from kvmesh.policy.fair_share import Claim
+from kvmesh.policy.forwarding import (
+    REROUTE_AFTER_S,
+    backoff_s,
+    rounds_per_route,
+    waiting_told,
+)
+from kvmesh.telemetry.tracing import start_span
+from services.gateway.errors import Stage
+from services.gateway.mesh import GenerationRequest, Mesh
+from services.gateway.refusals import Refusals
+from services.gateway.request.attempt import NEVER
+from services.gateway.request.ledger import Ledger
+from services.gateway.routing import ModelFacts
+from services.gateway.turnstile import Turn
+
+
+class Asker(Protocol):
+    """Whoever asks the workers."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a worker holds blocks and waits for a prefill worker."""
+        ...
+
+    def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
+        """Asks the workers of a plan, one after the other."""
+        ...
+
+    async def answer(self) -> bool:
+        """Whether one of them took it."""
+        ...
+
+
+def as_ms(seconds: float) -> int:
+    """A time of which something is left, for a message."""
+    return max(1, round(seconds * 1000))
+
+
+def claim_of(request: GenerationRequest) -> Claim:
+    """What a request asks of the shares."""
+    tenant, limits = request.tenant, request.tenant.limits
+    num_tokens = len(request.prompt_ids)
+    return Claim(tenant.name, num_tokens, limits.weight, limits.priority, request.rank)
+
+
+class Search:
+    """One search for workers.
+
+    Args:
+        request: of which more may have been generated than its prompt.
+        token_ids: prompt and the tokens generated before.
+        deadline: then the request has run for too long.
+        again_until: set if its client is reading already: when the search has to end.
+        avoid: workers that lost this request before.
+
+    Attributes:
+        plan: whose workers are asked now.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ledger: Ledger,
+        asker: Asker,
+        token_ids: tuple[int, ...],
+        *,
+        arrived_at: float,
+        again_until: float | None = None,
+        avoid: frozenset[WorkerId] = frozenset(),
+    ) -> None:
+        self._mesh = mesh
+        self._ledger = ledger
+        self._asker = asker
+        self._request: GenerationRequest = ledger.request
+        self._token_ids = token_ids
+        self._arrived_at = arrived_at
+        self._again_until = again_until
+        self._failed = avoid
+        self._refusals = Refusals()
+        self._num_rounds = 0
+        self._has_looked = self._has_asked = False
+        self._facts: ModelFacts | None = None
+        self._spec: SequenceSpec | None = None
+        self._now = asyncio.get_running_loop().time
+        self._deadline = self._deadline_now()
+        self.plan: RoutePlan | None = None
+        ledger.searches()
+
+    def at_once(self) -> None:
+        """Asks the workers of a plan that was made before the request came, if there is one."""
+        mesh, facts = self._mesh, self._mesh.router.facts
+        if facts is None or mesh.turns.num_waiting > 0 or mesh.waiting.paused > 0:
+            return
+        remaining_s = self._deadline - self._now()
+        plan = self._planned(self._query(remaining_s)) if remaining_s > 0 else None
+        if plan is not None:
+            self._facts = facts
+            self._ledger.routed(plan, self._now())
+            self._ask(plan)
+
+    async def run(self) -> None:
+        """Searches until workers take it or the deadline.
+
+        Raises:
+            StageRefusedError: nobody took the request in time.
+            InvalidRequestError: no worker can ever take it.
+        """
+        if self._has_asked and await self._asker.answer():
+            return
+        # A client that is reading already waits for nobody.
+        claim = None if self._again_until is not None else claim_of(self._request)
+        with self._mesh.turns.enter(claim) as turn:
+            self._mesh.waiting.behind += 1
+            try:
+                await self._my_turn(turn)
+            finally:
+                self._mesh.waiting.behind -= 1
+            while True:
+                plan = await self._route()
+                if plan is None:
+                    await self._pause(turn)
+                elif await self._try_plan(plan, turn):
+                    return
+
+    def refused(self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None) -> None:
+        """Remembers a refusal: it is counted, traced, and the last one is the client's answer."""
+        now = self._now()
+        self._refusals.note(stage, refusal, worker_id, now)
+        self._ledger.refused(stage, refusal, worker_id, now)
+
+    @property
+    def sequence(self) -> SequenceSpec:
+        """What workers are asked to work on."""
+        if self._spec is None:
+            assert self._facts is not None, "a plan comes before its sequence is sent"
+            root = root_hash(self._facts.fingerprint, cache_salt=self._request.cache_salt)
+            prompt, sampling = self._request.prompt_ids, self._request.sampling
+            if len(self._token_ids) > len(prompt):  # the prompt was scored before
+                sampling = replace(sampling, num_prompt_logprobs=-1)
+            self._spec = SequenceSpec(self._token_ids, len(prompt), sampling, root)
+        return self._spec
+
+    @property
+    def remaining_ms(self) -> int:
+        """Time left for a worker to begin."""
+        return as_ms(self._deadline - self._now())
+
+    # --- asking the scheduler ---
+
+    async def _route(self) -> RoutePlan | None:
+        facts = self._mesh.router.facts
+        if facts is None:
+            message = f"no worker for {self._request.model} is known"
+            self.refused(Stage.GATEWAY, Refusal(RefusalReason.NO_WORKERS, message), None)
+            return None
+        if facts != self._facts:
+            self._facts, self._spec = facts, None
+        remaining_s = self._remaining_s()
+        query = self._query(remaining_s)
+        with start_span("gateway.route", self._request.traceparent) as span:
+            plan: RoutePlan | Refusal | None = self._planned(query)
+            if plan is None:
+                hashes = chain_hashes(self.sequence.root_hash, self._token_ids, facts.block_size)
+                query = changed(query, block_hashes=tuple(hashes))
+                plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
+            if isinstance(plan, Refusal):
+                span.event("refused", reason=plan.reason.value, message=plan.message)
+            else:
+                span.set(placement=plan.placement.value, reason=plan.reason, policy=plan.policy)
+        self._refusals.fade(self._now())
+        if isinstance(plan, RoutePlan):
+            self._ledger.routed(plan, self._now())
+            return plan
+        self.refused(Stage.SCHEDULER, plan, None)
+        if plan.reason in NEVER:
+            raise InvalidRequestError(plan.message, code="context_length_exceeded")
+        return None
+
+    def _planned(self, query: RouteQuery) -> RoutePlan | None:
+        """A plan that was made before the request came; looked for once."""
+        if self._has_looked:
+            return None
+        self._has_looked = True
+        return self._mesh.router.planned(query)
+
+    def _query(self, remaining_s: float) -> RouteQuery:
+        """The question to the scheduler, without the hashes."""
+        request, counts = self._request, self._mesh.waiting
+        waits = self._num_rounds > 0  # it asks again, since nobody took it
+        held = counts.paused_reserved + (waits and self._asker.holds)
+        waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.behind)
+        num_generated = len(self._token_ids) - len(request.prompt_ids)
+        return RouteQuery(
+            request_id=request.request_id,
+            model=request.model,
+            num_tokens=len(self._token_ids),
+            max_new_tokens=request.sampling.max_tokens - num_generated,
+            scenario=request.scenario,
+            avoid=self._failed.union(self._refusals.workers),
+            ttft_budget_ms=as_ms(remaining_s),
+            placement=request.placement,
+            waiting=waiting,
+            waiting_reserved=waiting_reserved,
+            lost=self._failed,
+        )
+
+    # --- asking workers ---
+
+    def _ask(self, plan: RoutePlan) -> None:
+        self._has_asked = True
+        self.plan = plan
+        prefill: Sequence[Candidate] = plan.prefill
+        if plan.policy in BY_CONNECTIONS:  # as this gateway's connections are, not as planned
+            named = {candidate.worker_id: candidate for candidate in plan.prefill}
+            prefill = [named[name] for name in self._mesh.connections.order(list(named))]
+        decode = () if plan.placement is Placement.AGGREGATED else plan.decode
+        self._asker.ask(prefill, decode, self._deadline)
+
+    async def _try_plan(self, plan: RoutePlan, turn: Turn) -> bool:
+        """Rounds over the plan's candidates until it is old."""
+        old_at = self._now() + REROUTE_AFTER_S
+        for _ in range(rounds_per_route(plan.cause)):
+            self._refusals.check(plan)
+            self._remaining_s()
+            self._ask(plan)
+            if await self._asker.answer():
+                return True
+            await self._pause(turn)
+            if self._now() >= old_at:
+                break
+        return False
+
+    # --- time ---
+
+    def _deadline_now(self) -> float:
+        """When the search has to end, by what is known now."""
+        if self._again_until is not None:
+            return self._again_until
+        mesh, request = self._mesh, self._request
+        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
+        # It has waited for this process as long as this is late, and its first token may have to.
+        late_s = min(mesh.crowd.lag_s + mesh.crowd.peak_lag_s, patience_s / 2)
+        longest_s = mesh.limits.request_timeout_s
+        return self._arrived_at + min(longest_s, patience_s - late_s)
+
+    def _remaining_s(self) -> float:
+        """Time left, more than zero.
+
+        Raises:
+            StageRefusedError: there is none left.
+        """
+        left = self._deadline - self._now()
+        if left > 0:
+            return left
+        raise self._refusals.after(self._request.ttft_s)
+
+    async def _pause(self, turn: Turn) -> None:
+        """A short jittered wait after a full round, longer each time, and then for its turn."""
+        turn.missed()
+        # All together ask at the same rate, whether few look for workers at a time or all do.
+        share = self._mesh.turns.share
+        longest_s = backoff_s(self._num_rounds, self._mesh.waiting.count) * share
+        self._num_rounds += 1
+        wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
+        waiting, holds = self._mesh.waiting, self._asker.holds
+        waiting.paused += 1
+        waiting.paused_reserved += holds
+        try:
+            await asyncio.sleep(min(wait_s, self._remaining_s()))
+            self._deadline = self._deadline_now()
+            await self._my_turn(turn)
+        finally:
+            waiting.paused -= 1
+            waiting.paused_reserved -= holds
+
+    async def _my_turn(self, turn: Turn) -> None:
+        await turn.wait(self._remaining_s())
+        self._remaining_s()
