@@ -20,9 +20,9 @@ import tokenizers
 
 from benchmarks.chat_prompts import KINDS, chats, growing
 from benchmarks.result import RESULTS, ROOT, Row, Target, document, save
-from services.gateway.encoder_check import first_difference
-from services.gateway.text_encoder import TextEncoder
-from services.gateway.tokenizer import TOKENIZER_FILE, load_tokenizer
+from services.gateway.text.encoder_check import first_difference
+from services.gateway.text.text_encoder import TextEncoder
+from services.gateway.text.tokenizer import TOKENIZER_FILE, load_tokenizer
 
 ALONE, OURS = "tokenizers", "gateway"
 NUM_PROMPTS = 360

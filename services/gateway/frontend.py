@@ -11,19 +11,19 @@ from dataclasses import replace
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.policy.quota import Tenant
-from services.gateway.access import KeyRing
-from services.gateway.admission import Admission
-from services.gateway.choice import Caller, Choice
-from services.gateway.entry import Admitted
+from services.gateway.api.model_checks import check_model, choice_sampling
+from services.gateway.api.openai import ApiCall
+from services.gateway.api.request_limits import check_limits
 from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.mesh import GenerationRequest, Mesh
-from services.gateway.model_checks import check_model, choice_sampling
-from services.gateway.openai import ApiCall
-from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
+from services.gateway.request.choice import Caller, Choice
 from services.gateway.request.delivery import Delivery, Sink, together
 from services.gateway.request.life import Life
-from services.gateway.request_limits import check_limits
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.request.mesh import GenerationRequest, Mesh
+from services.gateway.tenants.access import KeyRing
+from services.gateway.tenants.admission import Admission
+from services.gateway.tenants.entry import Admitted
+from services.gateway.text.prompts import checked_sampling, prompt_ids, prompt_text
+from services.gateway.text.tokenizer import TextTokenizer
 
 MAX_REQUEST_ID_CHARS = 128
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from kvmesh.core.types import FinishReason
 from kvmesh.policy.quota import Quota, Tenant
 from kvmesh.telemetry.batch_histogram import BatchHistogram
-from services.gateway.admission import Ticket
+from services.gateway.tenants.admission import Ticket
 
 # vLLM's buckets, in seconds, so that existing dashboards and quantiles keep their meaning.
 TTFT_BUCKETS = (

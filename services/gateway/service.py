@@ -28,22 +28,22 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.http_connection import HttpConnection
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
-from services.gateway.grpc_front import InferenceServicer
-from services.gateway.http import HttpFront, http_refusal
-from services.gateway.http_direct import DirectHttp
-from services.gateway.http_guard import ConnectionGuard, Factory
-from services.gateway.mesh import Mesh
+from services.gateway.fronts.grpc_front import InferenceServicer
+from services.gateway.fronts.http import HttpFront, http_refusal
+from services.gateway.fronts.http_direct import DirectHttp
+from services.gateway.fronts.http_guard import ConnectionGuard, Factory
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.routing import Router, candidate_of
-from services.gateway.tenancy import open_tenancy
-from services.gateway.text_encoder import TextEncoder
-from services.gateway.tokenizer import TOKENIZER_FILE, load_tokenizer
-from services.gateway.turnstile import Turnstile
-from services.gateway.worker_sessions import WorkerSessions
+from services.gateway.request.mesh import Mesh
+from services.gateway.request.routing import Router, candidate_of
+from services.gateway.request.turnstile import Turnstile
+from services.gateway.tenants.admission import Admission
+from services.gateway.tenants.tenancy import open_tenancy
+from services.gateway.text.text_encoder import TextEncoder
+from services.gateway.text.tokenizer import TOKENIZER_FILE, load_tokenizer
+from services.gateway.wire.worker_sessions import WorkerSessions
 
 log = event_logger(__name__)
 

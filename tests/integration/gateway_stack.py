@@ -22,7 +22,7 @@ from services.gateway.config import (
     SchedulerTargets,
 )
 from services.gateway.service import Gateway, start_gateway
-from services.gateway.worker_sessions import WorkerSession
+from services.gateway.wire.worker_sessions import WorkerSession
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_fakes import FakeMesh, fake_mesh
 from tests.unit.gateway.tiny_model import EOS, write_model

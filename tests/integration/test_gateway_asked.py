@@ -23,8 +23,8 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from services.gateway.answers import Answer
-from services.gateway.routing import Router
+from services.gateway.api.answers import Answer
+from services.gateway.request.routing import Router
 from tests.integration.gateway_fake_worker import Behaviour
 from tests.integration.gateway_fakes import FakeMesh
 from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, noted_asks

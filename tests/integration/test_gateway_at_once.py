@@ -16,7 +16,7 @@ import pytest
 
 from kvmesh.core.types import Placement, RefusalReason
 from kvmesh.policy import plans_ahead
-from services.gateway import request_record
+from services.gateway.request import record as request_record
 from services.gateway.request.life import Life
 from services.gateway.request.search import Search
 from tests.integration.gateway_fake_worker import MODEL, Behaviour

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvmesh.policy.crowd import MIN_WAITING
-from services.gateway.access import KeyRing
+from services.gateway.tenants.access import KeyRing
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 

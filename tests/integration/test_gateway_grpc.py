@@ -33,8 +33,8 @@ from kvmesh.v1.types_pb2 import (
     Structure,
     TokenSequence,
 )
-from services.gateway import grpc_front
 from services.gateway.config import AccessConfig
+from services.gateway.fronts import grpc_front
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.integration.test_gateway_api import ARGUMENTS, CALL, WEATHER

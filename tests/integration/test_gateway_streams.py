@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.answers import EventTemplate
-from services.gateway.responses import Responses
+from services.gateway.api.answers import EventTemplate
+from services.gateway.api.responses import Responses
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 

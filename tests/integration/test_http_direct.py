@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway import http_direct
-from services.gateway.calls import Calls
 from services.gateway.config import AccessConfig, HttpConfig
+from services.gateway.fronts import http_direct
+from services.gateway.fronts.calls import Calls
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 

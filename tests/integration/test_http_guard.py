@@ -19,8 +19,8 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.http_connection import HttpProtocol
 from services.gateway.config import HttpConfig
-from services.gateway.http import HttpFront
-from services.gateway.http_guard import ConnectionGuard
+from services.gateway.fronts.http import HttpFront
+from services.gateway.fronts.http_guard import ConnectionGuard
 from services.gateway.metrics import GatewayMetrics
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack

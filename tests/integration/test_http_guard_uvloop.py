@@ -10,7 +10,7 @@ import uvloop
 
 from kvmesh.runtime.http_connection import HttpProtocol
 from services.gateway.config import HttpConfig
-from services.gateway.http_guard import ConnectionGuard
+from services.gateway.fronts.http_guard import ConnectionGuard
 from services.gateway.metrics import GatewayMetrics
 
 

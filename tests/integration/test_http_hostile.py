@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvmesh.runtime.http_connection import HttpConnection
 from services.gateway.config import HttpConfig
-from services.gateway.http import http_refusal
+from services.gateway.fronts.http import http_refusal
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 

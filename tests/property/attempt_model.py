@@ -40,7 +40,7 @@ from services.gateway.request.attempt_types import (
     Taken,
     Vain,
 )
-from services.gateway.worker_events import FirstToken, Tokens
+from services.gateway.wire.worker_events import FirstToken, Tokens
 
 FIRST, END = 5, 11
 """Positions of the first token wanted and behind the last one."""

@@ -34,7 +34,7 @@ from services.gateway.request.attempt_types import (
     Side,
     State,
 )
-from services.gateway.worker_events import FirstToken, Tokens
+from services.gateway.wire.worker_events import FirstToken, Tokens
 from tests.property.attempt_model import (
     DEADLINE_S,
     END,

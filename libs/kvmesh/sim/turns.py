@@ -1,4 +1,4 @@
-"""Whose turn it is to look for workers, in virtual time: `services/gateway/turnstile.py`.
+"""Whose turn it is to look for workers, in virtual time: `services/gateway/request/turnstile.py`.
 
 As long as nobody looks in vain everybody looks at once. A request that found no worker joins the
 fair queue, and so do all that come after it, until the queue is empty again.

@@ -89,7 +89,7 @@ from services.gateway.request.attempt_types import (
     Taken,
     Vain,
 )
-from services.gateway.worker_events import FirstToken
+from services.gateway.wire.worker_events import FirstToken
 
 NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 """Refusals that would be repeated for ever."""

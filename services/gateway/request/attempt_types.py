@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvmesh.core.types import Candidate, FinishReason, Placement, Refusal, TokenLogprobs, WorkerId
 from kvmesh.core.values import quick
-from services.gateway.worker_events import FirstToken
+from services.gateway.wire.worker_events import FirstToken
 
 
 class State(enum.Enum):

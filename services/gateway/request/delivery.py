@@ -2,7 +2,7 @@
 
 What differs between APIs is how a sink writes what it is given. Nothing waits here: a sink either
 writes to a connection, or keeps what it has for a task that does (`pulled`).
-Tests: tests/unit/gateway/test_delivery.py.
+Tests: tests/unit/gateway/request/test_delivery.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvmesh.core.types import FinishReason, TokenLogprobs
-from services.gateway.choice import Choice
-from services.gateway.detokenizer import Detokenizer
-from services.gateway.mesh import Placed
+from services.gateway.request.choice import Choice
 from services.gateway.request.ledger import Ledger
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.request.mesh import Placed
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.tokenizer import TextTokenizer
 
 ItemT = TypeVar("ItemT")
 

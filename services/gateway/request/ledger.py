@@ -13,13 +13,13 @@ from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, Refusal, RoutePlan, WorkerId
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, is_tracing, start_span
-from services.gateway.admission import Ticket
 from services.gateway.errors import Stage
-from services.gateway.mesh import GenerationRequest, Mesh
-from services.gateway.phases import Phases
 from services.gateway.request.attempt_types import Kind, Move, Taken
-from services.gateway.request_record import RequestRecord
-from services.gateway.worker_events import FirstToken
+from services.gateway.request.mesh import GenerationRequest, Mesh
+from services.gateway.request.phases import Phases
+from services.gateway.request.record import RequestRecord
+from services.gateway.tenants.admission import Ticket
+from services.gateway.wire.worker_events import FirstToken
 
 log = event_logger(__name__)
 

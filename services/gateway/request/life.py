@@ -28,9 +28,7 @@ from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest
 from kvmesh.v1.prefill_service_pb2 import PrefillRequest
-from services.gateway.admission import Ticket
 from services.gateway.errors import Stage
-from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.attempt_types import (
     Actions,
@@ -52,8 +50,10 @@ from services.gateway.request.attempt_types import (
     Vain,
 )
 from services.gateway.request.ledger import Ledger
+from services.gateway.request.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.request.search import Search
-from services.gateway.worker_events import (
+from services.gateway.tenants.admission import Ticket
+from services.gateway.wire.worker_events import (
     Accepted,
     Failed,
     FirstToken,
@@ -64,7 +64,7 @@ from services.gateway.worker_events import (
     Tokens,
     WorkerEvent,
 )
-from services.gateway.worker_sessions import AttemptKey, Link, WorkerSession
+from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
 
 ANSWER_TIMEOUT_S = 2.0
 """A worker that does not say yes or no for this long counts as lost."""

@@ -35,12 +35,12 @@ from kvmesh.policy.forwarding import (
 )
 from kvmesh.telemetry.tracing import start_span
 from services.gateway.errors import Stage
-from services.gateway.mesh import GenerationRequest, Mesh
-from services.gateway.refusals import Refusals
 from services.gateway.request.attempt import NEVER
 from services.gateway.request.ledger import Ledger
-from services.gateway.routing import ModelFacts
-from services.gateway.turnstile import Turn
+from services.gateway.request.mesh import GenerationRequest, Mesh
+from services.gateway.request.refusals import Refusals
+from services.gateway.request.routing import ModelFacts
+from services.gateway.request.turnstile import Turn
 
 
 class Asker(Protocol):

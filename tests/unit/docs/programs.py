@@ -24,7 +24,7 @@ from kvmesh.cli.__main__ import main as kvmesh_main
 from kvmesh.core.config import load_config, options_of
 from kvmesh.core.errors import ConfigError
 from scripts.gen_config_docs import SERVICES
-from services.gateway.schema import ChatBody, CompletionBody
+from services.gateway.api.schema import ChatBody, CompletionBody
 from tests.unit.docs.documents import ROOT
 from tests.unit.docs.shell import Command
 

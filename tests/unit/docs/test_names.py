@@ -130,7 +130,10 @@ def is_default(leaf: Option, shown: str) -> bool:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_services_readme_names_its_modules(service: str) -> None:
     folder = ROOT / "services" / service
-    named = {name.rpartition("/")[2] for name in code_spans(folder / "README.md")}
+    spans = code_spans(folder / "README.md")
+    named = {name.rpartition("/")[2] for name in spans}
+    packages = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    assert packages <= set(spans)
     modules = {path.name for path in folder.glob("*.py")}
     assert modules - named <= {
         "__init__.py",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.tokenizer import TextTokenizer, load_tokenizer
+from services.gateway.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.unit.gateway.tiny_model import write_model
 
 

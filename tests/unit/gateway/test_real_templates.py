@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.messages import Message
-from services.gateway.reasoning import Thoughts, reasoning_of_template, thinking_after
-from services.gateway.tokenizer import ChatTemplate
-from services.gateway.tool_parsers import ToolFamily, family_of_template, parser_for
-from services.gateway.tool_scanner import CallStart, Content
+from services.gateway.api.messages import Message
+from services.gateway.text.tokenizer import ChatTemplate
+from services.gateway.tools.parsers import ToolFamily, family_of_template, parser_for
+from services.gateway.tools.reasoning import Thoughts, reasoning_of_template, thinking_after
+from services.gateway.tools.scanner import CallStart, Content
 
 FOLDER = Path(__file__).parent / "templates"
 

@@ -1,0 +1,320 @@
+"""One call answered: as one body, or as server-sent events.
+
+Tests: tests/integration/test_gateway_http.py, tests/integration/test_gateway_streams.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from json.encoder import encode_basestring
+from typing import Protocol
+
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import FinishReason, TokenLogprobs
+from services.gateway.api.openai import ApiCall
+from services.gateway.api.responses import Body, ChoiceText, Responses, usage_body
+from services.gateway.errors import answer_for
+from services.gateway.frontend import Frontend, usage_of
+from services.gateway.request.choice import Choice
+from services.gateway.request.life import Life
+from services.gateway.request.mesh import Placed
+from services.gateway.tools.reasoning import thinking_at
+from services.gateway.tools.thinking_count import ThinkingCount
+
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies must not collect the stream
+}
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventSink(Protocol):
+    """Where a stream of events goes; bytes in, HTTP out. Nothing waits but `sent`."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the answer's head was sent."""
+        ...
+
+    def begin(self, headers: Mapping[str, str], data: bytes) -> None:
+        """Sends the answer's head, status 200, and the first events."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Sends events."""
+        ...
+
+    def end(self, data: bytes) -> None:
+        """Sends the last events."""
+        ...
+
+    async def sent(self) -> None:
+        """Waits while the client has not taken all of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer as one body of JSON, status 200."""
+
+    headers: Mapping[str, str]
+    content: bytes
+
+
+dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Compact JSON."""
+
+_MARK = "\0text\0"
+_MARK_AS_JSON = json.dumps(_MARK)
+
+
+class EventTemplate:
+    """A server-sent event in which only the text changes.
+
+    Args:
+        body_with: the event's body with a given text in it, once and at its place as a string.
+    """
+
+    def __init__(self, body_with: Callable[[str], Body | None]) -> None:
+        # The text is the last field that a caller has a say in, so the last mark is ours.
+        head, mark, self._tail = dumps(body_with(_MARK)).rpartition(_MARK_AS_JSON)
+        assert mark, "the text is part of the body"
+        self._head = "data: " + head
+        self._tail += "\n\n"
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return (self._head + encode_basestring(text) + self._tail).encode()
+
+
+@lru_cache(maxsize=1024)
+def placement_headers(placed: Placed) -> Mapping[str, str]:
+    """Where a request ran, for people who debug; the same places come again and again."""
+    return {
+        "x-kvmesh-prefill-worker": placed.prefill_worker,
+        "x-kvmesh-decode-worker": placed.decode_worker,
+        "x-kvmesh-placement": placed.placement.value,
+        "x-kvmesh-decision": placed.decision,
+    }
+
+
+class Answer:
+    """Runs the choices of one call.
+
+    Args:
+        request_id: goes into `id`.
+
+    Attributes:
+        call: what was asked.
+        texts: what there is of each choice.
+        responses: makes the bodies.
+    """
+
+    def __init__(
+        self, frontend: Frontend, call: ApiCall, choices: Sequence[Choice], request_id: str
+    ) -> None:
+        self._frontend = frontend
+        self._choices = choices
+        self.call = call
+        self.texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
+        tokenizer = frontend.tokenizer
+        # Where there is thinking, the call is a chat, which has one prompt.
+        prompt_ids = choices[0].request.prompt_ids
+        thinking = thinking_at(call.reasoning, prompt_ids, tokenizer.token_text)
+        self._counts: list[ThinkingCount] = []
+        if thinking is not None:
+            self._counts = [ThinkingCount(thinking, tokenizer.token_bytes) for _ in choices]
+        self.responses = Responses(
+            call,
+            request_id,
+            frontend.served_name,
+            int(time.time()),
+            tokenizer.token_bytes,
+            thinking,
+        )
+
+    async def whole(self, lives: Sequence[Life]) -> Whole:
+        """The answer as one body."""
+        sinks = [_WholeSink(self, index) for index in range(len(self.texts))]
+        await self._frontend.run(lives, self._choices, sinks)
+        headers = placement_headers(sinks[0].where)
+        body = self.responses.whole(self.texts, self.usage())
+        return Whole(headers, dumps(body).encode())
+
+    async def stream(self, lives: Sequence[Life], out: EventSink) -> None:
+        """The answer as server-sent events.
+
+        The status line waits for the first tokens: until then a refusal is still possible.
+        """
+        stream = _Stream(self, out)
+        sinks = [_StreamSink(self, index, stream) for index in range(len(self.texts))]
+        try:
+            await self._frontend.run(lives, self._choices, sinks)
+        except KvMeshError as error:
+            if not out.has_begun:
+                raise
+            out.end(_event(answer_for(error).body) + DONE)
+        await out.sent()
+
+    def note(self, index: int, token_ids: Sequence[int], finish: FinishReason | None) -> None:
+        """Adds a piece to what there is of its choice."""
+        choice = self.texts[index]
+        choice.token_ids.extend(token_ids)
+        choice.finish_reason = finish
+        if self._counts:  # as they come: thousands at the end would hold up other streams
+            self._counts[index].of(choice.token_ids)
+
+    def usage(self) -> Body:
+        """Token counts, as far as it has come."""
+        seen: set[int] = set()
+        usages = []
+        for index, (choice, text) in enumerate(zip(self._choices, self.texts, strict=True)):
+            # Choices of one prompt share it: it counts once.
+            shared = choice.prompt_index in seen
+            seen.add(choice.prompt_index)
+            num_prompt = 0 if shared else len(text.prompt_ids)
+            # `usage_of` limits cached tokens to the prompt's, so they count once as well.
+            reasoning = self._counts[index].of(text.token_ids) if self._counts else 0
+            usages.append(usage_of(num_prompt, len(text.token_ids), text.cached_tokens, reasoning))
+        return usage_body(usages, has_reasoning=bool(self._counts))
+
+
+class _ChoiceSink:
+    """One choice of an answer.
+
+    Attributes:
+        where: it runs.
+    """
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self._answer = answer
+        self._index = index
+        self._text = answer.texts[index]
+        self.where: Placed
+
+    def placed(self, where: Placed) -> None:
+        self.where = where
+
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        self._text.cached_tokens = cached_tokens
+        self._text.prompt_logprobs.extend(prompt_logprobs)
+
+
+class _WholeSink(_ChoiceSink):
+    """Gathers a choice."""
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        self._answer.note(self._index, token_ids, finish)
+        self._text.text += text
+        self._text.logprobs.extend(logprobs)
+
+
+class _Stream:
+    """What the choices of a stream share."""
+
+    def __init__(self, answer: Answer, out: EventSink) -> None:
+        self._answer = answer
+        self._num_open = len(answer.texts)
+        self.out = out
+
+    def send(self, events: bytes, where: Placed) -> None:
+        """Sends events of a choice, if there are any; the first ones always."""
+        if not self.out.has_begun:
+            self.out.begin({**SSE_HEADERS, **placement_headers(where)}, events)
+        elif events:
+            self.out.write(events)
+
+    def ends(self, events: bytes, where: Placed) -> None:
+        """Sends the last events of a choice, and after those of the last one the end."""
+        self.send(events, where)
+        self._num_open -= 1
+        if self._num_open:
+            return
+        answer, ending = self._answer, b""
+        if answer.call.include_usage:
+            ending = _event(answer.responses.closing_usage(answer.usage()))
+        self.out.end(ending + DONE)
+
+
+class _StreamSink(_ChoiceSink):
+    """Writes a choice as events."""
+
+    def __init__(self, answer: Answer, index: int, stream: _Stream) -> None:
+        super().__init__(answer, index)
+        self._stream = stream
+        self._is_opened = False
+        self._event_with: Callable[[str], bytes] | None = None
+        # What every token calls, looked up once.
+        self._keep = self._text.token_ids.extend
+        self._write = stream.out.write
+        call = answer.call
+        # Then pieces in the middle differ in nothing but their text.
+        self._is_plain = not (
+            call.tools is not None
+            or call.continuous_usage
+            or call.return_token_ids
+            or call.sampling.num_logprobs >= 0
+        )
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        if finish is None and self._event_with is not None:
+            self._keep(token_ids)  # no thinking is left to be counted
+            if text:
+                self._write(self._event_with(text))
+            return
+        self._answer.note(self._index, token_ids, finish)
+        events = self._events(text, token_ids, logprobs, finish)
+        if finish is not None:
+            self._stream.ends(events, self.where)
+            return
+        self._stream.send(events, self.where)
+        if self._is_plain and self._answer.responses.is_answer(self._index):
+            self._event_with = EventTemplate(self._body_with).event
+
+    def _body_with(self, text: str) -> Body | None:
+        return self._answer.responses.piece(self._index, text, (), (), None)
+
+    def _events(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> bytes:
+        """A piece as events; empty if there is nothing to say yet."""
+        responses, index = self._answer.responses, self._index
+        bodies: list[Body | None] = []
+        if not self._is_opened:
+            self._is_opened = True
+            bodies.append(responses.opening(index, self._text))
+        bodies.append(responses.piece(index, text, token_ids, logprobs, finish))
+        events = b""
+        for body in bodies:
+            if body is not None:
+                if self._answer.call.continuous_usage:
+                    body["usage"] = self._answer.usage()
+                events += _event(body)
+        return events
+
+
+def _event(body: Body) -> bytes:
+    return b"data: " + dumps(body).encode() + b"\n\n"

@@ -1,0 +1,106 @@
+"""What a call asks for against what the served model has: its name, context and vocabulary.
+
+Pure. Tests: tests/unit/gateway/api/test_openai.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
+from kvmesh.core.types import SamplingParams
+from kvmesh.core.values import changed
+from services.gateway.api.openai import ApiCall
+
+_SEED_MASK = 2**64 - 1
+
+
+def check_model(name: str, served_name: str) -> None:
+    """Checks that the model is the one that is served; an empty name takes it.
+
+    Raises:
+        ModelNotFoundError: it is another one.
+    """
+    if name not in ("", served_name):
+        raise ModelNotFoundError(
+            f"the model {name!r} does not exist here; served: {served_name}",
+            "model",
+            "model_not_found",
+        )
+
+
+def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens that a prompt leaves room for.
+
+    Args:
+        field: that the prompt came in.
+
+    Raises:
+        InvalidRequestError: none.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"{field}: the prompt has {num_prompt_tokens} tokens; allowed are at most "
+            f"{max_model_len - 1} (context of {max_model_len} with one token to generate)",
+            field,
+            "context_length_exceeded",
+        )
+    return room
+
+
+def choice_sampling(
+    call: ApiCall, num_prompt_tokens: int, max_model_len: int, *, seed: int, choice: int
+) -> SamplingParams:
+    """Final sampling parameters of one choice.
+
+    Args:
+        num_prompt_tokens: length of its prompt.
+        max_model_len: longest sequence in tokens.
+        seed: the call's seed, or the random one that stands for it.
+        choice: number of the choice; choices of one prompt get seeds seed, seed + 1, …
+
+    Raises:
+        InvalidRequestError: prompt and max_tokens do not fit the context.
+    """
+    room = check_room(call.prompt_field, num_prompt_tokens, max_model_len)
+    # Only the echo of the prompt is wanted with 0; the engine always makes one token.
+    max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
+    if max_tokens > room:
+        raise InvalidRequestError(
+            f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {num_prompt_tokens} "
+            f"do not fit the context of {max_model_len}; allowed are at most {room}",
+            call.max_tokens_field,
+            "context_length_exceeded",
+        )
+    return changed(
+        call.sampling,
+        max_tokens=max_tokens,
+        min_tokens=min(call.sampling.min_tokens, max_tokens),
+        seed=(seed + choice) & _SEED_MASK,
+    )
+
+
+def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, field_name: str) -> None:
+    """Checks a prompt's token ids.
+
+    Raises:
+        InvalidRequestError: it is empty, or an id is outside the vocabulary.
+    """
+    if not token_ids:
+        raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
+    check_known(token_ids, vocab_size, field_name)
+
+
+def check_known(token_ids: Iterable[int], vocab_size: int, field_name: str) -> None:
+    """Checks that token ids are in the vocabulary.
+
+    Raises:
+        InvalidRequestError: one is outside.
+    """
+    highest = max(token_ids, default=0)
+    if highest >= vocab_size:
+        raise InvalidRequestError(
+            f"{field_name}: token id {highest} is outside the vocabulary (0 to {vocab_size - 1})",
+            field_name,
+        )

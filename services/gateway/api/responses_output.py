@@ -1,0 +1,268 @@
+"""A generation as output items of the Responses API, and as the events of its stream.
+
+Pure. Tests: tests/integration/test_gateway_responses.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmesh.core.types import FinishReason, Usage
+from services.gateway.api.responses_api import Body, NamedTool, ResponsesBody
+from services.gateway.api.token_scores import ScoresOfText
+from services.gateway.tools.reasoning import Thoughts
+from services.gateway.tools.scanner import CallArguments, CallStart
+from services.gateway.tools.tools import ToolReader
+
+
+class ItemKind(enum.Enum):
+    """What an output item is; the value begins its id."""
+
+    REASONING = "rs"
+    MESSAGE = "msg"
+    CALL = "fc"
+
+
+_TEXT_EVENTS = {
+    ItemKind.REASONING: "response.reasoning_text",
+    ItemKind.MESSAGE: "response.output_text",
+    ItemKind.CALL: "response.function_call_arguments",
+}
+
+
+@dataclass(slots=True)
+class Item:
+    """One output item.
+
+    Attributes:
+        text: thinking, text for the reader, or a call's arguments.
+        name, call_id: of a call.
+        status: in_progress, completed or incomplete.
+        scores: log-probabilities of a message's tokens, where they are asked for.
+    """
+
+    kind: ItemKind
+    item_id: str
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+    status: str = "in_progress"
+    scores: list[Body] = field(default_factory=list)
+
+    def body(self) -> Body:
+        """The item as it is now; without parts while it is empty."""
+        head = {"id": self.item_id, "status": self.status}
+        if self.kind is ItemKind.CALL:
+            call = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+            return {**head, "type": "function_call", **call}
+        has_part = self.text or self.status != "in_progress"
+        content = [self.part(self.text, self.scores)] if has_part else []
+        if self.kind is ItemKind.REASONING:
+            return {**head, "type": "reasoning", "summary": [], "content": content}
+        return {**head, "type": "message", "role": "assistant", "content": content}
+
+    def part(self, text: str, scores: Sequence[Body] = ()) -> Body:
+        """The only part of thinking or a message."""
+        if self.kind is ItemKind.REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
+
+
+class ResponseObject:
+    """Makes the bodies and events of one response.
+
+    Args:
+        created: seconds since the epoch.
+        thoughts: tells thinking apart; None where the text is not read for it.
+        tools: finds calls; None where there are none to be made.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        request_id: str,
+        model: str,
+        created: int,
+        *,
+        thoughts: Thoughts | None = None,
+        tools: ToolReader | None = None,
+    ) -> None:
+        self._body = body
+        self._model = model
+        self._created = created
+        self._request_id = request_id
+        self._thoughts = thoughts
+        self._tools = tools
+        self._items: list[Item] = []
+        self._num_calls = 0
+        self._sequence = 0
+        self._scores = ScoresOfText()
+
+    def opening(self) -> list[Body]:
+        """Events before all others."""
+        return [
+            self._event("response.created", response=self._head("in_progress")),
+            self._event("response.in_progress", response=self._head("in_progress")),
+        ]
+
+    def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
+        """Events of more text.
+
+        Args:
+            last: no more follows.
+            scores: log-probabilities of its tokens, if they are asked for.
+        """
+        self._scores.add(scores)
+        thought = ""
+        if self._thoughts is not None:
+            thought, text = self._thoughts.told(0, text, last=last)
+        # A call that is open ends before what is thought next; then the text begins with its rest.
+        is_later = bool(self._items) and self._items[-1].kind is ItemKind.CALL
+        events = [] if is_later else self._write(ItemKind.REASONING, thought)
+        if self._tools is None:
+            return events + self._write(ItemKind.MESSAGE, text)
+        for piece in self._tools.read(text, last=last):
+            if is_later and not isinstance(piece, CallArguments):
+                events += self._write(ItemKind.REASONING, thought)
+                is_later = False
+            if isinstance(piece, CallStart):
+                events += self._open(ItemKind.CALL, piece)
+            elif isinstance(piece, CallArguments):
+                events += self._write(ItemKind.CALL, piece.text)
+            else:
+                events += self._write(ItemKind.MESSAGE, piece.text)
+        return events + self._write(ItemKind.REASONING, thought if is_later else "")
+
+    def closing(self, finish: FinishReason | None, usage: Usage) -> list[Body]:
+        """Events after the last text.
+
+        Args:
+            finish: how the generation ended.
+        """
+        events = [] if self._items else self._open(ItemKind.MESSAGE)
+        is_cut = finish is FinishReason.LENGTH
+        events += self._close("incomplete" if is_cut else "completed")
+        whole = self._head("incomplete" if is_cut else "completed")
+        whole["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        whole["output"] = [item.body() for item in self._items]
+        whole["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        return [*events, self._event(f"response.{whole['status']}", response=whole)]
+
+    def failed(self, error: Body) -> list[Body]:
+        """Events of a stream that an error ends.
+
+        Args:
+            error: `error` of OpenAI's error body.
+        """
+        code = error["code"] or "server_error"
+        response = {**self._head("failed"), "error": {"code": code, "message": error["message"]}}
+        plain = {"code": code, "message": error["message"], "param": error["param"]}
+        return [self._event("error", **plain), self._event("response.failed", response=response)]
+
+    # --- items ---
+
+    def _write(self, kind: ItemKind, text: str) -> list[Body]:
+        """Adds text to the item that is open, or opens one for it."""
+        if not text:
+            return []
+        events = [] if self._items and self._items[-1].kind is kind else self._open(kind)
+        item = self._items[-1]
+        item.text += text
+        scores = self._scores.take(text)
+        if kind is ItemKind.MESSAGE:
+            item.scores += scores
+        return [*events, self._text_event("delta", item, scores, delta=text)]
+
+    def _open(self, kind: ItemKind, call: CallStart | None = None) -> list[Body]:
+        events = self._close("completed")
+        number = len(self._items)
+        item = Item(kind, f"{kind.value}_{self._request_id}_{number}")
+        if call is not None:
+            assert self._tools is not None, "who found the call"
+            item.name = call.name
+            item.call_id = call.call_id or self._tools.call_id(self._num_calls)
+            self._num_calls += 1
+        self._items.append(item)
+        added = self._event("response.output_item.added", output_index=number, item=item.body())
+        return [*events, added, *self._part_event("added", item)]
+
+    def _close(self, status: str) -> list[Body]:
+        if not self._items:
+            return []
+        item = self._items[-1]
+        item.status = status
+        told = "arguments" if item.kind is ItemKind.CALL else "text"
+        more = {"name": item.name} if item.kind is ItemKind.CALL else {}
+        return [
+            self._text_event("done", item, item.scores, **{told: item.text}, **more),
+            *self._part_event("done", item),
+            self._event(
+                "response.output_item.done", output_index=len(self._items) - 1, item=item.body()
+            ),
+        ]
+
+    # --- events ---
+
+    def _text_event(self, word: str, item: Item, scores: list[Body], **fields: Any) -> Body:
+        place = self._place(item)
+        if item.kind is ItemKind.MESSAGE:
+            place["logprobs"] = list(scores)
+        return self._event(f"{_TEXT_EVENTS[item.kind]}.{word}", **place, **fields)
+
+    def _part_event(self, word: str, item: Item) -> list[Body]:
+        if item.kind is ItemKind.CALL:  # its arguments are no part
+            return []
+        part = item.part(item.text, item.scores)
+        return [self._event(f"response.content_part.{word}", **self._place(item), part=part)]
+
+    def _place(self, item: Item) -> Body:
+        place: Body = {"item_id": item.item_id, "output_index": len(self._items) - 1}
+        return place if item.kind is ItemKind.CALL else {**place, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> Body:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event
+
+    def _head(self, status: str) -> Body:
+        body = self._body
+        given = body.text.format if body.text is not None else None
+        form = given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+        choice = body.tool_choice or "auto"
+        options = body.reasoning
+        effort = {"effort": options.effort, "summary": options.summary} if options else None
+        return {
+            "id": f"resp_{self._request_id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": effort,
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": form},
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice,
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }

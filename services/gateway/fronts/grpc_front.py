@@ -1,0 +1,234 @@
+"""The public gRPC API: the same flow as HTTP, other clothes.
+
+Tests: tests/integration/test_gateway_grpc.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+
+from kvmesh.core.errors import InvalidRequestError, KvMeshError, RefusedError
+from kvmesh.core.types import FinishReason, RefusalReason, TokenLogprobs, Usage
+from kvmesh.rpc.convert import finish_reason_to_proto, placement_to_proto, usage_to_proto
+from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
+from kvmesh.v1.inference_service_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    Model,
+    PlacedAt,
+    ToolCallDelta,
+)
+from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from services.gateway.api.model_checks import check_room
+from services.gateway.errors import (
+    QUOTA_HEADER,
+    REFUSAL_HEADER,
+    QuotaError,
+    StageRefusedError,
+    message_for,
+)
+from services.gateway.frontend import Frontend, clean_request_id, usage_of
+from services.gateway.fronts.grpc_call import call_from_proto, placement_of
+from services.gateway.fronts.grpc_chat import CallDeltas
+from services.gateway.request.choice import Caller, Choice
+from services.gateway.request.delivery import pulled
+from services.gateway.request.mesh import Placed
+from services.gateway.tenants.admission import Ticket
+from services.gateway.text.tokenizer import TextTokenizer
+from services.gateway.tools.reasoning import Thoughts, thinking_at
+from services.gateway.tools.thinking_count import ThinkingCount
+from services.gateway.tools.told import Told
+from services.gateway.tools.tools import ToolReader
+
+ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """InferenceService."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def Generate(
+        self, request: GenerateRequest, context: ServerContext
+    ) -> AsyncIterator[GenerateResponse]:
+        """Generates from one prompt."""
+        metadata = _metadata(context)
+        request_id = clean_request_id(request.request_id)
+        try:
+            async with self._frontend.admit(metadata.get("authorization", "")) as ticket:
+                await context.send_initial_metadata((("x-request-id", request_id),))
+                choice = await self._prepare(request, request_id, metadata, ticket)
+                async for response in self._responses(choice, request_id):
+                    yield response
+        except KvMeshError as error:
+            await _abort(context, error)
+
+    async def ListModels(
+        self, request: ListModelsRequest, context: ServerContext
+    ) -> ListModelsResponse:
+        """Lists the models that are served."""
+        try:
+            self._frontend.check_key(_metadata(context).get("authorization", ""))
+        except KvMeshError as error:
+            await _abort(context, error)
+        frontend = self._frontend
+        model = Model(name=frontend.served_name, max_model_len=frontend.max_model_len)
+        return ListModelsResponse(models=[model])
+
+    async def _prepare(
+        self, request: GenerateRequest, request_id: str, metadata: dict[str, str], ticket: Ticket
+    ) -> Choice:
+        chat = self._frontend.tokenizer.chat
+        limits = self._frontend.limits
+        families = (chat.tool_family, chat.reasoning_family)
+        if request.WhichOneof("prompt") == "tokens":
+            # Before they are made Python's: a message holds 30 million of them.
+            check_room("tokens", len(request.tokens.token_ids), self._frontend.max_model_len)
+        call = call_from_proto(request, limits.max_stop, *families)
+        caller = Caller(
+            request_id=request_id,
+            scenario=request.scenario,
+            placement=placement_of(request),
+            ttft_ms=request.ttft_deadline_ms,
+            traceparent=metadata.get("traceparent", ""),
+            ticket=ticket,
+        )
+        (choice,) = await self._frontend.prepare(call, caller)
+        return choice
+
+    async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
+        lives = self._frontend.begin([choice])
+        try:
+            sink = _ResponseSink(choice, self._frontend.tokenizer, request_id)
+            work = self._frontend.run(lives, [choice], [sink])
+            async with aclosing(pulled(work, sink.responses)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            for life in lives:
+                life.close()
+
+
+class _ResponseSink:
+    """Writes one generation as messages.
+
+    Attributes:
+        responses: the messages.
+    """
+
+    def __init__(self, choice: Choice, tokenizer: TextTokenizer, request_id: str) -> None:
+        self._request_id = request_id
+        self._prompt_ids = choice.request.prompt_ids
+        self._token_ids: list[int] = []
+        thinking = thinking_at(choice.call.reasoning, self._prompt_ids, tokenizer.token_text)
+        self._thoughts = None if thinking is None else Thoughts(thinking)
+        self._shows_thoughts = choice.call.include_reasoning
+        self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
+        tools = choice.call.tools
+        self._calls = None if tools is None else CallDeltas(ToolReader(tools, request_id))
+        self._where: Placed
+        self._cached_tokens = 0
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self.responses: asyncio.Queue[GenerateResponse | None] = asyncio.Queue()
+
+    def placed(self, where: Placed) -> None:
+        self._where = where
+
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        self._cached_tokens, self._prompt_logprobs = cached_tokens, prompt_logprobs
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        self._token_ids += token_ids
+        if self._count is not None:  # as they come, not thousands at the end
+            self._count.of(self._token_ids)
+        told, calls = self._told(text, is_last=finish is not None)
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+        response = GenerateResponse(
+            request_id=self._request_id,
+            text=told.answer,
+            reasoning=told.reasoning if self._shows_thoughts else "",
+            tool_calls=calls,
+            token_ids=token_ids,
+            logprobs=[token_logprobs_to_proto(entry) for entry in logprobs],
+            finish_reason=finish_reason_to_proto(finish),
+            prompt_logprobs=map(token_logprobs_to_proto, prompt_logprobs),
+            placed=placed_to_proto(self._where),
+        )
+        if finish is not None:
+            response.usage.CopyFrom(usage_to_proto(self._usage()))
+        self.responses.put_nowait(response)
+
+    def _told(self, text: str, *, is_last: bool) -> tuple[Told, list[ToolCallDelta]]:
+        """More text, told apart."""
+        told, calls = Told("", text), list[ToolCallDelta]()
+        if self._thoughts is not None:
+            told = self._thoughts.told(0, text, last=is_last)
+        if self._calls is not None:
+            answer, calls = self._calls.push(told.answer, last=is_last)
+            told = Told(told.reasoning, answer)
+        return told, calls
+
+    def _usage(self) -> Usage:
+        """The counts of all of it."""
+        reasoning = 0 if self._count is None else self._count.of(self._token_ids)
+        num_tokens = len(self._token_ids)
+        return usage_of(len(self._prompt_ids), num_tokens, self._cached_tokens, reasoning)
+
+
+def placed_to_proto(placed: Placed) -> PlacedAt:
+    """Where a request runs, as a message."""
+    return PlacedAt(
+        placement=placement_to_proto(placed.placement),
+        prefill_worker=placed.prefill_worker,
+        decode_worker=placed.decode_worker,
+    )
+
+
+def _metadata(context: ServerContext) -> dict[str, str]:
+    """The call's text metadata."""
+    entries = context.invocation_metadata() or ()
+    return {str(key): value for key, value in entries if isinstance(value, str)}
+
+
+async def _abort(context: ServerContext, error: KvMeshError) -> NoReturn:
+    await context.abort(_STATUS[status_name(error)], message_for(error), trailing_metadata(error))
+
+
+_STATUS = {code.name: code for code in grpc.StatusCode}
+
+
+def status_name(error: KvMeshError) -> str:
+    """The gRPC status of an error; the caller's own quota is RESOURCE_EXHAUSTED."""
+    if isinstance(error, RefusedError) and error.refusal.reason is RefusalReason.QUOTA:
+        return "RESOURCE_EXHAUSTED"
+    return error.grpc_status
+
+
+def trailing_metadata(error: KvMeshError) -> tuple[tuple[str, str], ...]:
+    """What a client needs beyond status and message."""
+    if isinstance(error, RefusedError):
+        label = error.label if isinstance(error, StageRefusedError) else error.refusal.reason.value
+        entries: tuple[tuple[str, str], ...] = (
+            (REFUSAL_HEADER.removeprefix("x-"), label),
+            ("retry-after-ms", str(error.refusal.retry_after_ms)),
+        )
+        if isinstance(error, QuotaError):
+            entries += ((QUOTA_HEADER.removeprefix("x-"), error.quota.value),)
+        return entries
+    if isinstance(error, InvalidRequestError) and error.param:
+        return (("kvmesh-param", error.param),)
+    return ()

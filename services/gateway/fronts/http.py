@@ -1,0 +1,345 @@
+"""HTTP routes: the OpenAI API, health and metrics.
+
+Owns the transport: headers, statuses, cancellation when a client goes away.
+Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from aiohttp import web
+
+from kvmesh.core.errors import KvMeshError
+from kvmesh.telemetry.exposition import exposition
+from services.gateway.api.answers import Whole, dumps
+from services.gateway.api.model_checks import check_model
+from services.gateway.api.openai import chat_call
+from services.gateway.api.responses_answer import ResponsesAnswer
+from services.gateway.api.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat
+from services.gateway.api.schema import parse_body
+from services.gateway.api.token_routes import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
+from services.gateway.config import HttpConfig
+from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
+from services.gateway.frontend import Frontend, clean_request_id
+from services.gateway.fronts.calls import (
+    PATHS,
+    Calls,
+    Headers,
+    caller_of,
+    given_request_id,
+    parse_json,
+)
+from services.gateway.fronts.openapi import openapi_page
+from services.gateway.metrics import TENANT
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+JSON, UTF_8 = "application/json", "utf-8"
+
+_REQUEST_ID = web.RequestKey("request_id", str)
+
+
+class HttpFront:
+    """The HTTP side of the gateway.
+
+    Args:
+        created: when the model was loaded, in seconds since the epoch.
+
+    Attributes:
+        calls: answers completions; also for requests that come another way.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        config: HttpConfig,
+        created: int,
+    ) -> None:
+        self._frontend = frontend
+        self.calls = Calls(frontend)
+        self._config = config
+        self._created = created
+
+    def app(self) -> web.Application:
+        """The application with all routes."""
+        app = web.Application(
+            client_max_size=self._config.max_body_bytes, middlewares=[self._errors]
+        )
+        app.on_response_prepare.append(self._add_headers)
+        app.add_routes(
+            [
+                *(web.post(path, self.completions) for path in PATHS),
+                web.post("/v1/responses", self.responses),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+                web.get("/tokenizer_info", self.tokenizer_info),
+                web.get("/openapi.json", self.openapi),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{model:.+}", self.model),
+                web.get("/health", self.health),
+                web.get("/ready", self.ready),
+                web.get("/metrics", self.metrics),
+                web.get("/version", self.version),
+            ]
+        )
+        return app
+
+    def is_draining(self) -> bool:
+        """Whether connections end with their next answer."""
+        return self._frontend.is_draining
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
+        response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
+        if self._frontend.is_draining:
+            response.headers["Connection"] = "close"
+            response.force_close()
+
+    # --- the OpenAI API ---
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions and /v1/completions."""
+        exchange = _AiohttpExchange(request, self._config)
+        async with contextlib.aclosing(exchange):
+            whole = await self.calls.answer(PATHS[request.path], exchange)
+        if whole is None:
+            return exchange.response
+        return _answered(whole)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        async with self._frontend.admit(_authorization(request)) as ticket:
+            body = parse_body(ResponsesBody, await self._json(request), RESPONSES_UNSUPPORTED)
+            tokenizer = self._frontend.tokenizer
+            families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
+            defaults = tokenizer.sampling_defaults
+            call = chat_call(as_chat(body), self._frontend.limits, defaults, *families)
+            call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
+            if call.request_id and not given_request_id(request.headers):
+                request[_REQUEST_ID] = clean_request_id(call.request_id)
+            request_id = request[_REQUEST_ID]
+            caller = caller_of(request.headers, request_id, ticket)
+            choices = await self._frontend.prepare(call, caller)
+            lives = self._frontend.begin(choices)
+            exchange = _AiohttpExchange(request, self._config)
+            try:
+                answer = ResponsesAnswer(self._frontend, body, choices, request_id)
+                if not call.stream:
+                    return _answered(await answer.whole(lives))
+                async with contextlib.aclosing(exchange):
+                    await answer.stream(lives, exchange)
+                return exchange.response
+            finally:
+                for life in lives:
+                    life.close()
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize."""
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(TokenizeBody, await self._json(request), {})
+            return web.json_response(text=await tokenize(self._frontend, body))
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize."""
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(DetokenizeBody, await self._json(request), {})
+            return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info."""
+        self._frontend.check_key(_authorization(request))
+        return web.json_response(tokenizer_info(self._frontend), dumps=dumps)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models."""
+        self._frontend.check_key(_authorization(request))
+        return web.json_response({"object": "list", "data": [self._model_card()]}, dumps=dumps)
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{model}."""
+        self._frontend.check_key(_authorization(request))
+        check_model(request.match_info["model"], self._frontend.served_name)
+        return web.json_response(self._model_card(), dumps=dumps)
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._frontend.served_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvmesh",
+            "max_model_len": self._frontend.max_model_len,
+        }
+
+    # --- operations ---
+
+    async def openapi(self, _request: web.Request) -> web.StreamResponse:
+        """GET /openapi.json."""
+        return web.json_response(openapi_page(version("kvmesh")), dumps=dumps)
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        """GET /health: the process lives."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _request: web.Request) -> web.StreamResponse:
+        """GET /ready: requests can be served now."""
+        reason = self._frontend.not_ready
+        if not reason:
+            slower = self._frontend.missing_native
+            return web.json_response(
+                {"status": "ready", **({"missing_native": slower} if slower else {})}
+            )
+        body = error_body(reason, "not_ready")
+        return web.json_response({"status": "not ready", **body}, status=503)
+
+    async def metrics(self, _request: web.Request) -> web.StreamResponse:
+        """GET /metrics, in Prometheus' text format; tells no names of tenants unless asked to."""
+        return web.Response(
+            body=exposition(without="" if self._config.tenant_metrics else TENANT),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def version(self, _request: web.Request) -> web.StreamResponse:
+        """GET /version."""
+        return web.json_response({"version": version("kvmesh")})
+
+    # --- errors ---
+
+    async def _json(self, request: web.Request) -> Any:
+        return parse_json(await _body(request, self._config.body_timeout_s))
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[_REQUEST_ID] = clean_request_id(given_request_id(request.headers))
+        try:
+            return await handler(request)
+        except KvMeshError as error:
+            return _error_response(answer_for(error))
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _error_response(_http_error(error, request, self._config))
+
+
+class _AiohttpExchange:
+    """A request that aiohttp read, as `Calls` sees it.
+
+    Attributes:
+        response: of a stream.
+    """
+
+    def __init__(self, request: web.Request, config: HttpConfig) -> None:
+        self._request = request
+        self._config = config
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._sending: asyncio.Task[None] | None = None
+        self.response = web.StreamResponse()
+
+    @property
+    def request_id(self) -> str:
+        return self._request[_REQUEST_ID]
+
+    @request_id.setter
+    def request_id(self, name: str) -> None:
+        self._request[_REQUEST_ID] = name
+
+    @property
+    def headers(self) -> Headers:
+        return self._request.headers
+
+    @property
+    def has_begun(self) -> bool:
+        return self._sending is not None
+
+    async def body(self) -> bytes:
+        return await _body(self._request, self._config.body_timeout_s)
+
+    def begin(self, headers: Mapping[str, str], data: bytes) -> None:
+        self.response.headers.update(headers)
+        self._sending = asyncio.get_running_loop().create_task(self._send())
+        self._events.put_nowait(data)
+
+    def write(self, data: bytes) -> None:
+        self._events.put_nowait(data)
+
+    def end(self, data: bytes) -> None:
+        if data:
+            self._events.put_nowait(data)
+        self._events.put_nowait(None)
+
+    async def sent(self) -> None:
+        assert self._sending is not None, "it has begun"
+        await self._sending
+
+    async def aclose(self) -> None:
+        """Sends no more. May be called again."""
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    async def _send(self) -> None:
+        # A client may go away between two events, before its handler is cancelled: no error.
+        with contextlib.suppress(ConnectionResetError):
+            await self.response.prepare(self._request)
+            while (data := await self._events.get()) is not None:
+                await self.response.write(data)
+            await self.response.write_eof()
+
+
+def _answered(whole: Whole) -> web.Response:
+    return web.Response(body=whole.content, headers=whole.headers, content_type=JSON, charset=UTF_8)
+
+
+def _authorization(request: web.Request) -> str:
+    return request.headers.get("Authorization", "")
+
+
+def http_refusal(status: int, message: str) -> web.Response:
+    """The answer to what never reached a route."""
+    return _error_response(plain_http_error(status, message))
+
+
+async def _body(request: web.Request, timeout_s: float) -> bytes:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise web.HTTPUnsupportedMediaType
+    if (request.content_length or 0) > request.client_max_size:
+        # Said at once: aiohttp reads on for some seconds, so the client sees the answer.
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
+    try:
+        # Most bodies are short and here already: nothing to be patient about.
+        async with asyncio.timeout(None if request.content.is_eof() else timeout_s):
+            return await request.read()
+    except TimeoutError as error:
+        request.protocol.force_close()  # what is still to come is not waited for
+        raise web.HTTPRequestTimeout from error
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(reason="the body cannot be read") from error
+
+
+def _http_error(error: web.HTTPException, request: web.Request, config: HttpConfig) -> ErrorAnswer:
+    messages = {
+        404: f"{request.path} does not exist; the API is under /v1, all of it in /openapi.json",
+        405: f"{request.path} does not take {request.method}; allowed: "
+        f"{error.headers.get('Allow', '')}",
+        408: f"the body did not come within {config.body_timeout_s} s",
+        413: f"the body is longer than {config.max_body_bytes} bytes",
+        415: "a body with a Content-Encoding is not read: send it as it is",
+    }
+    answer = plain_http_error(error.status, messages.get(error.status, error.reason))
+    allow = error.headers.get("Allow")
+    return ErrorAnswer(answer.status, answer.body, {"Allow": allow} if allow else {})
+
+
+def _error_response(answer: ErrorAnswer) -> web.Response:
+    return web.json_response(answer.body, status=answer.status, headers=answer.headers, dumps=dumps)

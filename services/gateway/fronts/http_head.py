@@ -1,0 +1,73 @@
+"""The head of a plain completion request, for the direct way; what is not plain is left to aiohttp.
+
+This reader has no errors, only doubt: a request that is not exactly as most clients send it (one
+length, no transfer coding, no odd byte, nothing twice) is not for it to judge.
+Pure. Tests: tests/unit/gateway/fronts/test_http_head.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import chain
+
+from kvmesh.core.values import quick
+from services.gateway.api.openai import Endpoint
+from services.gateway.fronts.calls import PATHS
+
+MAX_HEAD_BYTES = 8192
+MAX_HEADERS = 64
+"""Fewer than aiohttp takes: it refuses a request with too many of them."""
+
+_REQUEST_LINES = {f"POST {path} HTTP/1.1".encode(): end for path, end in PATHS.items()}
+_HEADER = re.compile(r"([!#-'*+\-.^_`|~0-9A-Za-z]+):([\t -~]*)\r\n")
+_LENGTH = re.compile(r"[0-9]{1,12}")
+
+_NOT_PLAIN = frozenset(
+    {"transfer-encoding", "content-encoding", "expect", "upgrade", "trailer", "http2-settings"}
+)
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class PlainHead:
+    """A head that was understood.
+
+    Attributes:
+        headers: by name in lower case.
+        num_bytes: length of the head itself, its empty line included.
+        num_body_bytes: length of the body that follows.
+    """
+
+    endpoint: Endpoint
+    headers: dict[str, str]
+    num_bytes: int
+    num_body_bytes: int
+
+
+def plain_head(data: bytes | bytearray) -> PlainHead | None:
+    """The head with which `data` begins; None if it is not a plain one, or not all here."""
+    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+    line_end = data.find(b"\r\n", 0, end + 2)
+    if end < 0:
+        return None
+    endpoint = _REQUEST_LINES.get(bytes(data[:line_end]))
+    if endpoint is None:
+        return None
+    lines = data[line_end + 2 : end + 2].decode("latin-1")
+    found = _HEADER.findall(lines)
+    # With colon and line end, what was found must be all there is.
+    if sum(map(len, chain.from_iterable(found))) + 3 * len(found) != len(lines):
+        return None
+    headers = {name.lower(): value.strip() for name, value in found}
+    length = headers.get("content-length", "")
+    if (
+        len(headers) != len(found)
+        or len(found) > MAX_HEADERS
+        or not _NOT_PLAIN.isdisjoint(headers)
+        or headers.get("connection", "keep-alive").lower() != "keep-alive"
+        or "host" not in headers
+        or not _LENGTH.fullmatch(length)
+    ):
+        return None
+    return PlainHead(endpoint, headers, end + 4, int(length))

@@ -1,0 +1,74 @@
+"""Joins what is written to a connection in one turn of the event loop: a system call costs 10 us.
+
+While the gateway keeps up, a turn brings one token of a stream. When it is behind, one turn brings
+several, and they leave together. Tests: tests/unit/gateway/fronts/test_joined_writer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+
+class Transport(Protocol):
+    """What is needed of a transport."""
+
+    def write(self, data: bytes) -> None:
+        """Sends or buffers."""
+        ...
+
+    def is_closing(self) -> bool:
+        """Whether writing is pointless."""
+        ...
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes that are not sent yet."""
+        ...
+
+
+class Turn:
+    """The writers that hold something in this turn of the loop; shared by many of them."""
+
+    def __init__(self) -> None:
+        self._holding: list[JoinedWriter] = []
+
+    def add(self, writer: JoinedWriter) -> None:
+        """Has the writer send when the loop is through with what came in."""
+        if not self._holding:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._holding.append(writer)
+
+    def _end(self) -> None:
+        holding, self._holding = self._holding, []
+        for writer in holding:
+            writer.send()
+
+
+class JoinedWriter:
+    """One connection's way out; nothing may be written past it."""
+
+    def __init__(self, transport: Transport, turn: Turn) -> None:
+        self._transport = transport
+        self._turn = turn
+        self._held: list[bytes] = []
+        self.is_closing = transport.is_closing
+        self.get_write_buffer_size = transport.get_write_buffer_size
+
+    def write(self, data: bytes) -> None:
+        """Sends at the end of this turn."""
+        if not self._held:
+            self._turn.add(self)
+        self._held.append(data)
+
+    def write_now(self, data: bytes) -> None:
+        """Sends at once, after what is held."""
+        self._held.append(data)
+        self.send()
+
+    def send(self) -> None:
+        """Sends what is held."""
+        if self._held:
+            data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
+            self._held = []
+            if not self._transport.is_closing():
+                self._transport.write(data)

@@ -1,0 +1,129 @@
+"""The OpenAPI page of the HTTP API, made from the bodies' models.
+
+Pure. Tests: tests/unit/gateway/fronts/test_openapi.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from services.gateway.api.responses_api import ResponsesBody
+from services.gateway.api.schema import ChatBody, CompletionBody
+from services.gateway.api.token_routes import DetokenizeBody, TokenizeBody
+
+BODIES: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/chat/completions": (ChatBody, "Answers a chat."),
+    "/v1/completions": (CompletionBody, "Goes on from prompts."),
+    "/v1/responses": (ResponsesBody, "Answers an input; nothing is stored."),
+    "/tokenize": (TokenizeBody, "Token ids of a text or a chat."),
+    "/detokenize": (DetokenizeBody, "Text of token ids."),
+}
+"""POST routes: their bodies and what they do."""
+
+PLAIN: dict[str, str] = {
+    "/v1/models": "The model that is served.",
+    "/tokenizer_info": "Special tokens, chat template and settings of the tokenizer.",
+    "/health": "The process lives.",
+    "/ready": "Whether requests can be served now.",
+    "/version": "Version of the gateway.",
+    "/openapi.json": "This page.",
+}
+"""GET routes that answer with JSON."""
+
+_STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+
+_FAILURES = {
+    "400": "A field is wrong; `error.param` names it.",
+    "401": "The API key is missing or not accepted.",
+    "404": "The model is not served here.",
+    "413": "The body is too long.",
+    "415": "The body has a Content-Encoding.",
+    "429": "The caller's quota is used up; see Retry-After.",
+    "502": "The work was lost again and again.",
+    "503": "Nobody took the request in time, or the gateway drains; see Retry-After.",
+    "504": "The request ran too long.",
+}
+
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+
+
+def openapi_page(version: str) -> dict[str, Any]:
+    """The page as OpenAPI 3.1.
+
+    Args:
+        version: of the gateway.
+    """
+    models = [(model, "validation") for model, _ in BODIES.values()]
+    _, definitions = models_json_schema(
+        models,  # type: ignore[arg-type]
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas = {**definitions.get("$defs", {}), "Error": _ERROR}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "KVMesh", "version": version},
+        "paths": {
+            **{path: {"post": _post(path)} for path in BODIES},
+            **{path: {"get": _get(text, path)} for path, text in PLAIN.items()},
+        },
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _post(path: str) -> dict[str, Any]:
+    model, summary = BODIES[path]
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content: dict[str, Any] = dict(_OBJECT)
+    if path in _STREAMS:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "operationId": path.strip("/").replace("/", "_"),
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "responses": {
+            "200": {"description": "Done.", "content": content},
+            **{status: _failure(text) for status, text in _FAILURES.items()},
+        },
+    }
+
+
+def _get(summary: str, path: str) -> dict[str, Any]:
+    responses: dict[str, Any] = {"200": {"description": "Done.", "content": _OBJECT}}
+    if path in ("/v1/models", "/tokenizer_info"):
+        responses["401"] = _failure(_FAILURES["401"])
+    if path == "/ready":
+        responses["503"] = _failure("Not now.")
+    return {
+        "operationId": path.strip("/").replace("/", "_").replace(".", "_"),
+        "summary": summary,
+        "responses": responses,
+    }
+
+
+def _failure(text: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

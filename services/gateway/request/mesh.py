@@ -1,0 +1,97 @@
+"""Values of the request flow: what is asked, where it runs, and what all requests share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvmesh.console.request_log import RequestLog
+from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
+from kvmesh.core.values import quick
+from kvmesh.policy.connections import Connections
+from kvmesh.policy.crowd import Crowd
+from kvmesh.policy.prefill_times import PrefillTimes
+from kvmesh.policy.quota import Tenant
+from services.gateway.config import LimitsConfig
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.routing import Router
+from services.gateway.request.turnstile import Turnstile
+from services.gateway.wire.worker_sessions import WorkerSessions
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation, as the mesh sees it.
+
+    Attributes:
+        request_id: unique among all requests in the mesh.
+        ttft_s: longest wait until a worker takes it.
+        traceparent: parent of its spans.
+        tenant: whose it is; it shares workers fairly with others.
+        rank: among the tenant's requests that wait; lower goes first.
+    """
+
+    request_id: RequestId
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    ttft_s: float
+    cache_salt: str = ""
+    scenario: str = ""
+    placement: Placement = Placement.AUTO
+    traceparent: str = ""
+    tenant: Tenant = Tenant()
+    rank: int = 0
+
+
+class Placed(NamedTuple):
+    """Where a request runs.
+
+    Attributes:
+        cause: what decided that.
+    """
+
+    placement: Placement
+    prefill_worker: WorkerId
+    decode_worker: WorkerId
+    cause: RouteCause = RouteCause.LOAD
+
+    @property
+    def decision(self) -> str:
+        """One line for the response's header."""
+        return f"{self.cause.value}; prefill={self.prefill_worker}; decode={self.decode_worker}"
+
+
+@dataclass(slots=True)
+class Waiting:
+    """How many requests of this gateway look for workers now.
+
+    Attributes:
+        paused: of these, those that found nobody and will ask again.
+        paused_reserved: of those, the ones with a reservation; they wait for prefill.
+        behind: of these, those that stand in the queue and have not asked yet.
+    """
+
+    count: int = 0
+    paused: int = 0
+    paused_reserved: int = 0
+    behind: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What every request needs from the gateway."""
+
+    router: Router
+    sessions: WorkerSessions
+    metrics: GatewayMetrics
+    limits: LimitsConfig
+    rng: random.Random
+    waiting: Waiting = field(default_factory=Waiting)
+    turns: Turnstile = field(default_factory=Turnstile)
+    log: RequestLog = field(default_factory=RequestLog)
+    prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
+    crowd: Crowd = field(default_factory=Crowd)
+    connections: Connections = field(default_factory=Connections)

@@ -1,0 +1,251 @@
+"""Where the gateway gets route plans from, and what it knows about the fleet.
+
+Asks the scheduler, which also makes plans ahead; without one it ranks the last known fleet itself.
+Tests: tests/unit/gateway/request/test_routing.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.values import changed
+from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, PlanStock, Wish, kind_of
+from kvmesh.policy.routing import plan_without_scheduler
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+_Seat = tuple[WorkerId, int, Role, bool]
+"""A worker, its life, its role, and whether it drains."""
+
+
+class Fleet(Protocol):
+    """The last known fleet."""
+
+    @property
+    def workers(self) -> tuple[FleetWorker, ...]:
+        """All live workers."""
+        ...
+
+
+class RouteSource(Protocol):
+    """Whoever makes route plans."""
+
+    async def route(
+        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None = None
+    ) -> RoutePlan | Refusal:
+        """A plan or a refusal; raises LostError without an answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the fleet says about the model that it serves."""
+
+    fingerprint: str
+    block_size: int
+    max_model_len: int
+
+
+def served_workers(workers: tuple[FleetWorker, ...], model: str) -> tuple[FleetWorker, ...]:
+    """The workers of one model."""
+    return tuple(worker for worker in workers if worker.info.model == model)
+
+
+def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | None:
+    """What a model's workers agree on; None without workers.
+
+    The longest sequence is the shortest limit, so that every worker can take every request. With
+    several checkpoints (an upgrade) hashes are made for the one that most workers hold.
+    """
+    served = served_workers(workers, model)
+    if not served:
+        return None
+    layouts = Counter(
+        (each.info.layout.model_fingerprint, each.info.layout.block_size) for each in served
+    )
+    # Sorted first, so that all gateways take the same one of two that are equally common.
+    fingerprint, block_size = max(sorted(layouts), key=lambda layout: layouts[layout])
+    longest = min(
+        min(each.info.max_model_len, each.info.num_blocks * each.info.layout.block_size)
+        for each in served
+    )
+    return ModelFacts(fingerprint, block_size, longest)
+
+
+def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
+    """Why the fleet cannot serve a model; empty if it can."""
+    awake = [each for each in served_workers(workers, model) if not each.load.draining]
+    roles = {each.info.role for each in awake}
+    missing = [
+        role.value for role in (Role.PREFILL, Role.DECODE) if not roles & {role, Role.HYBRID}
+    ]
+    if not missing:
+        return ""
+    ready = f"{len(awake)} of {len(workers)} workers ready"
+    return f"no {' and no '.join(missing)} worker for {model}; {ready}"
+
+
+def missing_native(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[str]]:
+    """Libraries of native code that workers of a model run without, slower; by worker."""
+    served = served_workers(workers, model)
+    return {
+        each.info.worker_id: list(each.info.missing_native)
+        for each in served
+        if each.info.missing_native
+    }
+
+
+def candidate_of(worker: FleetWorker) -> Candidate:
+    """A worker of the fleet as a candidate."""
+    info = worker.info
+    return Candidate(info.worker_id, info.incarnation, info.control_endpoint)
+
+
+class Router:
+    """Route plans for one model.
+
+    Args:
+        model: its served name.
+        fleet: the last known fleet.
+        source: the scheduler.
+        in_flight: this gateway's open attempts per worker.
+        timeout_s: longest wait for the scheduler.
+        clock: seconds, only ever forward; for the age of plans made ahead.
+        stock: plans made ahead; the default wants none.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        fleet: Fleet,
+        source: RouteSource,
+        in_flight: Callable[[], Mapping[WorkerId, int]],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        stock: PlanStock | None = None,
+    ) -> None:
+        self._model = model
+        self._fleet = fleet
+        self._source = source
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._stock = PlanStock(0) if stock is None else stock
+        self._seats: frozenset[_Seat] = frozenset()
+        self._exchanges: set[asyncio.Task[None]] = set()
+        self._alone = False
+        self._facts: tuple[tuple[FleetWorker, ...], ModelFacts | None] = ((), None)
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What the fleet says about the model; None while no worker is known."""
+        workers = self._fleet.workers
+        if self._facts[0] is not workers:  # once per view, not twice per request
+            self._facts = (workers, model_facts(workers, self._model))
+        return self._facts[1]
+
+    @property
+    def not_ready(self) -> str:
+        """Why the fleet cannot serve; empty if it can."""
+        return missing_role(self._fleet.workers, self._model)
+
+    @property
+    def missing_native(self) -> dict[str, list[str]]:
+        """Of native code, see the function of this name."""
+        return missing_native(self._fleet.workers, self._model)
+
+    def planned(self, query: RouteQuery) -> RoutePlan | None:
+        """The scheduler's plan for such a request, made before it came; None: `route` asks.
+
+        Args:
+            query: its hashes are not looked at, prefixes are of no account where plans are ahead.
+                Where few plans are left the scheduler is asked about it all the same, and its plan
+                is for a request that comes later: nobody waits.
+        """
+        kind = self._kind(query)
+        if kind is None:
+            return None
+        now = self._clock()
+        is_low = self._stock.is_low(kind, now)
+        plan = self._stock.take(kind, query.num_tokens, now, is_exchanged=is_low)
+        if plan is not None and is_low:
+            wish = self._stock.wish(kind, now, is_exchanged=True)
+            task = asyncio.get_running_loop().create_task(self._exchange(query, wish))
+            self._exchanges.add(task)
+            task.add_done_callback(self._exchanges.discard)
+        return plan
+
+    async def _exchange(self, query: RouteQuery, wish: Wish) -> None:
+        """Has the scheduler plan for a request that took a plan already, and for the next ones."""
+        try:
+            plan = await self._source.route(query, "", self._timeout_s, wish)
+        except LostError:
+            # The next request without a plan asks, and says so. This one's plan was used as well.
+            self._stock.not_told(
+                changed(wish, used=wish.used + 1, used_tokens=wish.used_tokens + query.num_tokens)
+            )
+            return
+        if isinstance(plan, RoutePlan):
+            self._stock.put(wish.kind, (plan,), self._clock())
+
+    async def close(self) -> None:
+        """Asks for nothing more. May be called again."""
+        for task in self._exchanges:
+            task.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
+
+    async def route(
+        self, query: RouteQuery, traceparent: str, longest_s: float
+    ) -> RoutePlan | Refusal:
+        """A plan from the scheduler, or from the last known fleet if it does not answer.
+
+        Args:
+            longest_s: time left; the scheduler gets no more than its own timeout.
+        """
+        timeout_s = min(self._timeout_s, longest_s)
+        kind = self._kind(query)
+        wish = None if kind is None else self._stock.wish(kind, self._clock())
+        try:
+            plan = await self._source.route(query, traceparent, timeout_s, wish)
+        except LostError as error:
+            if wish is not None:
+                self._stock.not_told(wish)
+            if not self._alone:  # said once, not once per request
+                log.warning("routing_without_scheduler", error=str(error))
+            self._alone = True
+            return plan_without_scheduler(self._fleet.workers, query, self._in_flight())
+        if self._alone:
+            log.info("routing_by_scheduler_again")
+        self._alone = False
+        return plan
+
+    def take_ahead(self, ahead: PlansAhead) -> None:
+        """Takes in plans that were wished for."""
+        self._stock.put(ahead.kind, ahead.plans, self._clock())
+
+    def note_refused(self) -> None:
+        """A worker did not do what was planned: plans made before know nothing of it."""
+        self._stock.clear()
+
+    def note_fleet(self, workers: tuple[FleetWorker, ...]) -> None:
+        """Drops plans made ahead when a worker came, left, changed its role or began to drain."""
+        seats = frozenset(
+            (each.info.worker_id, each.info.incarnation, each.info.role, each.load.draining)
+            for each in workers
+        )
+        if seats != self._seats:
+            self._seats = seats
+            self._stock.clear()
+
+    def _kind(self, query: RouteQuery) -> PlanKind | None:
+        facts = self.facts
+        return None if facts is None else kind_of(query, facts.max_model_len)

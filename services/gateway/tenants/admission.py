@@ -1,0 +1,163 @@
+"""How much at once: tenants' quotas, here and over all gateways, and drain.
+
+A request is counted here first and in Redis second; either may say no. Without Redis, or while it
+does not answer, each gateway holds a tenant to its full limits on its own.
+Tests: tests/unit/gateway/tenants/test_admission.py, tests/integration/test_gateway_tenants.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.policy.quota import QuotaRefusal, Rate, Tenant, TenantUsage, charge, check_usage
+from services.gateway.errors import QuotaError, Stage, StageRefusedError
+
+DRAIN_RETRY_MS = 1000
+MAX_IDLE_TENANTS = 4096
+"""Callers whose usage is remembered although nothing is limited by it any more."""
+
+
+class SharedQuotas(Protocol):
+    """Usage over all gateways."""
+
+    async def acquire(self, tenant: Tenant, num_open: int) -> QuotaRefusal | None:
+        """Counts a request, or says which limit is used up; None also while it is unknown."""
+        ...
+
+    def used(self, tenant: Tenant, num_open: int, num_tokens: int) -> None:
+        """Tells what was used since; does not wait."""
+        ...
+
+
+class Ticket:
+    """A request that was admitted.
+
+    Attributes:
+        tenant: whose it is.
+        num_tokens: charged so far, prompt and generated.
+
+    Args:
+        use: told of all that is charged; None where nothing is limited.
+    """
+
+    def __init__(self, tenant: Tenant, use: Callable[[Tenant, int], None] | None) -> None:
+        self.tenant = tenant
+        self.num_tokens = 0
+        self._use = use
+
+    def charge(self, num_tokens: int) -> None:
+        """Counts tokens that were computed for it."""
+        self.num_tokens += num_tokens
+        if self._use is not None:
+            self._use(self.tenant, num_tokens)
+
+
+class Admission:
+    """Counts requests and tokens, and says no when draining or over quota.
+
+    Args:
+        burst_s: seconds of a rate that may be used at once after a rest.
+        clock: seconds that only go forward.
+        shared: usage over all gateways; None counts here alone.
+    """
+
+    def __init__(
+        self, burst_s: float, clock: Callable[[], float], shared: SharedQuotas | None = None
+    ) -> None:
+        self._burst_s = burst_s
+        self._clock = clock
+        self._shared = shared
+        self._usage: dict[str, TenantUsage] = {}
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests admitted and not finished."""
+        return self._num_open
+
+    async def enter(self, tenant: Tenant) -> Ticket:
+        """Takes a place; `leave` gives it back.
+
+        Raises:
+            StageRefusedError: draining.
+            QuotaError: a quota of the tenant is used up.
+        """
+        if self.draining:
+            message = "this gateway is draining; another one will take the request"
+            refusal = Refusal(RefusalReason.DRAINING, message, retry_after_ms=DRAIN_RETRY_MS)
+            raise StageRefusedError(refusal, Stage.GATEWAY)
+        usage = self._count(tenant)
+        if self._shared is not None and not tenant.limits.is_open:
+            is_in = False
+            try:
+                no = await self._shared.acquire(tenant, usage.num_open)
+                if no is not None:
+                    self._charge_request(usage, tenant, -1)
+                    raise QuotaError(no)
+                is_in = True
+            finally:
+                if not is_in:
+                    self._release(usage, tenant)
+        return Ticket(tenant, None if tenant.limits.is_open else self._use)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Gives a place back."""
+        self._release(self._usage[ticket.tenant.name], ticket.tenant)
+
+    async def drain(self) -> None:
+        """Takes nothing new and waits until all that was admitted is finished."""
+        self.draining = True
+        await self._idle.wait()
+
+    def _count(self, tenant: Tenant) -> TenantUsage:
+        usage = self._usage.get(tenant.name)
+        if usage is None:
+            usage = self._usage[tenant.name] = TenantUsage()
+        if not tenant.limits.is_open:
+            no = check_usage(usage, tenant.limits, self._burst_s, self._clock())
+            if no is not None:
+                raise QuotaError(no)
+        usage.num_open += 1
+        self._num_open += 1
+        self._idle.clear()
+        self._charge_request(usage, tenant, 1)
+        return usage
+
+    def _charge_request(self, usage: TenantUsage, tenant: Tenant, count: int) -> None:
+        per_min = tenant.limits.requests_per_min
+        if per_min:
+            rate = Rate(per_min, self._burst_s)
+            usage.requests_until = charge(usage.requests_until, rate, count, self._clock())
+
+    def _use(self, tenant: Tenant, num_tokens: int) -> None:
+        usage = self._usage[tenant.name]
+        rate = Rate(tenant.limits.tokens_per_min, self._burst_s)
+        usage.tokens_until = charge(usage.tokens_until, rate, num_tokens, self._clock())
+        if self._shared is not None:
+            self._shared.used(tenant, usage.num_open, num_tokens)
+
+    def _release(self, usage: TenantUsage, tenant: Tenant) -> None:
+        usage.num_open -= 1
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._idle.set()
+        if self._shared is not None and not tenant.limits.is_open:
+            self._shared.used(tenant, usage.num_open, 0)
+        if usage.num_open == 0 and tenant.limits.is_open:
+            del self._usage[tenant.name]
+        elif len(self._usage) > MAX_IDLE_TENANTS:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        now = self._clock()
+        self._usage = {
+            name: usage
+            for name, usage in self._usage.items()
+            if usage.num_open or max(usage.requests_until, usage.tokens_until) > now
+        }

@@ -1,0 +1,64 @@
+"""Puts keys, tenants and quotas together. Tests: tests/integration/test_gateway_tenants.py."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.metadata.quota_store import RedisQuotaStore
+from kvmesh.metadata.tenant_store import RedisTenantStore
+from kvmesh.policy.quota import TenantLimits
+from kvmesh.runtime.app import ServiceContext
+from services.gateway.config import GatewayConfig
+from services.gateway.tenants.access import DirectoryWatch, KeyRing, directory_store, load_keys
+from services.gateway.tenants.admission import Admission
+from services.gateway.tenants.shared_quotas import LEASE_S, RedisQuotas
+
+if TYPE_CHECKING:
+    from kvmesh.metadata.redis_client import RedisClient
+
+
+async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[KeyRing, Admission]:
+    """The key ring and the admission of a gateway, kept up to date in `context`.
+
+    Raises:
+        ConfigError: keys, the directory or Redis cannot be used as configured.
+    """
+    quota = config.quota
+    defaults = TenantLimits(
+        requests_per_min=quota.requests_per_min_per_key,
+        tokens_per_min=quota.tokens_per_min_per_key,
+        max_concurrent=quota.max_concurrent_per_key,
+    )
+    keys = load_keys(config.access, defaults)
+    client = _redis_client(config)
+    if client is not None:
+        context.stack.push_async_callback(client.close)
+    store = directory_store(config.access, RedisTenantStore(client) if client else None)
+    if store is not None:
+        watch = DirectoryWatch(store, keys, config.access.refresh_s)
+        await watch.look()
+        context.spawn(watch.run(), "tenant directory")
+    clock = SystemClock()
+    if client is None:
+        return keys, Admission(quota.burst_s, clock.now)
+    usage = RedisQuotaStore(client, secrets.token_hex(8), quota.burst_s, LEASE_S)
+    shared = RedisQuotas(usage, clock.now)
+    context.stack.push_async_callback(shared.settle)
+    context.spawn(shared.run(), "quotas")
+    return keys, Admission(quota.burst_s, clock.now, shared)
+
+
+def _redis_client(config: GatewayConfig) -> RedisClient | None:
+    redis = config.redis
+    if not redis.url:
+        return None
+    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
+    from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
+
+    return RedisClient(
+        RedisConfig(
+            redis.url, redis.password, redis.key_prefix, redis.timeout_s, redis.password_file
+        )
+    )

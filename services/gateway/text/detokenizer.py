@@ -1,0 +1,273 @@
+"""Generated tokens to text that is safe to send: whole characters, no part of a stop string.
+
+Pure: no I/O, no clock. Tests: tests/unit/gateway/text/test_detokenizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from kvmesh.core.values import quick
+
+PROMPT_TAIL_TOKENS = 8
+"""Prompt tokens that the decoder sees first, so that the first one keeps its leading space."""
+
+MAX_HELD_TOKENS = 32
+"""Tokens without text that are kept for a character still to come, which has four bytes at most:
+each further token costs as much as all that are kept."""
+
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_CHARACTER_BYTES = 4
+_INVALID_PREFIX = "Invalid prefix encountered"
+
+
+class WholeTokens(dict[int, str]):
+    """Texts of a byte-level vocabulary's tokens that are whole characters by themselves.
+
+    Such a token has the same text wherever it stands. All others, and those that were added to the
+    vocabulary, have none here. A text is made when it is first asked for.
+
+    Args:
+        fast: a tokenizer whose decoder does nothing but turn characters into bytes.
+        bytes_of: the byte that a character of a token stands for.
+    """
+
+    def __init__(self, fast: tokenizers.Tokenizer, bytes_of: Mapping[str, int]) -> None:
+        super().__init__()
+        self._fast = fast
+        self._bytes_of = bytes_of
+        self._added = frozenset(fast.get_added_tokens_decoder())
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._text(token_id)
+        return text
+
+    def ends_whole(self, token_id: int) -> bool:
+        """Whether no part of a character is left after this token."""
+        return token_id in self._added or bool(self[token_id])
+
+    def _text(self, token_id: int) -> str:
+        token = self._fast.id_to_token(token_id) or ""
+        if token_id in self._added or not all(char in self._bytes_of for char in token):
+            return ""
+        try:
+            text = bytes(self._bytes_of[char] for char in token).decode()
+        except UnicodeDecodeError:
+            return ""
+        return "" if text.endswith(_NO_CHARACTER) else text
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces.
+
+    Text that could be the start of a stop string is held back until it is decided.
+
+    Args:
+        stops: the stop strings, none of them empty.
+        include: keep the stop string in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), "an empty stop string"
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Adds text.
+
+        Returns:
+            Text that may be sent now, and the stop string if one is complete (the earliest one;
+            text after it is dropped and nothing more may be pushed).
+        """
+        if not self._stops:
+            return piece, None
+        text = self._held + piece
+        found = min(
+            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None
+        )
+        if found is not None:
+            at, stop = found
+            self._held = ""
+            return text[: at + len(stop) if self._include else at], stop
+        keep = self._undecided(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """Text held back when generation ended: it is not a stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What pushing tokens gave.
+
+    Attributes:
+        text: safe to send.
+        num_used: tokens that belong to the output; the ones after a stop string do not.
+        stop: the stop string that ended generation.
+    """
+
+    text: str
+    num_used: int
+    stop: str | None = None
+
+
+class Detokenizer:
+    """Incremental text of one generation.
+
+    A character that is still incomplete when generation ends is dropped, and so are bytes that
+    are no character, where they are many or change what was text before them.
+
+    Args:
+        fast: the model's tokenizer.
+        prompt_ids: the prompt; only its end is looked at.
+        stops: stop strings.
+        include_stop: keep the stop string, or the text of the stop token, in the output.
+        skip_special_tokens: leave out tokens such as end-of-turn marks.
+        min_tokens: stop strings are not looked for before this many tokens.
+        whole: texts of tokens that need no decoder, which takes ten times as long.
+    """
+
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        whole: WholeTokens | None = None,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._fast = fast
+        self._skip_special = skip_special_tokens
+        self._tail = prompt_ids[-PROMPT_TAIL_TOKENS:]
+        self._whole = whole
+        self._is_whole = whole is not None and (not self._tail or whole.ends_whole(self._tail[-1]))
+        self._stream: DecodeStream | None = None
+        self._last_with_text: int | None = None
+        self._num_held = 0
+        self._stops = StopStrings(stops, include=include_stop) if stops else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> TextPiece:
+        """Adds tokens.
+
+        Args:
+            ends_with_stop_token: the last token ended generation; its text is not output unless
+                stop strings are included.
+        """
+        stops = self._stops
+        if stops is None:
+            drops_last = ends_with_stop_token and not self._include_stop
+            text = self.plain(token_ids[:-1] if drops_last else token_ids)
+            return TextPiece(text, len(token_ids))
+        parts: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            is_stop_token = ends_with_stop_token and index == len(token_ids) - 1
+            if is_stop_token and not self._include_stop:
+                break
+            text = self._step(token_id)
+            if self._num_tokens < self._min_tokens:
+                parts.append(text)
+                continue
+            safe, stop = stops.push(text)
+            parts.append(safe)
+            if stop is not None:
+                return TextPiece("".join(parts), index + 1, stop)
+        return TextPiece("".join(parts), len(token_ids))
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """Adds tokens that do not end generation, without stop strings: their text."""
+        assert self._stops is None, "text may have to be held back"
+        if len(token_ids) == 1:  # the hot path
+            return self._step(token_ids[0])
+        return "".join(map(self._step, token_ids))
+
+    def _stream_after(self, tail: list[int]) -> DecodeStream:
+        """A stream that has read the prompt's end, half a character there included.
+
+        Unless a mark that is left out came after the half: nothing completes it any more.
+        """
+        end = len(tail)
+        while end and not self._text_of(tail[end - 1 : end]):
+            end -= 1
+        whole = end
+        if end and self._is_half(tail[end - 1 : end]):
+            while whole > max(0, end - _CHARACTER_BYTES) and self._is_half(tail[:whole]):
+                whole -= 1
+            if self._is_half(tail[:whole]):  # more bytes than a character has: no context at all
+                return DecodeStream([], self._skip_special)
+        # Given to it as context, a half would make it give out all of the context.
+        stream = DecodeStream(tail[:whole], self._skip_special)
+        if end == len(tail):
+            for token_id in tail[whole:]:
+                stream.step(self._fast, token_id)
+        return stream
+
+    def _stream_now(self) -> DecodeStream:
+        """A stream as it is after the last token with text, or at the prompt's end."""
+        last = self._last_with_text
+        if last is None:
+            return self._stream_after(list(self._tail))
+        return DecodeStream([last], self._skip_special)
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        text: str = self._fast.decode(token_ids, skip_special_tokens=self._skip_special)
+        return text
+
+    def _is_half(self, token_ids: list[int]) -> bool:
+        return self._text_of(token_ids).endswith(_NO_CHARACTER)
+
+    def _step(self, token_id: int) -> str:
+        whole = self._whole
+        if whole is not None and self._is_whole and (known := whole[token_id]):
+            self._last_with_text, self._stream = token_id, None
+            return known
+        if self._stream is None:
+            self._stream = self._stream_now()
+        try:
+            text = self._stream.step(self._fast, token_id)
+        except Exception as error:  # the library has no class of its own for it
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            # With bytes that are no character it reads differently what it has given out. After
+            # itself the token has the text that it has in the middle of a sentence.
+            self._stream = DecodeStream([token_id], self._skip_special)
+            text = self._stream.step(self._fast, token_id)
+        if text:
+            self._last_with_text = token_id
+            self._num_held = 0
+            self._is_whole = True
+            return text
+        self._is_whole = False
+        self._num_held += 1
+        if self._num_held >= MAX_HELD_TOKENS:
+            self._num_held = 0
+            last = self._last_with_text
+            self._stream = DecodeStream([] if last is None else [last], self._skip_special)
+        return ""
+
+    def finish(self) -> str:
+        """The rest of the text, when generation ended without a stop string."""
+        return "" if self._stops is None else self._stops.flush()

@@ -1,0 +1,86 @@
+"""Prompts of a call as token ids, and the checks that need the vocabulary.
+
+Tests: tests/integration/test_gateway_api.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.types import SamplingParams
+from services.gateway.api.model_checks import check_known, check_token_ids
+from services.gateway.api.openai import ApiCall, ChatPrompt, Prompt, TextPrompt
+from services.gateway.api.structured import check_structure
+from services.gateway.text.tokenizer import TextTokenizer
+
+
+async def encode_prompt(tokenizer: TextTokenizer, prompt: Prompt) -> tuple[int, ...]:
+    """The prompt's token ids.
+
+    Raises:
+        InvalidRequestError: the chat template does not accept it.
+    """
+    if isinstance(prompt, ChatPrompt):
+        text = tokenizer.chat.render(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            arguments=prompt.template_arguments,
+        )
+        # The template writes special tokens itself.
+        return await tokenizer.encode(text, add_special_tokens=False)
+    if isinstance(prompt, TextPrompt):
+        return await tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+    return prompt.token_ids
+
+
+async def prompt_ids(tokenizer: TextTokenizer, call: ApiCall, prompt: Prompt) -> tuple[int, ...]:
+    """The token ids that a call wants continued.
+
+    Raises:
+        InvalidRequestError: there are none, or one is outside the vocabulary.
+    """
+    token_ids = await encode_prompt(tokenizer, prompt)
+    if call.truncate_prompt is not None:
+        token_ids = token_ids[max(0, len(token_ids) - call.truncate_prompt) :]
+    check_token_ids(token_ids, tokenizer.vocab_size, call.prompt_field)
+    return token_ids
+
+
+async def prompt_text(tokenizer: TextTokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
+    """The prompt as text, to be echoed."""
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    return await tokenizer.decode(token_ids)
+
+
+async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingParams:
+    """The call's sampling parameters, with words as tokens and a structure that compiles.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    sampling = call.sampling
+    vocab_size = tokenizer.vocab_size
+    if sampling.logit_bias:
+        check_known((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
+    if sampling.allowed_token_ids:
+        check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    if sampling.structure is not None:
+        await asyncio.to_thread(check_structure, sampling.structure, call.structure_field)
+    if not call.bad_words:
+        return sampling
+    words: list[tuple[int, ...]] = list(sampling.bad_words)
+    for word in call.bad_words:
+        # A word begins a text or follows a space: both forms are tokens of their own.
+        forms = {await tokenizer.encode(form, add_special_tokens=False) for form in _forms(word)}
+        words += sorted(forms)
+    if not all(words):
+        raise InvalidRequestError("bad_words: a word has no tokens", "bad_words")
+    return replace(sampling, bad_words=tuple(words))
+
+
+def _forms(word: str) -> tuple[str, str]:
+    bare = word.lstrip(" ")
+    return (bare, f" {bare}")

@@ -1,0 +1,375 @@
+"""Text to token ids and back, and chat templates; without torch or transformers.
+
+Owns the files of the model folder that describe text.
+Tests: tests/unit/gateway/text/test_tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+from jinja2.runtime import new_context
+
+from kvmesh.core.errors import CheckpointError, InvalidRequestError
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.engine.checkpoint import load_model_config
+from services.gateway.text.detokenizer import WholeTokens
+from services.gateway.text.text_encoder import TextEncoder
+from services.gateway.tools.parsers import ToolFamily, family_named
+from services.gateway.tools.reasoning import ReasoningFamily, reasoning_named
+
+TOKENIZER_FILE = "tokenizer.json"
+
+THREAD_THRESHOLD_TOKENS = 4096
+"""As many tokens are decoded in a thread: they would hold up all streams for over 1 ms."""
+
+TOLD_SETTINGS = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "model_max_length"),
+    *("padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
+    *("spaces_between_special_tokens", "use_default_system_prompt", "errors", "tokenizer_class"),
+)
+"""What clients are told of tokenizer_config.json; the rest of such files may name folders of the
+machine that wrote them, and tokens for a hub."""
+
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError),
+    *(ArithmeticError, LookupError, RecursionError),
+)
+"""What messages can make a template do: it splits, counts and formats what it is given."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The block's content alone."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A model's chat template, rendered as transformers does but in a sandbox.
+
+    Args:
+        source: Jinja text; empty means that the model has none.
+        special_tokens: names such as `bos_token` that templates may use.
+        tool_family: how the model writes tool calls; None if it does not.
+        reasoning_family: how the model marks its thinking; None if it does not.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_family: ToolFamily | None = None,
+        reasoning_family: ReasoningFamily | None = None,
+    ) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self.tool_family = tool_family
+        self.reasoning_family = reasoning_family
+        try:
+            template = environment.from_string(source) if source else None
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
+        self._template = template
+        # DeepSeek R1's shows calls only where there is no content, which text of no length is.
+        self._wants_none = "'assistant' and message['content'] is none" in source
+        # What every rendering sees; `Template.render` would copy it together each time, twice.
+        self._known = {} if template is None else {**template.globals, **special_tokens}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a chat.
+
+        Args:
+            messages: `role` and `content` each, in order.
+            arguments: further variables of the template.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions", "messages"
+            )
+        variables = {
+            **self._known,
+            **(arguments or {}),
+            "messages": [self._adapted(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            template = self._template
+            context = new_context(
+                template.environment, template.name, template.blocks, variables, shared=True
+            )
+            return "".join(self._template.root_render_func(context))
+        except _TEMPLATE_ERRORS as error:
+            message = f"the chat template does not accept these messages: {error}"
+            raise InvalidRequestError(message, "messages") from error
+
+    def _adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message as this template expects it, where templates differ."""
+        if message["role"] != "assistant":
+            return message
+        thought = message.get("reasoning_content")
+        has_both = bool(message["content"] and message.get("tool_calls"))
+        if thought and not has_both and self.reasoning_family is ReasoningFamily.OPENAI_GPTOSS:
+            # The same under another name; a message with calls may have text or thinking.
+            message = {**message, "thinking": thought}
+        if self._wants_none and not message["content"] and message.get("tool_calls"):
+            message = {**message, "content": None}
+        return message
+
+
+class TextTokenizer:
+    """A model's tokenizer and chat template.
+
+    Attributes:
+        fast: the tokenizer itself, for incremental decoding.
+        encoder: turns texts into token ids.
+        whole: tokens that need no decoding; None where what a token says depends on its place.
+        chat: the chat template.
+        max_model_len: longest sequence by the model's own config; 0 is unknown.
+        sampling_defaults: temperature, top_p, … where the model has its own.
+        info: what tokenizer_config.json says of `TOLD_SETTINGS`, for clients that tokenize here;
+            special tokens as text, and the chat template that is in use.
+    """
+
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        chat: ChatTemplate,
+        *,
+        max_model_len: int = 0,
+        sampling_defaults: Mapping[str, float] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.info = dict(info or {})
+        self.fast = fast
+        self.chat = chat
+        self.max_model_len = max_model_len
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self._special_ids = {
+            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        }
+        self._byte_level = "ByteLevel" in type(fast.decoder).__name__
+        self._byte_fallback = bool(getattr(fast.model, "byte_fallback", False))
+        self.whole = WholeTokens(fast, _byte_level_table()) if self._byte_level else None
+        self.encoder = TextEncoder(fast)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text; long texts do not hold up the event loop."""
+        return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids; many do not hold up the event loop."""
+        ids = list(token_ids)
+        if len(ids) > THREAD_THRESHOLD_TOKENS:
+            return await asyncio.to_thread(self._decode_aside, ids, skip_special_tokens)
+        text: str = self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _decode_aside(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text: str
+        (text,) = self.fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, as far as it is whole characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; exact also when it is part of a character."""
+        token = self.fast.id_to_token(token_id) or ""
+        if token_id not in self._special_ids and self._byte_level:
+            table = _byte_level_table()
+            if all(char in table for char in token):
+                return bytes(table[char] for char in token)
+        if self._byte_fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        text: str = self.fast.decode([token_id], skip_special_tokens=False)
+        return (" " * _num_stripped(token, text) + text).encode()
+
+
+def load_tokenizer(
+    folder: Path,
+    *,
+    use_generation_config: bool = False,
+    tool_calls: str = "auto",
+    reasoning_parser: str = "auto",
+) -> TextTokenizer:
+    """Reads the tokenizer, chat template and defaults of a model folder.
+
+    Args:
+        use_generation_config: take sampling defaults from generation_config.json.
+        tool_calls, reasoning_parser: how the model writes calls and thinking, as in the config;
+            `auto` reads it off the chat template.
+
+    Raises:
+        CheckpointError: tokenizer.json is missing or a file is malformed.
+        ConfigError: `tool_calls` or `reasoning_parser` names no family.
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
+    settings = _read_json(folder / "tokenizer_config.json")
+    has_config = (folder / "config.json").is_file()
+    max_model_len = load_model_config(folder).max_position_embeddings if has_config else 0
+    generation = _read_json(folder / "generation_config.json") if use_generation_config else {}
+    template_file = folder / "chat_template.jinja"
+    source = (
+        _read_template(template_file)
+        if template_file.is_file()
+        else _template_text(settings.get("chat_template"))
+    )
+    return TextTokenizer(
+        _fast_tokenizer(path),
+        ChatTemplate(
+            source,
+            _special_tokens(settings),
+            family_named(tool_calls, source),
+            reasoning_named(reasoning_parser, source),
+        ),
+        max_model_len=max_model_len,
+        sampling_defaults={
+            name: generation[name]
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            if generation.get(name) is not None
+        },
+        info=_told(settings, source),
+    )
+
+
+def _told(settings: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """What clients may know of a tokenizer's settings."""
+    told = {name: settings[name] for name in TOLD_SETTINGS if name in settings}
+    return {**told, **_special_tokens(settings), "chat_template": template or None}
+
+
+def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        fast = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare ones for malformed files
+        raise CheckpointError(f"{path} is no tokenizer: {error}") from error
+    # Of training; a prompt that is too long is refused, and none is filled up.
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    return content
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: {why_unreadable(error)}") from error
+
+
+def _template_text(value: Any) -> str:
+    # Some checkpoints hold a list of named templates; the one for plain chats is "default".
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        return str(named.get("default", ""))
+    return str(value or "")
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = settings.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+_SPACE = "\u2581"
+"""A space in SentencePiece's tokens."""
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A byte among SentencePiece's tokens."""
+
+
+def _num_stripped(token: str, text: str) -> int:
+    """Spaces of a token that its text lacks: decoders take it for the begin of a whole text."""
+    if text.startswith(_SPACE):  # it stands for itself here
+        return 0
+    marked = len(token) - len(token.lstrip(_SPACE))
+    return max(marked - (len(text) - len(text.lstrip(" "))), 0)
+
+
+@lru_cache(maxsize=1)
+def _byte_level_table() -> dict[str, int]:
+    """Characters that stand for bytes in byte-level BPE vocabularies (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return table | {chr(256 + offset): byte for offset, byte in enumerate(others)}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` with transformers' arguments."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,59 @@
+"""Text up to a marker, from pieces of any size; white space at its end waits for what follows.
+
+What is held is looked at once, so a model that writes nothing but white space costs what its
+length does, and not the square of it. Pure. Tests: tests/unit/gateway/tools/test_held_text.py.
+"""
+
+from __future__ import annotations
+
+
+def held_back(text: str, marker: str) -> int:
+    """Length of the longest end of `text` with which `marker` begins."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class HeldText:
+    """Text up to a marker; white space right before the marker is dropped.
+
+    Args:
+        marker: does not begin with white space.
+    """
+
+    def __init__(self, marker: str) -> None:
+        assert not marker[0].isspace(), "white space is told apart from it"
+        self._marker = marker
+        self._space: list[str] = []
+        self._begun = ""  # perhaps the marker
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that may be shown, and what follows the marker once it came."""
+        text = self._begun + text
+        before, found, after = text.partition(self._marker)
+        if found:
+            self._begun = ""
+            shown = self._shown(before)
+            self._space.clear()
+            return shown, after
+        sure = len(text) - held_back(text, self._marker)
+        self._begun = text[sure:]
+        return self._shown(text[:sure]), None
+
+    def _shown(self, text: str) -> str:
+        """What is held and the text without its last white space, which is held then."""
+        bare = text.rstrip()
+        shown = "".join((*self._space, bare)) if bare else ""
+        if bare:
+            self._space.clear()
+        if len(bare) < len(text):
+            self._space.append(text[len(bare) :])
+        return shown
+
+    def finish(self) -> str:
+        """No marker came any more: what was held."""
+        held = "".join((*self._space, self._begun))
+        self._space.clear()
+        self._begun = ""
+        return held

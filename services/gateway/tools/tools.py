@@ -1,0 +1,220 @@
+"""Tools of a chat call: what may be called, what the text must look like, and the calls in it.
+
+Pure. Tests: tests/unit/gateway/api/test_openai.py, tests/integration/test_gateway_api.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.types import Structure
+from services.gateway.api.messages import NamedChoice, Tool
+from services.gateway.api.schema import ChatBody
+from services.gateway.api.structured import check_length, json_schema, tool_schema
+from services.gateway.tools.json_forms import NamedParser, RequiredParser
+from services.gateway.tools.parsers import ToolFamily, ToolParser, parser_for
+from services.gateway.tools.scanner import CallStart, Content, Piece
+from services.gateway.tools.xml import Schemas
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class ToolMode(enum.Enum):
+    """Who decides whether tools are called."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How a call uses its tools.
+
+    Attributes:
+        names: of all tools.
+        family: how the model writes calls when it decides by itself.
+        chosen: the function of NAMED.
+        schemas: of the tools' parameters, by name.
+        parallel: more than one call is allowed.
+    """
+
+    mode: ToolMode
+    names: tuple[str, ...]
+    family: ToolFamily | None = None
+    chosen: str = ""
+    parallel: bool = True
+    schemas: Schemas = field(default_factory=dict)
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """The marks of calls are special tokens, which the text must then have."""
+        return self.family is not None and self.family.has_special_marks
+
+    def parser(self) -> ToolParser:
+        """A parser for one generation."""
+        if self.mode is ToolMode.NAMED:
+            return NamedParser(self.chosen)
+        if self.mode is ToolMode.REQUIRED:
+            return RequiredParser()
+        assert self.family is not None, "checked by tool_use"
+        return parser_for(self.family, self.schemas)
+
+
+def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
+    """How a body uses tools; None if it does not.
+
+    Args:
+        family: of the model's chat template.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError(
+                "tool_choice: without tools, allowed: none, auto", "tool_choice"
+            )
+        return None
+    if choice == "none":
+        return None
+    names = tuple(tool.function.name for tool in tools)
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedChoice):
+        if choice.function.name not in names:
+            allowed = ", ".join(names)
+            raise InvalidRequestError(
+                f"tool_choice: no tool {choice.function.name!r}; allowed: {allowed}", "tool_choice"
+            )
+        return ToolUse(ToolMode.NAMED, names, chosen=choice.function.name)
+    if choice == "required":
+        return ToolUse(ToolMode.REQUIRED, names, parallel=parallel)
+    if family is None:
+        raise InvalidRequestError(
+            "tool_choice: this model's chat template has no form for calls; allowed: none, "
+            "required, or a function by name",
+            "tool_choice",
+        )
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return ToolUse(ToolMode.AUTO, names, family, parallel=parallel, schemas=schemas)
+
+
+def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
+    """What the text must look like so that it is calls; None where the model decides.
+
+    Raises:
+        InvalidRequestError: the parameters are too long.
+    """
+    if use.mode is ToolMode.AUTO:
+        return None
+    if use.mode is ToolMode.NAMED:
+        found = next(tool.function for tool in tools if tool.function.name == use.chosen)
+        structure = json_schema(found.parameters or _NO_PARAMETERS)
+    else:
+        schemas = [tool_schema(tool.function.name, tool.function.parameters) for tool in tools]
+        calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": schemas}}
+        if not use.parallel:
+            calls["maxItems"] = 1
+        structure = json_schema(_with_definitions(calls, tools))
+    check_length(structure, "tools")
+    return structure
+
+
+def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """References inside parameters point at the root: definitions move there."""
+    moved: dict[str, Any] = {}
+    for tool in tools:
+        definitions = (tool.function.parameters or {}).get("$defs", {})
+        if not isinstance(definitions, dict):
+            raise InvalidRequestError("tools: $defs must be an object", "tools")
+        moved |= definitions
+    return {**schema, "$defs": moved} if moved else schema
+
+
+class ToolReader:
+    """Reads the calls of one choice and writes them as OpenAI's deltas.
+
+    Args:
+        label: makes ids of calls differ between choices and requests.
+    """
+
+    def __init__(self, use: ToolUse, label: str) -> None:
+        self._use = use
+        self._parser = use.parser()
+        self._label = label
+        self._num_calls = 0
+        self._num_told = 0
+
+    @property
+    def finish_word(self) -> str | None:
+        """What takes the place of "stop"; None leaves it."""
+        return "tool_calls" if self._num_calls and self._use.mode is not ToolMode.NAMED else None
+
+    def push(self, text: str, *, last: bool) -> dict[str, Any]:
+        """The delta for more text; empty if nothing is sure yet."""
+        return self._delta(self.read(text, last=last))
+
+    def read(self, text: str, *, last: bool) -> list[Piece]:
+        """What more text says, in order and without calls that are not allowed.
+
+        Args:
+            last: no more follows.
+        """
+        pieces = self._parser.push(text)
+        if last:
+            pieces += self._parser.finish()
+        kept: list[Piece] = []
+        for piece in pieces:
+            self._num_calls += isinstance(piece, CallStart)
+            if isinstance(piece, Content) or self._num_calls <= 1 or self._use.parallel:
+                kept.append(piece)
+        return kept
+
+    def _delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        content = ""
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if isinstance(piece, Content):
+                content += piece.text
+                continue
+            self._num_told += isinstance(piece, CallStart)
+            index = self._num_told - 1
+            if isinstance(piece, CallStart):
+                calls[index] = {
+                    "index": index,
+                    "id": piece.call_id or self.call_id(index),
+                    "type": "function",
+                    "function": {"name": piece.name, "arguments": ""},
+                }
+            else:
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta
+
+    def call_id(self, index: int) -> str:
+        """The name of a call; an answer to it is sent under this name."""
+        # Nine letters or digits: what the strictest chat templates take back.
+        return hashlib.blake2s(f"{self._label}/{index}".encode()).hexdigest()[:9]
+
+
+def whole_message(reader: ToolReader, text: str) -> dict[str, Any]:
+    """The message of a whole answer: content and calls."""
+    delta = reader.push(text, last=True)
+    message: dict[str, Any] = {"role": "assistant", "content": delta.get("content")}
+    if "tool_calls" in delta:
+        message["tool_calls"] = [
+            {key: value for key, value in call.items() if key != "index"}
+            for call in delta["tool_calls"]
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
+    return message

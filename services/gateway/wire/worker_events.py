@@ -1,0 +1,146 @@
+"""What workers tell the gateway about one request, as values.
+
+Tests: tests/unit/gateway/wire/test_worker_events.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
+from kvmesh.core.values import quick
+from kvmesh.rpc.convert import finish_reason_from_proto, refusal_from_proto, reservation_from_proto
+from kvmesh.rpc.convert_sampling import token_logprobs_from_proto
+from kvmesh.v1.decode_service_pb2 import DecodeEvent
+from kvmesh.v1.prefill_service_pb2 import PrefillEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The prefill worker took the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The worker did not take the request; `by_prefill` says which of its sides."""
+
+    refusal: Refusal
+    by_prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt is over: the worker lost it, or the connection to the worker broke."""
+
+    refusal: Refusal
+    by_prefill: bool = False
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The prompt was computed; the token's position is the length of the sequence sent."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The KV is complete at the decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks and a slot are held."""
+
+    reservation: Reservation
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Blocks and a slot are held, and the prompt is being computed in them."""
+
+    worker_id: WorkerId
+    lease_ms: int
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Generated tokens; `first_position` counts from the start of the sequence."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    error: str = ""
+
+
+WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Started | Tokens
+
+
+def prefill_event(message: PrefillEvent) -> WorkerEvent:
+    """A prefill worker's event.
+
+    Raises:
+        ProtocolError: the message holds no event that is known.
+    """
+    match message.WhichOneof("event"):
+        case "accepted":
+            return Accepted()
+        case "rejected":
+            return Refused(refusal_from_proto(message.rejected), by_prefill=True)
+        case "first_token":
+            first = message.first_token
+            return FirstToken(
+                first.token_id,
+                token_logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None,
+                finish_reason_from_proto(first.finish_reason),
+                first.cached_tokens,
+                tuple(token_logprobs_from_proto(entry) for entry in first.prompt_logprobs),
+                first.error,
+            )
+        case "handed_off":
+            return HandedOff()
+        case "failed":
+            return Failed(refusal_from_proto(message.failed), by_prefill=True)
+        case _:
+            raise ProtocolError("empty_event", f"prefill event of {message.request_id}")
+
+
+def decode_event(message: DecodeEvent) -> WorkerEvent:
+    """A decode worker's event.
+
+    Raises:
+        ProtocolError: the message holds no event that is known.
+    """
+    kind = message.WhichOneof("event")
+    if message.HasField("prefill"):
+        if kind == "reserved":
+            return Started(WorkerId(message.reserved.worker_id), message.reserved.lease_ms)
+        return prefill_event(message.prefill)
+    match kind:
+        case "reserved":
+            return Reserved(reservation_from_proto(message.reserved))
+        case "refused":
+            return Refused(refusal_from_proto(message.refused))
+        case "tokens":
+            tokens = message.tokens
+            return Tokens(
+                tokens.first_position,
+                tuple(tokens.token_ids),
+                tuple(token_logprobs_from_proto(entry) for entry in tokens.logprobs),
+                finish_reason_from_proto(tokens.finish_reason),
+                tokens.error,
+            )
+        case "failed":
+            return Failed(refusal_from_proto(message.failed))
+        case _:
+            raise ProtocolError("empty_event", f"decode event of {message.request_id}")

@@ -1,0 +1,322 @@
+"""Connections to workers: one prefill and one decode stream each, shared by all requests.
+
+Owns the streams, who gets which event, and the renewal of reservations that wait for their KV.
+Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import grpc
+
+from kvmesh.core.errors import LostError, ProtocolError
+from kvmesh.core.types import Candidate, Endpoint, Refusal, RefusalReason, RequestId, WorkerId
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
+from kvmesh.rpc.direct import DirectClient
+from kvmesh.rpc.stream import PeerStream
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1.decode_service_pb2 import (
+    DecodeCancel,
+    DecodeEvent,
+    DecodeRenew,
+    DecodeRequest,
+    DecodeResponse,
+)
+from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
+from kvmesh.v1.prefill_service_pb2 import (
+    PrefillCancel,
+    PrefillRequest,
+    PrefillResponse,
+)
+from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
+from services.gateway.wire.worker_events import Failed, WorkerEvent, decode_event, prefill_event
+
+log = event_logger(__name__)
+
+CONNECT_WAIT_S = 0.5
+"""How long a request waits for a connection that was only just started."""
+
+RENEWALS_PER_LEASE = 3
+
+AttemptKey = tuple[RequestId, int]
+
+
+class Taker(Protocol):
+    """Whoever is told what a worker says about an attempt."""
+
+    def takes(self, message: DecodeEvent) -> bool:
+        """Takes a decode worker's event as it came off the wire; False wants it as a value."""
+        ...
+
+    def put(self, attempt: int, event: WorkerEvent) -> None:
+        """Takes an event of an attempt."""
+        ...
+
+
+class Link:
+    """One stream to one worker and who is told of the attempts that use it.
+
+    Args:
+        name: for logs.
+        open_call: the stub's method.
+        parse: turns one event message into a value.
+        has_tokens: its events may be taken as they are.
+        direct: takes up the worker's offer of a socket.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_call: Callable[..., Any],
+        parse: Callable[[Any], WorkerEvent],
+        *,
+        has_tokens: bool = False,
+        direct: DirectClient | None = None,
+    ) -> None:
+        self._parse = parse
+        self._has_tokens = has_tokens
+        self._takers: dict[AttemptKey, Taker] = {}
+        self.stream: PeerStream[Any, Any] = PeerStream(
+            name, open_call, self._receive, on_down=self._fail_all, joins=True, direct=direct
+        )
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that are registered."""
+        return len(self._takers)
+
+    def open(self, key: AttemptKey, taker: Taker, message: Any) -> None:
+        """Registers an attempt and sends its first message.
+
+        Raises:
+            LostError: the worker is not connected; nothing is registered.
+        """
+        self.stream.send(message)
+        self._takers[key] = taker
+
+    def forget(self, key: AttemptKey) -> bool:
+        """Ends the registration of an attempt; False if it had ended already."""
+        return self._takers.pop(key, None) is not None
+
+    def cancel(self, key: AttemptKey, message: Any) -> None:
+        """Ends an attempt and tells the worker; nothing happens if it had ended already."""
+        if self.forget(key):
+            # Without a connection the worker has cancelled it by itself.
+            with contextlib.suppress(LostError):
+                self.stream.send(message)
+
+    def _receive(self, response: Any) -> None:
+        for message in response.events:
+            taker = self._takers.get((message.request_id, message.attempt))
+            if taker is None:
+                continue  # of an attempt that ended here before the worker knew
+            try:
+                if self._has_tokens and taker.takes(message):
+                    continue
+                event = self._parse(message)
+            except ProtocolError as error:
+                log.warning("bad_worker_event", peer=self.stream.name, error=str(error))
+                event = Failed(Refusal(RefusalReason.LOST, str(error), work_done=True))
+            taker.put(message.attempt, event)
+
+    def _fail_all(self, reason: str) -> None:
+        refusal = Refusal(
+            RefusalReason.LOST, f"connection to {self.stream.name} broke: {reason}", work_done=True
+        )
+        ended, self._takers = self._takers, {}
+        for (_, attempt), taker in ended.items():
+            taker.put(attempt, Failed(refusal))
+
+
+class WorkerSession:
+    """The two streams to one worker.
+
+    Attributes:
+        worker_id: which worker.
+        endpoint: where it is.
+        prefill, decode: its streams.
+    """
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        endpoint: Endpoint,
+        channel: grpc.aio.Channel,
+        access: MeshAccess = NO_ACCESS,
+    ) -> None:
+        self.worker_id = worker_id
+        self.endpoint = endpoint
+        self.prefill = Link(
+            f"{worker_id} (prefill)",
+            PrefillServiceStub(channel).Prefill,
+            prefill_event,
+            direct=DirectClient(endpoint.host, PrefillResponse, access.tls),
+        )
+        self.decode = Link(
+            f"{worker_id} (decode)",
+            DecodeServiceStub(channel).Decode,
+            decode_event,
+            has_tokens=True,
+            direct=DirectClient(endpoint.host, DecodeResponse, access.tls),
+        )
+        self._channel = channel
+        self._held: dict[AttemptKey, float] = {}
+        self._holding = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._started_at = loop.time()
+        self._tasks = [
+            loop.create_task(work, name=f"worker session {worker_id}")
+            for work in (self.prefill.stream.run(), self.decode.stream.run(), self._renew())
+        ]
+
+    @property
+    def num_open(self) -> int:
+        """Attempts open at this worker."""
+        return self.prefill.num_open + self.decode.num_open
+
+    @property
+    def num_held(self) -> int:
+        """Reservations that are being renewed."""
+        return len(self._held)
+
+    def reserve(self, key: AttemptKey, message: DecodeRequest, taker: Taker) -> None:
+        """Asks for blocks and a slot.
+
+        Raises:
+            LostError: the worker is not connected.
+        """
+        message.reserve.request_id, message.reserve.attempt = key
+        self.decode.open(key, taker, message)
+
+    def offer(self, key: AttemptKey, message: PrefillRequest, taker: Taker) -> None:
+        """Offers a prompt.
+
+        Raises:
+            LostError: the worker is not connected.
+        """
+        message.offer.request_id, message.offer.attempt = key
+        self.prefill.open(key, taker, message)
+
+    def cancel_decode(self, key: AttemptKey) -> None:
+        """Ends a reservation or a running sequence."""
+        self.release(key)
+        message = DecodeRequest(cancel=DecodeCancel(request_id=key[0], attempt=key[1]))
+        self.decode.cancel(key, message)
+
+    def cancel_prefill(self, key: AttemptKey) -> None:
+        """Ends an offer or a running prompt."""
+        message = PrefillRequest(cancel=PrefillCancel(request_id=key[0], attempt=key[1]))
+        self.prefill.cancel(key, message)
+
+    def hold(self, key: AttemptKey, lease_ms: int) -> None:
+        """Renews a reservation until `release`."""
+        if lease_ms > 0:
+            self._held[key] = lease_ms / 1000
+            self._holding.set()
+
+    def release(self, key: AttemptKey) -> None:
+        """Stops renewing a reservation."""
+        self._held.pop(key, None)
+
+    def may_connect_s(self) -> float:
+        """How long a connection is waited for: a session that was only just made gets a moment."""
+        return self._started_at + CONNECT_WAIT_S - asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        """Ends the streams; open attempts get a Failed event."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _renew(self) -> None:
+        while True:
+            await self._holding.wait()
+            while self._held:
+                await asyncio.sleep(min(self._held.values()) / RENEWALS_PER_LEASE)
+                names = sorted({request_id for request_id, _ in self._held})
+                if names:
+                    # A broken stream has failed the reservations; there is nothing to renew.
+                    with contextlib.suppress(LostError):
+                        self.decode.stream.send(DecodeRequest(renew=DecodeRenew(request_ids=names)))
+            self._holding.clear()
+
+
+class WorkerSessions:
+    """All sessions, by worker."""
+
+    def __init__(self, access: MeshAccess = NO_ACCESS) -> None:
+        self._access = access
+        self._sessions: dict[WorkerId, WorkerSession] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def session(self, candidate: Candidate) -> WorkerSession:
+        """The session to a worker; started if there is none, replaced if the worker moved.
+
+        Raises:
+            LostError: the gateway is closing.
+        """
+        if self._closed:
+            raise LostError("the gateway is closing")
+        known = self._sessions.get(candidate.worker_id)
+        if known is not None and known.endpoint == candidate.control_endpoint:
+            return known
+        if known is not None:
+            self._retire(known)
+        endpoint = candidate.control_endpoint
+        channel = open_channel(str(endpoint), self._access)
+        session = WorkerSession(candidate.worker_id, endpoint, channel, self._access)
+        self._sessions[candidate.worker_id] = session
+        return session
+
+    def keep(self, live: Collection[Candidate]) -> None:
+        """Connects to workers before they are needed and drops those that left and are idle."""
+        if self._closed:
+            return
+        for candidate in live:
+            self.session(candidate)
+        names = {candidate.worker_id for candidate in live}
+        for session in tuple(self._sessions.values()):
+            if session.worker_id not in names and session.num_open == 0:
+                del self._sessions[session.worker_id]
+                self._retire(session)
+
+    def in_flight(self) -> dict[WorkerId, int]:
+        """Open attempts of this gateway at each worker."""
+        return {worker_id: session.num_open for worker_id, session in self._sessions.items()}
+
+    @property
+    def num_connected(self) -> int:
+        """Workers to which both streams are up."""
+        return sum(
+            session.prefill.stream.connected and session.decode.stream.connected
+            for session in self._sessions.values()
+        )
+
+    @property
+    def num_open(self) -> int:
+        """Attempts open anywhere; zero when no request runs."""
+        return sum(session.num_open for session in self._sessions.values())
+
+    @property
+    def num_held(self) -> int:
+        """Reservations being renewed anywhere; zero when no request runs."""
+        return sum(session.num_held for session in self._sessions.values())
+
+    async def close(self) -> None:
+        """Closes all sessions; no new ones are made."""
+        self._closed = True
+        for session in self._sessions.values():
+            self._retire(session)
+        self._sessions = {}
+        await asyncio.gather(*self._retiring)
+
+    def _retire(self, session: WorkerSession) -> None:
+        task = asyncio.get_running_loop().create_task(session.close())
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import (
+    Endpoint,
+    KvLayout,
+    Placement,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvmesh.policy.plans_ahead import AHEAD_S, PlanKind, PlansAhead, PlanStock, Wish
+from services.gateway.request.routing import (
+    Router,
+    candidate_of,
+    missing_native,
+    missing_role,
+    model_facts,
+)
+
+LAYOUT = KvLayout("fp", "float32", 16, 2, 2, 8)
+QUERY = RouteQuery(RequestId("r"), "tiny", 10, 5)
+
+
+def worker(name: str, role: Role, **changes: object) -> FleetWorker:
+    endpoint = Endpoint("host", 1)
+    info = WorkerInfo(
+        WorkerId(name), 1, role, "a", endpoint, endpoint, "tiny", LAYOUT, 512, 1, 8, 100
+    )
+    return FleetWorker(replace(info, **changes), WorkerLoad())  # type: ignore[arg-type]
+
+
+P, D, H = (worker(role.value, role) for role in (Role.PREFILL, Role.DECODE, Role.HYBRID))
+
+
+def test_workers_without_native_code_are_named() -> None:
+    slow = worker("slow", Role.DECODE, missing_native=("kernels", "transfer"))
+    other = worker("other", Role.DECODE, missing_native=("kernels",), model="large")
+    assert missing_native((P, slow, other), "tiny") == {"slow": ["kernels", "transfer"]}
+
+
+@dataclass
+class Fleet:
+    workers: tuple[FleetWorker, ...]
+
+
+@dataclass
+class Source:
+    answer: RoutePlan | Refusal | None
+    timeouts: list[float] = field(default_factory=list)
+    wishes: list[Wish | None] = field(default_factory=list)
+
+    async def route(
+        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None = None
+    ) -> RoutePlan | Refusal:
+        self.wishes.append(wish)
+        self.timeouts.append(timeout_s)
+        if self.answer is None:
+            raise LostError("no scheduler")
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ((P, D), ""),
+        ((H,), ""),
+        ((P,), "no decode"),
+        ((D,), "no prefill"),
+        ((), "no prefill and no decode"),
+        ((P, FleetWorker(D.info, WorkerLoad(draining=True))), "no decode"),
+        ((P, worker("x", Role.DECODE, model="other")), "no decode"),
+    ],
+)
+def test_missing_role(workers: tuple[FleetWorker, ...], missing: str) -> None:
+    reason = missing_role(workers, "tiny")
+    assert reason.startswith(missing)
+    assert bool(reason) == bool(missing)
+
+
+def test_facts_are_the_common_ground() -> None:
+    other = replace(LAYOUT, model_fingerprint="older")
+    workers = (P, D, worker("x", Role.DECODE, layout=other, max_model_len=300))
+    facts = model_facts(workers, "tiny")
+    assert facts is not None
+    assert (facts.fingerprint, facts.block_size, facts.max_model_len) == ("fp", 16, 300)
+    small = worker("y", Role.DECODE, num_blocks=4)
+    shorter = model_facts((P, small), "tiny")
+    assert shorter is not None
+    assert shorter.max_model_len == 64  # what its blocks can hold
+    assert model_facts(workers, "other") is None
+
+
+async def test_scheduler_decides_when_it_answers() -> None:
+    plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "r", "p")
+    source = Source(plan)
+    router = Router("tiny", Fleet((P, D)), source, dict, 0.5)
+    assert await router.route(QUERY, "", 10.0) is plan
+    assert await router.route(QUERY, "", 0.1) is plan
+    assert source.timeouts == [0.5, 0.1]
+    assert router.not_ready == ""
+
+
+async def test_refusals_of_the_scheduler_are_kept() -> None:
+    refusal = Refusal(RefusalReason.NO_WORKERS, "none")
+    router = Router("tiny", Fleet((P, D)), Source(refusal), dict, 0.5)
+    assert await router.route(QUERY, "", 1.0) is refusal
+
+
+async def test_without_a_scheduler_the_least_used_comes_first() -> None:
+    busy, idle = worker("p1", Role.PREFILL), worker("p2", Role.PREFILL)
+    in_flight = {WorkerId("p1"): 5}
+    router = Router("tiny", Fleet((busy, idle, D)), Source(None), lambda: in_flight, 0.5)
+    plan = await router.route(QUERY, "", 1.0)
+    assert isinstance(plan, RoutePlan)
+    assert [candidate.worker_id for candidate in plan.prefill] == ["p2", "p1"]
+    assert not plan.cache_known
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ahead:
+    """A router with a stock, and a scheduler whose one plan it gets when it asks."""
+
+    def __init__(self) -> None:
+        self.plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "asked", "p")
+        self.early = replace(self.plan, reason="ahead")
+        self.source = Source(self.plan)
+        self.clock = Clock()
+        self.stock = PlanStock(4)
+        self.router = Router("tiny", Fleet((P, D)), self.source, dict, 0.5, self.clock, self.stock)
+        self.router.note_fleet((P, D))
+
+    async def request(self, query: RouteQuery = QUERY) -> RoutePlan | Refusal:
+        """As a request goes about it."""
+        return self.router.planned(query) or await self.router.route(query, "", 1.0)
+
+    async def stocked(self) -> None:
+        """Two requests have come, and a plan for one more is here."""
+        await self.request()
+        await self.request()
+        wish = self.source.wishes[-1]
+        assert wish is not None
+        assert (wish.count, wish.kind) == (1, PlanKind("tiny", "", Placement.AUTO, 15))
+        self.router.take_ahead(PlansAhead(wish.kind, (self.early,)))
+
+    async def crowded(self) -> None:
+        """Five requests have come at once, and as many plans as were wished for are here."""
+        for _ in range(5):
+            assert self.router.planned(QUERY) is None
+        await self.router.route(QUERY, "", 1.0)
+        wish = self.source.wishes[-1]
+        assert wish is not None
+        self.router.take_ahead(PlansAhead(wish.kind, (self.early,) * wish.count))
+
+
+async def test_plans_made_ahead_are_used_and_then_told_of() -> None:
+    ahead = Ahead()
+    await ahead.stocked()
+    assert [await ahead.request() for _ in range(2)] == [ahead.early, ahead.plan]
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    assert (wish.used, wish.used_tokens, wish.count) == (1, 10, 3)
+
+
+async def test_who_finds_few_has_more_made_and_does_not_wait() -> None:
+    ahead = Ahead()
+    await ahead.crowded()
+    assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
+    assert len(ahead.source.wishes) == 1  # nobody has waited
+    while len(ahead.stock) == 0:
+        await asyncio.sleep(0)
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    assert (wish.used, wish.count) == (3, 4)
+    assert ahead.router.planned(QUERY) is ahead.plan
+    await ahead.router.close()
+
+
+async def test_plans_used_while_the_scheduler_is_silent_are_told_of_later() -> None:
+    ahead = Ahead()
+    await ahead.crowded()
+    ahead.source.answer = None  # silent
+    assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
+    while ahead.router._exchanges:
+        await asyncio.sleep(0)
+    await ahead.router.route(QUERY, "", 1.0)
+    ahead.source.answer = ahead.plan
+    await ahead.router.route(QUERY, "", 1.0)
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    assert (wish.used, wish.used_tokens) == (4, 40)
+
+
+async def test_who_asks_again_or_sees_others_wait_asks_the_scheduler() -> None:
+    ahead = Ahead()
+    await ahead.stocked()
+    for changes in ({"avoid": frozenset({WorkerId("x")})}, {"waiting": 1}):
+        query = replace(QUERY, **changes)
+        assert await ahead.request(query) is ahead.plan
+        assert ahead.source.wishes[-1] is None
+
+
+@pytest.mark.parametrize("happens", ["refusal", "drain", "departure", "role", "time"])
+async def test_plans_made_ahead_are_void_when_things_are_other_than_they_were(happens: str) -> None:
+    ahead = Ahead()
+    await ahead.stocked()
+    ahead.router.note_fleet((P, FleetWorker(D.info, WorkerLoad(decode_running=1))))  # only a load
+    if happens == "refusal":
+        ahead.router.note_refused()
+    elif happens == "drain":
+        ahead.router.note_fleet((FleetWorker(P.info, WorkerLoad(draining=True)), D))
+    elif happens == "departure":
+        ahead.router.note_fleet((D,))
+    elif happens == "role":
+        ahead.router.note_fleet((worker(P.info.worker_id, Role.DECODE), D))
+    else:
+        ahead.clock.now = AHEAD_S
+    assert await ahead.request() is ahead.plan
+
+
+async def test_a_router_without_a_stock_wishes_for_nothing() -> None:
+    plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "r", "p")
+    source = Source(plan)
+    router = Router("tiny", Fleet((P, D)), source, dict, 0.5)
+    for _ in range(3):
+        assert router.planned(QUERY) is None
+        await router.route(QUERY, "", 1.0)
+    assert all(wish is not None and wish.count == 0 for wish in source.wishes)
