@@ -18,7 +18,7 @@ from kvmesh.core.mesh_secret import MeshSecret
 from kvmesh.rpc.callers import KnownCallers
 from kvmesh.rpc.damaged import DamagedRequests
 from kvmesh.rpc.membership import MemberChannel, MembersOnly
-from kvmesh.rpc.tls_files import load_tls_files
+from kvmesh.rpc.tls_files import check_trust, load_tls_files
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """A prompt of a million tokens fits; KV never travels here."""
@@ -125,6 +125,7 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | 
         # gRPC tells of a wrong file as of a port that it did not get.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_tls_files(context, tls.cert, tls.key, tls.ca, "server.tls")
+        check_trust(tls.cert, tls.key, tls.ca, "server.tls")
     try:
         if tls is None or not tls.cert:
             return server.add_insecure_port(address)

@@ -9,7 +9,7 @@ import ssl
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
-from kvmesh.rpc.tls_files import load_tls_files
+from kvmesh.rpc.tls_files import check_trust, load_tls_files
 
 
 def server_context(tls: TlsConfig, section: str, *, ca_signs: bool = True) -> ssl.SSLContext | None:
@@ -28,7 +28,8 @@ def server_context(tls: TlsConfig, section: str, *, ca_signs: bool = True) -> ss
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    load_tls_files(context, tls.cert, tls.key, tls.ca, section, ca_signs=ca_signs)
+    load_tls_files(context, tls.cert, tls.key, tls.ca, section)
+    check_trust(tls.cert, tls.key, tls.ca if ca_signs else "", section)
     if tls.ca and tls.verify_callers:
         context.verify_mode = ssl.CERT_REQUIRED
     return context

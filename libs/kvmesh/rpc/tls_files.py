@@ -18,25 +18,20 @@ _STEPS = 8
 """More messages than a handshake has."""
 
 
-def load_tls_files(
-    context: ssl.SSLContext, cert: str, key: str, ca: str, section: str, *, ca_signs: bool = True
-) -> None:
+def load_tls_files(context: ssl.SSLContext, cert: str, key: str, ca: str, section: str) -> None:
     """Gives a context the files that are named.
 
     Args:
         cert, key, ca: paths; empty for none. A key may lie in the file of its certificate.
         section: name of the options, for errors.
-        ca_signs: the certificate must be one of the CA's, as where all services have one CA.
 
     Raises:
-        ConfigError: a file cannot be used, or the certificate would be refused; says which and why.
+        ConfigError: a file cannot be used; says which and why.
     """
     if cert:
         _load_pair(context, cert, key, section)
     if ca:
         _load_ca(context, ca, section)
-    if cert:
-        _check_trust(cert, key, ca if ca_signs else "", section)
 
 
 def _load_pair(context: ssl.SSLContext, cert: str, key: str, section: str) -> None:
@@ -90,8 +85,16 @@ def _is_readable(chain: str) -> bool:
     return True
 
 
-def _check_trust(cert: str, key: str, ca: str, section: str) -> None:
-    """Whether a peer would take the certificate: it is shown to one, in memory."""
+def check_trust(cert: str, key: str, ca: str, section: str) -> None:
+    """Whether a peer would take the certificate of a server: it is shown to one, in memory.
+
+    Args:
+        cert, key, ca: paths of what `load_tls_files` takes; without a CA the times alone matter.
+        section: name of the options, for errors.
+
+    Raises:
+        ConfigError: its time is over or to come, or the CA did not sign it.
+    """
     if said := _refusal(cert, key, cert):  # as its own CA, so that its times alone are judged
         raise ConfigError(f"{section}.cert: {cert}: {said}; make a new one")
     if ca and (said := _refusal(cert, key, ca)):

@@ -5,12 +5,14 @@ import ssl
 import stat
 import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from cryptography import x509
 
 from kvmesh.cli.__main__ import main
 from kvmesh.cli.certs import issue, make_ca, read_ca, write
+from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
 
@@ -25,10 +27,17 @@ def files(folder: Path, name: str, ca: Path | None = None) -> TlsConfig:
     )
 
 
+def unasked(server: TlsConfig) -> ssl.SSLContext:
+    """As `server_context`, for who does not ask it whether anybody would take the certificate."""
+    with patch("kvmesh.rpc.tls.check_trust"):
+        context = server_context(server, "test")
+    assert context is not None
+    return context
+
+
 def greet(server: TlsConfig, client: TlsConfig, host: str = "127.0.0.1") -> bytes:
     """What a client hears over TLS from a server on a real socket; empty if it is turned away."""
-    inside, outside = server_context(server, "test"), client_context(client, "test")
-    assert inside is not None
+    inside, outside = unasked(server), client_context(client, "test")
     assert outside is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -72,6 +81,8 @@ def test_a_certificate_that_has_ended_opens_no_door_on_either_side(tmp_path: Pat
     assert ca is not None
     write(issue(ca, "prefill", ["127.0.0.1"], days=0), tmp_path, "prefill")
     ended, decode = files(tmp_path, "prefill"), files(tmp_path, "decode")
+    with pytest.raises(ConfigError, match="certificate has expired"):
+        server_context(ended, "test")
     assert greet(ended, decode) == b""
     assert greet(decode, ended) == b""
     assert greet(decode, files(tmp_path, "gateway")) == b"hello"
