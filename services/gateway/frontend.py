@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.policy.quota import Tenant
-from services.gateway.api.model_checks import check_model, choice_sampling
+from services.gateway.api.model_checks import check_model, choice_sampling, prompt_sampling
 from services.gateway.api.openai import ApiCall
 from services.gateway.api.request_limits import check_limits
 from services.gateway.errors import Stage, StageRefusedError
@@ -141,6 +141,7 @@ class Frontend:
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
             if ticket is not None:
                 ticket.charge(len(token_ids))
+            sampling = prompt_sampling(call, len(token_ids), self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
             for number in range(call.n):
                 index = len(choices)
@@ -148,9 +149,7 @@ class Frontend:
                     request_id=RequestId(f"{base}-{index}"),
                     model=self.served_name,
                     prompt_ids=token_ids,
-                    sampling=choice_sampling(
-                        call, len(token_ids), self.max_model_len, seed=seed, choice=number
-                    ),
+                    sampling=choice_sampling(sampling, seed, number),
                     ttft_s=ttft_ms / 1000,
                     cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,

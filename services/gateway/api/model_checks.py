@@ -49,16 +49,12 @@ def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
     return room
 
 
-def choice_sampling(
-    call: ApiCall, num_prompt_tokens: int, max_model_len: int, *, seed: int, choice: int
-) -> SamplingParams:
-    """Final sampling parameters of one choice.
+def prompt_sampling(call: ApiCall, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """Sampling parameters of the choices of one prompt, all but their seeds.
 
     Args:
-        num_prompt_tokens: length of its prompt.
+        num_prompt_tokens: length of the prompt.
         max_model_len: longest sequence in tokens.
-        seed: the call's seed, or the random one that stands for it.
-        choice: number of the choice; choices of one prompt get seeds seed, seed + 1, …
 
     Raises:
         InvalidRequestError: prompt and max_tokens do not fit the context.
@@ -77,8 +73,18 @@ def choice_sampling(
         call.sampling,
         max_tokens=max_tokens,
         min_tokens=min(call.sampling.min_tokens, max_tokens),
-        seed=(seed + choice) & _SEED_MASK,
     )
+
+
+def choice_sampling(sampling: SamplingParams, seed: int, choice: int) -> SamplingParams:
+    """Final sampling parameters of one choice.
+
+    Args:
+        sampling: of its prompt.
+        seed: the call's seed, or the random one that stands for it.
+        choice: its number; choices of one prompt get seeds seed, seed + 1, …
+    """
+    return changed(sampling, seed=(seed + choice) & _SEED_MASK)
 
 
 def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, field_name: str) -> None:

@@ -7,7 +7,12 @@ import pytest
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.api.messages import MAX_MESSAGES
-from services.gateway.api.model_checks import check_model, check_token_ids, choice_sampling
+from services.gateway.api.model_checks import (
+    check_model,
+    check_token_ids,
+    choice_sampling,
+    prompt_sampling,
+)
 from services.gateway.api.openai import (
     ApiCall,
     ChatPrompt,
@@ -211,10 +216,8 @@ def test_body_must_be_an_object() -> None:
 
 
 def test_choices_get_consecutive_seeds() -> None:
-    call = chat(n=2, max_tokens=4)
-    seeds = [
-        choice_sampling(call, 10, 100, seed=2**64 - 1, choice=choice).seed for choice in (0, 1)
-    ]
+    sampling = prompt_sampling(chat(n=2, max_tokens=4), 10, 100)
+    seeds = [choice_sampling(sampling, 2**64 - 1, choice).seed for choice in (0, 1)]
     assert seeds == [2**64 - 1, 0]
 
 
@@ -237,8 +240,8 @@ def test_a_forced_call_goes_before_the_form_of_a_text() -> None:
 
 
 def test_max_tokens_is_what_the_context_leaves() -> None:
-    assert choice_sampling(chat(), 10, 100, seed=0, choice=0).max_tokens == 90
-    assert choice_sampling(chat(max_tokens=90), 10, 100, seed=0, choice=0).max_tokens == 90
+    assert prompt_sampling(chat(), 10, 100).max_tokens == 90
+    assert prompt_sampling(chat(max_tokens=90), 10, 100).max_tokens == 90
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_max_tokens_is_what_the_context_leaves() -> None:
 )
 def test_context_overflow(call: ApiCall, num_prompt_tokens: int, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        choice_sampling(call, num_prompt_tokens, 100, seed=0, choice=0)
+        prompt_sampling(call, num_prompt_tokens, 100)
     assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 
 
