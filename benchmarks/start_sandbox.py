@@ -117,6 +117,8 @@ class Sandbox:
         """
         if cores is not None:
             command = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores))), *command]
+        # A shell that started this process in the background has told it to ignore Ctrl-C.
+        command = ["env", "--default-signal=INT", *command]
         with self._log().open("wb") as log:
             process = subprocess.Popen(
                 command,
