@@ -15,6 +15,7 @@ from kvmesh.core.types import SamplingParams
 from kvmesh.engine import layers
 from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk, StateChunk
 from kvmesh.kernels import host, linear
+from kvmesh.kernels.host_library import load_host_library
 from tests.integration.families import (
     GREEDY,
     NEW_TOKENS,
@@ -225,7 +226,9 @@ SHORT = (95, 80, 33, 17)
 
 
 BY_TWINS = ("gemma2",)
-"""Families whose scores are computed by the twins: sums over tables of other widths round apart."""
+"""Families whose scores are computed by the twins: sums over tables of other widths round apart.
+
+Without the C++ library all are."""
 
 
 def short_streams(checkpoint: Checkpoint, homes: Homes) -> list[Stream]:
@@ -258,7 +261,7 @@ def test_static_steps_are_plain_steps_bit_for_bit(checkpoint: Checkpoint) -> Non
             runner.use_static_steps(max_batch)
             found.append(runner.execute(chunks).tokens)
             after.append(runner.kv.tensor.clone())
-    if checkpoint.name not in BY_TWINS:
+    if checkpoint.name not in BY_TWINS and load_host_library() is not None:
         assert found[1] == found[0]
         assert torch.equal(after[1], after[0])
     torch.testing.assert_close(after[1], after[0], rtol=1e-4, atol=1e-4)
