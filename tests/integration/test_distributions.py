@@ -174,7 +174,7 @@ def test_a_command_says_in_a_line_which_extra_it_needs(
 
 def test_up_says_in_a_line_that_it_needs_a_checkout(installed: Path, tmp_path: Path) -> None:
     done = _ended(installed / "kvmesh", "up", cwd=tmp_path, env=ALL_PACKAGES)
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{tmp_path} is no checkout" in line
 

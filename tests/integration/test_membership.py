@@ -105,21 +105,16 @@ async def test_a_member_is_served_though_clocks_differ_a_little(age_s: int) -> N
 
 
 @asynccontextmanager
-async def scheduler() -> AsyncIterator[str]:
+async def scheduler() -> AsyncIterator[tuple[str, MeshAccess]]:
     text = new_secret()
     config = SchedulerConfig(server=ServerConfig(secret=text))
     async with serving("scheduler", config, build_scheduler) as context:
         assert context.access.secret is not None
-        _ACCESS.append(context.access)
-        yield f"127.0.0.1:{context.port}"
-        _ACCESS.pop()
-
-
-_ACCESS: list[MeshAccess] = []
+        yield f"127.0.0.1:{context.port}", context.access
 
 
 async def test_health_is_open_and_reflection_is_not() -> None:
-    async with scheduler() as address, open_channel(address) as channel:
+    async with scheduler() as (address, _), open_channel(address) as channel:
         raw: Any = channel
         assert await raw.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10) == b"\x08\x01"
         asked = raw.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(
@@ -168,18 +163,20 @@ async def test_a_service_that_others_reach_says_that_it_is_open(
 
 
 async def test_only_members_are_offered_a_direct_socket() -> None:
-    async with scheduler() as address:
-        for access, is_offered in ((MeshAccess(), False), (_ACCESS[0], True)):
+    async with scheduler() as (address, member):
+        for access, is_offered in ((MeshAccess(), False), (member, True)):
             async with open_channel(address, access) as channel:
                 raw: Any = channel
-                call = raw.stream_stream("/kvmesh.v1.SchedulerService/Route")(iter(()), timeout=10)
+                # It stays open: a stream that has ended may be answered with its end alone.
+                call = raw.stream_stream("/kvmesh.v1.SchedulerService/Route")(timeout=10)
                 metadata = dict(await call.initial_metadata())
+                call.cancel()
                 assert (OFFER_KEY in metadata) is is_offered
 
 
 async def test_members_watch_and_order_and_a_watcher_knows_that_it_is_refused() -> None:
-    async with scheduler() as address:
-        async with open_channel(address, _ACCESS[0]) as channel:
+    async with scheduler() as (address, member):
+        async with open_channel(address, member) as channel:
             stub: Any = SchedulerServiceStub(channel)
             async for view in stub.WatchFleet(WatchFleetRequest(watcher="test"), timeout=10):
                 assert not view.workers
