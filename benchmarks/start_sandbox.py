@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -294,11 +295,24 @@ def _kill(pid: int) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port that nobody listens on, with the two after it.
+
+    It lies below the ports that the kernel gives to connections: those come and go at any moment.
+    """
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(20_000, 30_000)
+        if all(map(_is_free, (port, port + 1, port + 2))):
+            return port
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.machine_checks import native_notes
 from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.preflight import Room, free_disk_bytes, machine_problems, model_problems
-from kvmesh.cli.probes import free_ports
+from kvmesh.cli.probes import free_ports, is_free
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.ready_command import command_problems
 from kvmesh.cli.stack import (
@@ -44,10 +44,12 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.core.types import Endpoint
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.model_source import find_model, is_hub_name, served_name
 from kvmesh.metadata.server_binary import find_redis_binary
 
+_LOCAL = "127.0.0.1"
 _PORTS_PER_MEMBER = 2
 _ADMIN_PORTS = 2
 _DRAIN_S = 5.0
@@ -103,9 +105,20 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
 
 def _next_port(options: StackOptions) -> Callable[[], int]:
     num_members = options.num_workers + 4
+    api = {options.http_port, options.grpc_port, options.console_port}
     # All at once, so that they differ.
-    ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members + _ADMIN_PORTS))
+    count = _PORTS_PER_MEMBER * num_members + _ADMIN_PORTS + len(api)
+    ports = iter([port for port in free_ports(_LOCAL, count) if port not in api])
     return lambda: next(ports)
+
+
+def _with_free_ports(options: StackOptions) -> StackOptions:
+    """The same stack without ports beside the HTTP port that another program took meanwhile."""
+    grpc, console = (
+        port if is_free(Endpoint(_LOCAL, port)) else 0
+        for port in (options.grpc_port, options.console_port)
+    )
+    return dataclasses.replace(options, grpc_port=grpc, console_port=console)
 
 
 async def _run(
@@ -119,6 +132,7 @@ async def _run(
     env = child_environment(engine_environment(options.num_threads))
     code = PORT_TAKEN
     for _ in range(2):  # another program may take a port between planning and starting
+        options = _with_free_ports(options)
         plan = plan_stack(options, paths, _next_port(options), env, secrets)
         supervisor = Supervisor(_GRACE_S)
         signals.attach(supervisor.hurry)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvmesh.cli import up
 from kvmesh.cli.stack import RemoteOptions
 from kvmesh.cli.stack_ports import ApiPorts
 from kvmesh.cli.stack_state import CHECKOUT, hold_state
@@ -47,6 +49,26 @@ def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
     assert (options.model, options.model_name) == (tmp_path, tmp_path.name)
     assert options.dtype == "auto"
     assert options.num_threads == 1
+
+
+def test_members_never_take_a_port_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = stack_options(argparse.Namespace(**DEFAULTS), PORTS, cores=8)
+    monkeypatch.setattr(up, "free_ports", lambda _host, count: list(range(8000, 8000 + count)))
+    taken = up._next_port(options)
+    ports = [taken() for _ in range(14)]
+    assert ports == list(range(8003, 8017)), "two for each member and two of the admin side"
+
+
+def test_a_port_that_is_taken_meanwhile_gives_way_to_a_free_one() -> None:
+    with socket.socket() as other, socket.socket() as left:
+        for each in (other, left):
+            each.bind(("127.0.0.1", 0))
+        taken, free = other.getsockname()[1], left.getsockname()[1]
+        left.close()
+        arguments = argparse.Namespace(**DEFAULTS)
+        options = stack_options(arguments, ApiPorts(taken, free), cores=8)
+        again = up._with_free_ports(options)
+        assert (again.http_port, again.grpc_port, again.console_port) == (8000, 0, free)
 
 
 def test_engines_of_the_second_cluster_take_their_share_of_the_cores() -> None:
