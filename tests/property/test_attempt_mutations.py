@@ -151,7 +151,10 @@ MUTATIONS = {
         "            return self._close(out, Outcome.DONE)\n",
         "            self._decode = None\n            return self._close(out, Outcome.DONE)\n",
     ),
-    "PREFILL, tokens before the first one: dropped": ("        self._early.append(tokens)\n", ""),
+    "PREFILL, tokens before the first one: dropped": (
+        "            self._early.append((first_position, token_ids, logprobs, finish, error))\n",
+        "",
+    ),
     "PREFILL, tokens of blocks given up count": ("        self._early.clear()\n", ""),
     "HANDOFF, handed off: prefill is cancelled later": (
         "        self._forget_prefill(out)\n        out.append(Decoding(",
@@ -162,7 +165,7 @@ MUTATIONS = {
         "",
     ),
     "HANDOFF, tokens: the handoff is still waited for": (
-        "        if self.state is State.HANDOFF:\n            self._is_handed_off(out)",
+        "        if state is State.HANDOFF:\n            self._is_handed_off(out)",
         "        if False:\n            self._is_handed_off(out)",
     ),
     "HANDOFF, handed off: its patience goes on": (
@@ -179,8 +182,8 @@ MUTATIONS = {
         "        if True:\n",
     ),
     "DECODE, nothing new: no progress": (
-        "self._since = now\n        out: list[Action] = []\n        if self.state",
-        "out: list[Action] = []\n        if self.state",
+        "self._since = now\n        out: list[Action] = []\n        if state is",
+        "out: list[Action] = []\n        if state is",
     ),
     "DECODE, a gap: delivered": ("        if repeated < 0:\n", "        if False:\n"),
     "DECODE, a gap of one: delivered": (
@@ -193,12 +196,12 @@ MUTATIONS = {
         "        return out",
     ),
     "DECODE, the last tokens: the worker is told": (
-        "out.append(Forget(Side.DECODE, self._decode.number))\n            self._decode = None\n",
+        "out.append(Forget(Side.DECODE, number))\n            self._decode = None\n",
         "pass\n",
     ),
     "tokens of an older question count": (
-        "opened.number != number:\n            return ()\n        if self.state is State.DECODE",
-        "False:\n            return ()\n        if self.state is State.DECODE",
+        "opened.number != number:\n            return ()\n        if state is not State.DECODE",
+        "False:\n            return ()\n        if state is not State.DECODE",
     ),
     "a token that cannot be: delivered": (
         "        if finish is FinishReason.ERROR:\n",
