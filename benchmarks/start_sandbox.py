@@ -156,7 +156,7 @@ class Sandbox:
         return Leftovers(tuple(name for _, name in found), tuple(self._unfinished_files()))
 
     def _unfinished_files(self) -> list[str]:
-        found = [path for path in self.temporary.rglob("*") if not path.is_dir()]
+        found = [each for each in self.temporary.iterdir() if _holds_files(each)]
         for folder in (self.home, self.clone_folder):
             for pattern in _UNFINISHED:
                 found += folder.rglob(pattern)
@@ -244,6 +244,11 @@ class RunningStart:
             raise StartError(f"runs {limit_s:.0f} s after Ctrl-C:\n{output}") from error
 
         return time.monotonic() - sent_s
+
+
+def _holds_files(path: Path) -> bool:
+    """Whether it is a file, or a folder with files at any depth."""
+    return not path.is_dir() or any(not each.is_dir() for each in path.rglob("*"))
 
 
 def stream_one_token(url: str) -> None:
