@@ -57,7 +57,10 @@ $(NATIVE_DEV): $(NATIVE_SOURCES) | $(VENV)/.made
 	@$(PY) scripts/build_native.py && touch $(NATIVE) $@ || [ $$? = 3 ]
 
 # Most modules of what is installed are never imported: Python compiles those that are.
-INSTALL = $(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e
+# An interrupted pip leaves temporary files: they lie in a folder that goes with this recipe.
+PIP_TMP = $(CURDIR)/$(VENV)/tmp
+INSTALL = rm -rf '$(PIP_TMP)' && mkdir '$(PIP_TMP)' && trap "rm -rf '$(PIP_TMP)'" EXIT && TMPDIR='$(PIP_TMP)' \
+	$(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e
 
 $(VENV)/constraints.txt: constraints.txt | $(VENV)/.made
 	@grep -v '$(UNPINNED)' $< > $@
