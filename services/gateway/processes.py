@@ -25,6 +25,7 @@ from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
 
+from kvmesh.core.children import ask_to_end, kill
 from kvmesh.core.config import child_environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.silence import until_silent
@@ -138,7 +139,7 @@ class GatewayProcesses:
         """Drains all processes; again: without patience."""
         self._stopping.set()
         for process in self._running.values():
-            _ask_to_end(process)
+            ask_to_end(process)
 
     def pids(self) -> dict[int, int]:
         """The processes that run now, by number."""
@@ -180,7 +181,7 @@ class GatewayProcesses:
         )
         self._running[number] = process
         if self._stopping.is_set():  # while it was being started
-            _ask_to_end(process)
+            ask_to_end(process)
         log.info("gateway_process_started", number=number, pid=process.pid)
         watching = (
             asyncio.create_task(self._kill_late(process)),
@@ -203,7 +204,7 @@ class GatewayProcesses:
         await self._stopping.wait()
         await asyncio.sleep(self._stop_s)
         log.warning("gateway_process_killed", pid=process.pid)
-        _kill(process)
+        kill(process)
 
     async def _kill_hung(self, number: int, process: asyncio.subprocess.Process) -> None:
         ask = partial(answers_health, admin_socket(self._folder, number))
@@ -216,7 +217,7 @@ class GatewayProcesses:
         else:
             await until_silent(process.pid, ask)
         log.warning("gateway_process_hung", number=number, pid=process.pid, reason=reason)
-        _kill(process)
+        kill(process)
 
 
 async def _until_answered(ask: Callable[[], Awaitable[bool]]) -> None:
@@ -243,17 +244,6 @@ async def answers_health(admin: Path) -> bool:
         return False
     finally:
         writer.close()
-
-
-def _ask_to_end(process: asyncio.subprocess.Process) -> None:
-    for number in (signal.SIGTERM, signal.SIGCONT):  # a process that is stopped hears nothing
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
 
 
 def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:

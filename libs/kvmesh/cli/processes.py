@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvmesh.core.children import ask_to_end
+
 _PR_SET_PDEATHSIG = 1
 _ORPHANED = 113
 
@@ -159,7 +161,7 @@ class Supervisor:
     async def _stop_rank(self, rank: int) -> None:
         children = [child for child in self._children.values() if child.spec.stop_rank == rank]
         for child in children:
-            _ask_to_end(child)
+            ask_to_end(child.process)
             if self._killing:
                 _kill(child)
         watches = [child.watch for child in children]
@@ -181,13 +183,6 @@ async def _watch(name: str, process: asyncio.subprocess.Process) -> Exit:
     code = await process.wait()
     _kill_group(process.pid)  # a compiler, say, that a worker had started
     return Exit(name, code)
-
-
-def _ask_to_end(child: _Child) -> None:
-    if child.process.returncode is None:
-        for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped hears nothing
-            with contextlib.suppress(ProcessLookupError):
-                child.process.send_signal(number)
 
 
 def _kill(child: _Child) -> None:

@@ -1,0 +1,56 @@
+"""Signals to children of asyncio: they arrive, and the exit code stays the child's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from kvmesh.core.children import ask_to_end, kill
+
+ENDS_WELL = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
+WAITS = "print(flush=True); signal.pause()"
+
+
+async def start() -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENDS_WELL + WAITS, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    return process
+
+
+async def test_a_stopped_process_is_asked_to_end() -> None:
+    process = await start()
+    os.kill(process.pid, signal.SIGSTOP)
+    ask_to_end(process)
+    assert await process.wait() == 7
+
+
+@pytest.mark.parametrize("send", [ask_to_end, kill])
+async def test_the_exit_code_of_an_ended_process_is_its_own(
+    send: Callable[[asyncio.subprocess.Process], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = threading.Event()
+
+    def wait_late(pid: int, options: int) -> tuple[int, int]:
+        sent.wait()
+        return wait(pid, options)
+
+    wait = os.waitpid
+    monkeypatch.setattr(os, "waitpid", wait_late)  # what asyncio's watcher calls
+    process = await start()
+    os.kill(process.pid, signal.SIGTERM)
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.01)
+    send(process)
+    sent.set()
+    assert await process.wait() == 7
+    send(process)
