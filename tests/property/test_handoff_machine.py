@@ -160,8 +160,7 @@ class HandoffMachine(RuleBasedStateMachine):
         capability = b"forged" if "forged" in wrong else capability
         answer = self.table.begin_write(
             WriteClaim(model.reservation_id, life, model.generation - older, capability),
-            first,
-            count,
+            range(first, first + count),
             self.now,
         )
         in_range = first >= 0 and count >= 1 and first + count <= len(model.to_write)

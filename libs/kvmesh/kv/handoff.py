@@ -51,6 +51,7 @@ from kvmesh.kv.handoff_types import (
     HandoffStatistics,
     Outcome,
     Released,
+    Span,
     State,
     Taken,
     Write,
@@ -60,6 +61,22 @@ from kvmesh.kv.handoff_types import (
 
 def _stale(message: str) -> Refusal:
     return Refusal(RefusalReason.STALE, message)
+
+
+def _span_of(indexes: Sequence[int], num_blocks: int) -> Span | None:
+    """The indexes as what grants remember; None if one is outside, or occurs twice, or none is."""
+    if isinstance(indexes, range):
+        is_inside = 0 <= indexes.start < indexes.stop <= num_blocks and indexes.step == 1
+        return indexes if is_inside else None
+    span = frozenset(indexes)
+    is_inside = bool(span) and min(span) >= 0 and max(span) < num_blocks
+    return span if is_inside and len(span) == len(indexes) else None
+
+
+def _told(indexes: Sequence[int]) -> str:
+    if isinstance(indexes, range):
+        return f"blocks {indexes.start}+{indexes.stop - indexes.start}"
+    return f"{len(indexes)} blocks from {min(indexes, default=0)} to {max(indexes, default=0)}"
 
 
 class HandoffTable:
@@ -195,16 +212,15 @@ class HandoffTable:
     def begin_write(
         self,
         claim: WriteClaim,
-        first: int,
-        count: int,
+        indexes: Sequence[int],
         now: float,
         part: Part | None = None,
     ) -> BlockGrant | Refusal:
-        """Asks for a run of blocks to be written; `end_write` must follow every grant.
+        """Asks for blocks to be written, in this order; `end_write` must follow every grant.
 
         Args:
-            first: index among the blocks to write; 0 is the first one after the cached ones.
-            count: blocks, at least 1.
+            indexes: among the blocks to write, at least one, each once; 0 is the first one after
+                the cached ones. A range where they follow one another.
             part: the same bytes of each block; None is all of them.
 
         Returns:
@@ -216,17 +232,17 @@ class HandoffTable:
             return self._refuse(entry)
         if entry.state is not State.RESERVED:
             return self._refuse(_stale(f"reservation {claim.reservation_id} is complete"))
-        if first < 0 or count < 1 or first + count > entry.num_to_write:
-            message = f"blocks {first}+{count} of {entry.num_to_write}"
+        span = _span_of(indexes, entry.num_to_write)
+        if span is None:
+            message = f"{_told(indexes)} of {entry.num_to_write}"
             return self._refuse(Refusal(RefusalReason.INVALID, message))
-        span = range(first, first + count)
         if part is not None and not (
             part.size > 0 <= part.offset and part.end <= self._block_bytes
         ):
             message = f"{part} of blocks of {self._block_bytes} bytes"
             return self._refuse(Refusal(RefusalReason.INVALID, message))
         if any(self._writes[write_id].overlaps(span, part) for write_id in entry.writes):
-            message = f"another writer is in blocks {first}+{count}"
+            message = f"another writer is in {_told(indexes)}"
             return self._refuse(Refusal(RefusalReason.BUSY, message))
         write_id = self._next_write_id
         self._next_write_id += 1
@@ -234,8 +250,11 @@ class HandoffTable:
         entry.writes.add(write_id)
         self._begin(entry, span, part)
         entry.deadline = now + self.lease_s
-        start = entry.num_cached + first
-        return BlockGrant(write_id, entry.blocks[start : start + count])
+        if isinstance(span, range):
+            start = entry.num_cached
+            return BlockGrant(write_id, entry.blocks[start + span.start : start + span.stop])
+        blocks = entry.blocks[entry.num_cached :]
+        return BlockGrant(write_id, tuple([blocks[index] for index in indexes]))
 
     def end_write(self, write_id: int, ok: bool) -> None:
         """The writer has left the memory for good; `ok` if it wrote all of it."""
@@ -280,7 +299,7 @@ class HandoffTable:
 
     # -- Inside ---------------------------------------------------------------------------------
 
-    def _begin(self, entry: Entry, span: range, part: Part | None) -> None:
+    def _begin(self, entry: Entry, span: Span, part: Part | None) -> None:
         """What is about to be overwritten counts as written no more."""
         if part is None:
             entry.partial.forget(span)

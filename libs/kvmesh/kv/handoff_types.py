@@ -43,6 +43,10 @@ class WriteClaim:
     capability: bytes = field(repr=False)
 
 
+Span = range | frozenset[int]
+"""Indexes of blocks: one run of them, or any."""
+
+
 class BlockGrant(NamedTuple):
     """Leave to write these blocks, in this order, until `end_write`."""
 
@@ -154,11 +158,14 @@ class Write:
     """Record of one grant; `span` indexes the entry's blocks to write, `part` is of each."""
 
     entry: Entry = field(repr=False)
-    span: range
+    span: Span
     part: Part | None = None
 
-    def overlaps(self, span: range, part: Part | None) -> bool:
+    def overlaps(self, span: Span, part: Part | None) -> bool:
         """Whether both cover some byte; no part is the whole block."""
-        if self.span.start >= span.stop or span.start >= self.span.stop:
+        if part is not None and self.part is not None and not self.part.overlaps(part):
             return False
-        return self.part is None or part is None or self.part.overlaps(part)
+        mine = self.span
+        if isinstance(mine, range) and isinstance(span, range):
+            return mine.start < span.stop and span.start < mine.stop
+        return not frozenset(mine).isdisjoint(span)

@@ -29,6 +29,7 @@ from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.lane import claim_of
 from kvmesh.transfer.memory import write_views
+from kvmesh.transfer.run_table import indexes_of, runs_of_blocks
 from kvmesh.transfer.target import WriteGrant
 
 log = event_logger(__name__)
@@ -63,7 +64,7 @@ class ArrivingKv:
         self._by_reservation: dict[int, DecodeTask] = {}
         # Ended by us, but a writer may still be in the blocks.
         self._fenced: dict[int, Sequence] = {}
-        self._grants: dict[WriteGrant, list[int]] = {}
+        self._grants: dict[WriteGrant, int] = {}
         self.data_endpoint: Endpoint | None = None
         self.host_route: HostRoute | None = None
 
@@ -159,42 +160,28 @@ class ArrivingKv:
 
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         """Memory for the runs of a PUT, if the handoff table lets it in."""
-        write_ids: list[int] = []
-        granted_runs: list[tuple[int, int]] = []
+        now = self._clock.now()
+        refusal = self._handoff.check_claim(put.claim, now)
+        if refusal is not None:
+            return refusal
+        task = self._by_reservation.get(put.claim.reservation_id)
+        indexes = indexes_of(put.runs, 1 if task is None else len(task.arriving))
         part = None if put.part is None else Part(*put.part)
-        for run in put.runs:
-            granted = self._handoff.begin_write(
-                put.claim,
-                run.first,
-                run.count,
-                self._clock.now(),
-                part,
-            )
-            if isinstance(granted, Refusal):
-                for write_id in write_ids:
-                    self._handoff.end_write(write_id, ok=False)
-                self._release_quiet()
-                return granted
-            write_ids.append(granted.write_id)
-            granted_runs += consecutive_runs(granted.blocks)
+        granted = self._handoff.begin_write(put.claim, indexes, now, part)
+        if isinstance(granted, Refusal):
+            return granted
+        runs = runs_of_blocks(granted.blocks)
         if isinstance(self._memory, DevicePool):
-            grant = WriteGrant(put, (), pieces_of(granted_runs, self._block_bytes, put.part))
+            grant = WriteGrant(put, (), pieces_of(runs, self._block_bytes, put.part))
         else:
-            views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
+            views = write_views(self._memory, runs, self._block_bytes, put.part)
             grant = WriteGrant(put, views)
-        self._grants[grant] = write_ids
+        self._grants[grant] = granted.write_id
         return grant
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
         """The channel left the memory."""
-        task = self._by_reservation.get(grant.put.claim.reservation_id)
-        if ok and task is not None and grant.pieces is None:
-            for run in grant.put.runs:
-                blocks = task.arriving[run.first : run.first + run.count]
-                for first, count in consecutive_runs(blocks):
-                    self._memory.written(first, count)
-        for write_id in self._grants.pop(grant):
-            self._handoff.end_write(write_id, ok)
+        self._handoff.end_write(self._grants.pop(grant), ok)
         self._release_quiet()
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
@@ -232,7 +219,8 @@ class ArrivingKv:
         """Lets this worker's own engine write all blocks of a reservation; gives its task."""
         task = self._by_reservation.get(reservation.reservation_id)
         now = self._clock.now()
-        granted = self._handoff.begin_write(claim_of(reservation), 0, reservation.num_blocks, now)
+        indexes = range(reservation.num_blocks)
+        granted = self._handoff.begin_write(claim_of(reservation), indexes, now)
         if isinstance(granted, Refusal):
             return granted
         assert task is not None

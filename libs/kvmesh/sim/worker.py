@@ -244,7 +244,8 @@ class SimWorker:
         Args:
             first: among the reservation's blocks to write.
         """
-        grant = self.handoff.begin_write(self._claim(sequence), first, count, self._events.now())
+        indexes = range(first, first + count)
+        grant = self.handoff.begin_write(self._claim(sequence), indexes, self._events.now())
         assert not isinstance(grant, Refusal), grant
         return grant.write_id
 

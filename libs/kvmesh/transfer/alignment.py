@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvmesh.transfer.run_table import RunTable, as_runs, as_table, num_blocks_of
+from kvmesh.transfer.run_table import MANY_RUNS, RunTable, as_runs, as_table, num_blocks_of
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ def align_runs(source: Sequence[int], target: Sequence[int]) -> list[Run]:
 
 def align_to_reservation(
     source: Sequence[int], first_index: int, target_lengths: Sequence[int]
-) -> list[Run]:
+) -> Sequence[Run]:
     """The fewest runs from sender blocks to the blocks of a reservation, named by index.
 
     Args:
@@ -60,8 +60,10 @@ def align_to_reservation(
             block ids are not known here. Empty: nothing is known, only `source` splits.
 
     Returns:
-        Runs whose `target_start` is an index of the reservation.
+        Runs whose `target_start` is an index of the reservation; many of them are a table.
     """
+    if len(source) >= MANY_RUNS:
+        return _aligned_table(source, first_index, target_lengths)
     borders = set(_borders(target_lengths))
     runs: list[Run] = []
     start = 0
@@ -70,6 +72,19 @@ def align_to_reservation(
             runs.append(Run(source[start], first_index + start, end - start))
             start = end
     return runs
+
+
+def _aligned_table(
+    source: Sequence[int], first_index: int, target_lengths: Sequence[int]
+) -> Sequence[Run]:
+    """As `align_to_reservation`, all blocks at once."""
+    blocks = np.array(source, np.int64)
+    is_start = np.concatenate(([True], blocks[1:] != blocks[:-1] + 1))
+    borders = np.cumsum(np.array(target_lengths, np.int64)) - first_index
+    is_start[borders[(borders > 0) & (borders < len(blocks))]] = True
+    starts = np.flatnonzero(is_start)
+    lengths = np.diff(np.append(starts, len(blocks)))
+    return as_runs(Run._make, np.column_stack((blocks[starts], first_index + starts, lengths)))
 
 
 def _borders(lengths: Iterable[int]) -> Iterable[int]:

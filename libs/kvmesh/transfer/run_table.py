@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmesh.kv.runs import consecutive_runs
+
 RunT = TypeVar("RunT", bound=tuple[int, ...])
 OtherT = TypeVar("OtherT", bound=tuple[int, ...])
 Numbers: TypeAlias = NDArray[np.int64]
@@ -103,6 +105,35 @@ def end_of(runs: Sequence[tuple[int, ...]]) -> int:
     if type(runs) is RunTable:
         return int((runs.numbers[:, 0] + runs.numbers[:, -1]).max())
     return max([run[0] + run[-1] for run in runs])
+
+
+def indexes_of(runs: Sequence[tuple[int, int]], num_blocks: int) -> Sequence[int]:
+    """Every index that (first, count) runs name, in order; a range where they follow one another.
+
+    Args:
+        num_blocks: of what is indexed. Of runs that reach beyond it, or name more, the answer is a
+            range that does so too: a frame of a peer may name any number of indexes.
+    """
+    most = max(end_of(runs), num_blocks_of(runs))
+    if most > num_blocks:
+        return range(most)
+    if len(runs) == 1:
+        first, count = runs[0]
+        return range(first, first + count)
+    if type(runs) is RunTable:
+        indexes: list[int] = blocks_of(runs.numbers[:, 0], runs.numbers[:, 1]).tolist()
+        return indexes
+    return [index for first, count in runs for index in range(first, first + count)]
+
+
+def runs_of_blocks(blocks: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """As `consecutive_runs`, of many blocks a table."""
+    if len(blocks) < MANY_RUNS:
+        return consecutive_runs(blocks)
+    numbers = np.array(blocks, np.int64)
+    starts = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1] + 1)))
+    lengths = np.diff(np.append(starts, len(numbers)))
+    return as_runs(tuple, np.column_stack((numbers[starts], lengths)))
 
 
 def blocks_of(first: Numbers, count: Numbers) -> Numbers:

@@ -29,7 +29,7 @@ class Writer(NamedTuple):
     def begin(
         self, first: int, count: int, now: float = 1.0, part: Part | None = None
     ) -> BlockGrant | Refusal:
-        return self.table.begin_write(self.claim, first, count, now, part)
+        return self.table.begin_write(self.claim, range(first, first + count), now, part)
 
     def grant(self, first: int, count: int, now: float = 1.0) -> BlockGrant:
         answer = self.begin(first, count, now)
@@ -274,3 +274,35 @@ def test_a_reservation_that_ended_under_a_write_is_not_open(
     table.end_write(grant.write_id, ok=True)
     assert [each.blocks for each in table.drain_released()] == [BLOCKS]
     assert table.is_idle
+
+
+def test_scattered_blocks_are_one_grant(table: HandoffTable, writer: Writer) -> None:
+    scattered = table.begin_write(writer.claim, [2, 0], now=1.0)
+    assert isinstance(scattered, BlockGrant)
+    assert scattered.blocks == (9, 5)
+    table.check_integrity()
+    assert reason(writer.begin(0, 1)) is RefusalReason.BUSY
+    assert reason(table.begin_write(writer.claim, [1, 2], now=1.0)) is RefusalReason.BUSY
+    between = writer.grant(1, 1)
+    table.end_write(between.write_id, ok=True)
+    assert reason(writer.commit()) is RefusalReason.BUSY
+    table.end_write(scattered.write_id, ok=True)
+    table.check_integrity()
+    assert isinstance(writer.commit(), Committed)
+
+
+def test_scattered_parts_meet_only_where_they_overlap(table: HandoffTable, writer: Writer) -> None:
+    lower = table.begin_write(writer.claim, [2, 0], 1.0, Part(0, 4))
+    assert isinstance(lower, BlockGrant)
+    assert reason(table.begin_write(writer.claim, [0], 1.0, Part(3, 2))) is RefusalReason.BUSY
+    upper = table.begin_write(writer.claim, [0, 2], 1.0, Part(4, 4))
+    assert isinstance(upper, BlockGrant)
+    table.end_write(lower.write_id, ok=True)
+    table.end_write(upper.write_id, ok=True)
+    assert "1 of 3" in str(writer.commit())
+
+
+@pytest.mark.parametrize("indexes", [[], [0, 3], [-1, 0], [1, 1], range(0, 3, 2), range(2, 1)])
+def test_indexes_outside_of_the_reservation(writer: Writer, indexes: list[int]) -> None:
+    assert reason(writer.table.begin_write(writer.claim, indexes, 1.0)) is RefusalReason.INVALID
+    assert writer.table.statistics().num_writes == 0

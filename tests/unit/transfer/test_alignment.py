@@ -3,6 +3,7 @@ import random
 import pytest
 
 from kvmesh.kv.runs import consecutive_runs
+from kvmesh.transfer import alignment
 from kvmesh.transfer.alignment import Run, align_runs, align_to_reservation, split_runs
 
 
@@ -61,6 +62,18 @@ def test_alignment_to_lengths_equals_alignment_to_block_ids() -> None:
         assert [run.target_start for run in runs] == [
             sum(count for _, count in expected[:i]) for i in range(len(expected))
         ]
+
+
+def test_many_blocks_are_aligned_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        source = _blocks(rng)
+        lengths = [rng.randrange(1, 9) for _ in range(rng.randrange(20))]
+        first = rng.randrange(10)
+        at_once = align_to_reservation(source, first, lengths)
+        with monkeypatch.context() as patch:
+            patch.setattr(alignment, "MANY_RUNS", len(source) + 1)
+            assert align_to_reservation(source, first, lengths) == list(at_once)
 
 
 def _blocks(rng: random.Random) -> list[int]:

@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 
 from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.kv.runs import consecutive_runs
 from kvmesh.transfer.alignment import Run, split_runs, tabled
 from kvmesh.transfer.frames import BlockPart, BlockRun, PullFrame, PullRun
 from kvmesh.transfer.memory import MappedPool, create_shared, run_views, write_views
 from kvmesh.transfer.native import PlacedViews, num_bytes_of, ranges_of
-from kvmesh.transfer.run_table import RunTable, as_runs, blocks_of, end_of, num_blocks_of
+from kvmesh.transfer.run_table import (
+    RunTable,
+    as_runs,
+    blocks_of,
+    end_of,
+    indexes_of,
+    num_blocks_of,
+    runs_of_blocks,
+)
 
 BLOCK = 64
 
@@ -114,3 +123,32 @@ def test_a_cut_run_goes_on_in_the_next_group() -> None:
     groups = split_runs(runs, 10, 1000)
     assert groups[0] == (Run(0, 0, 7), Run(10, 7, 3))
     assert groups[1] == (Run(13, 10, 4), Run(20, 14, 6))
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_indexes_of_runs_are_those_of_each_in_turn(count: int) -> None:
+    runs = [BlockRun(run.target_start + 9 * i, run.count) for i, run in enumerate(some_runs(count))]
+    many = as_runs(BlockRun._make, np.array(runs, np.int64))
+    expected = [index for first, size in runs for index in range(first, first + size)]
+    assert list(indexes_of(many, 10_000)) == list(indexes_of(runs, 10_000)) == expected
+
+
+def test_indexes_that_nobody_has_are_not_spelt_out() -> None:
+    far = [BlockRun(0, 1), BlockRun(2**32 - 1, 2**32 - 1)] * 20
+    for runs in (far, far[1:2], as_runs(BlockRun._make, np.array(far, np.int64))):
+        indexes = indexes_of(runs, 100)
+        assert isinstance(indexes, range)
+        assert len(indexes) > 100
+    again = [BlockRun(0, 100), BlockRun(0, 100)]
+    assert indexes_of(again, 100) == range(200)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 200])
+def test_runs_of_many_blocks_are_those_of_few(count: int) -> None:
+    rng = random.Random(count)
+    for chance in (0.0, 0.5, 1.0):
+        blocks = [7]
+        while len(blocks) < count:
+            near = rng.random() < chance
+            blocks.append(blocks[-1] + 1 if near else rng.randrange(1000))
+        assert list(runs_of_blocks(blocks)) == consecutive_runs(blocks)
