@@ -18,4 +18,10 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$package" >/dev/null
 fi
-"$python" -m venv "$folder"
+# It installs pip, which leaves temporary files when it is interrupted: they lie in a folder that goes with this script.
+mkdir -p "$folder/tmp"
+trap 'rm -rf "$folder/tmp"' EXIT
+TMPDIR=$(cd "$folder/tmp" && pwd) "$python" -c '
+import signal, sys, venv
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback at Ctrl-C
+venv.main(sys.argv[1:])' "$folder"

@@ -186,6 +186,10 @@ CASES = {
         "hidden_size must be a number", arrange=lambda at: at.change_config(hidden_size="wide")
     ),
     "no-tokenizer": Case("lacks tokenizer.json", arrange=lambda at: at.remove("tokenizer.json")),
+    "template-with-a-mistake": Case(
+        "chat template.*line 1.*copy or download",
+        arrange=lambda place: place.write("chat_template.jinja", "{% for x in messages %}"),
+    ),
     "other-tokenizer": Case("save_pretrained", arrange=_other_tokenizer),
     "broken-tokenizer": Case(
         "is no tokenizer", arrange=lambda at: at.write("tokenizer.json", "{}")

@@ -5,10 +5,10 @@ Tests: tests/unit/cli/test_model_folder.py.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh.core.chat_template import read_chat_template
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
@@ -53,11 +53,11 @@ def read_model_folder(
     config = load_model_config(path)
     weight_bytes = check_weight_files(path) if has_weights else 0
     if has_text:
-        _check_tokenizer(path)
+        _check_text(path)
     return ModelFolder(path, config, weight_bytes)
 
 
-def _check_tokenizer(path: Path) -> None:
+def _check_text(path: Path) -> None:
     file = path / "tokenizer.json"
     if not file.is_file():
         others = [name for name in _OTHER_TOKENIZERS if (path / name).is_file()]
@@ -68,8 +68,10 @@ def _check_tokenizer(path: Path) -> None:
             else "copy it from where the weights are from"
         )
         raise CheckpointError(f"{path} lacks tokenizer.json; {remedy}")
-    # Only who serves text has this package, and only here it is needed.
+    # Only who serves text has these packages, and only here they are needed.
     import tokenizers  # noqa: PLC0415
+
+    from kvmesh.core.template_sandbox import compile_chat_template  # noqa: PLC0415
 
     try:
         tokenizers.Tokenizer.from_file(str(file))
@@ -77,17 +79,10 @@ def _check_tokenizer(path: Path) -> None:
         raise CheckpointError(
             f"{file} is no tokenizer: {error}; copy or download it again"
         ) from error
-
-
-def has_chat_template(path: Path) -> bool:
-    """Whether the model can be asked in chats: its template is a file, or in the tokenizer's."""
-    if (path / "chat_template.jinja").is_file():
-        return True
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+        compile_chat_template(read_chat_template(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; copy or download it again") from error
 
 
 def embedded_models(root: Path) -> list[Path]:

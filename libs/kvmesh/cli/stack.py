@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmesh.cli.model_folder import has_chat_template
 from kvmesh.cli.probes import Probe
 from kvmesh.cli.processes import ProcessSpec
 from kvmesh.cli.stack_secrets import StackSecrets
+from kvmesh.core.chat_template import read_chat_template
 from kvmesh.core.types import Endpoint
 
 # Clients first, then those who hold their work, then those who know about it.
@@ -308,7 +308,7 @@ def plan_stack(
         "gateway", flags, probe=Probe("http", asked), port=options.grpc_port
     )
     members.append(member)
-    has_chat = has_chat_template(options.model)
+    has_chat = bool(read_chat_template(Path(options.model)))
     secret, name = str(secrets.mesh_file), options.model_name
     return StackPlan(tuple(members), asked, grpc, name, has_chat, console, pool, secret)
 

@@ -1,4 +1,4 @@
-"""What `kvmesh up` prints when its stack is ready. Tests: tests/unit/cli/test_launcher.py."""
+"""What `kvmesh up` prints when its stack is ready. Tests: tests/unit/cli/test_stack_greeting.py."""
 
 from __future__ import annotations
 
@@ -27,17 +27,22 @@ def greeting(plan: StackPlan, paths: StackPaths, *, has_keys: bool) -> list[str]
         body["prompt"] = "The module"
     body |= {"max_tokens": 80, "stream": True}
     curl = f"curl -N {url}/v1/{path} -H 'content-type: application/json'"
-    hint = ""
+    hints = []
+    if not plan.has_chat:
+        hints.append(
+            "chats are refused: the model has no chat template; put its chat_template.jinja into "
+            "the model folder"
+        )
     if has_keys:
         curl += f' -H "authorization: Bearer ${API_KEY}"'
-        hint = f"key: export {API_KEY}=one of yours first; kvmesh chat and bench read it too"
+        hints.append(f"key: export {API_KEY}=one of yours first; kvmesh chat and bench read it too")
     return [
         "",
         f"ready: {url}  (OpenAI API; gRPC {plan.grpc})",
         "",
         f"  {curl} -d '{json.dumps(body)}'",
         "",
-        *([hint] if hint else []),
+        *hints,
         *([f"console: http://{plan.console}/console"] if plan.console else []),
         f"logs: {paths.logs}/<process>.log",
         "stop: Ctrl-C",

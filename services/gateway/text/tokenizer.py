@@ -7,24 +7,19 @@ Tests: tests/unit/gateway/text/test_tokenizer.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 from jinja2.runtime import new_context
 
+from kvmesh.core.chat_template import SETTINGS_FILE, read_chat_template, read_settings
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
-from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.core.template_sandbox import compile_chat_template
 from kvmesh.engine.checkpoint import load_model_config
 from services.gateway.text.detokenizer import WholeTokens
 from services.gateway.text.text_encoder import TextEncoder
@@ -53,19 +48,6 @@ _TEMPLATE_ERRORS = (
 """What messages can make a template do: it splits, counts and formats what it is given."""
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The block's content alone."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """A model's chat template, rendered as transformers does but in a sandbox.
 
@@ -83,18 +65,9 @@ class ChatTemplate:
         tool_family: ToolFamily | None = None,
         reasoning_family: ReasoningFamily | None = None,
     ) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self.tool_family = tool_family
         self.reasoning_family = reasoning_family
-        try:
-            template = environment.from_string(source) if source else None
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
+        template = compile_chat_template(source) if source else None
         self._template = template
         # DeepSeek R1's shows calls only where there is no content, which text of no length is.
         self._wants_none = "'assistant' and message['content'] is none" in source
@@ -243,16 +216,11 @@ def load_tokenizer(
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = read_settings(folder / SETTINGS_FILE)
     has_config = (folder / "config.json").is_file()
     max_model_len = load_model_config(folder).max_position_embeddings if has_config else 0
-    generation = _read_json(folder / "generation_config.json") if use_generation_config else {}
-    template_file = folder / "chat_template.jinja"
-    source = (
-        _read_template(template_file)
-        if template_file.is_file()
-        else _template_text(settings.get("chat_template"))
-    )
+    generation = read_settings(folder / "generation_config.json") if use_generation_config else {}
+    source = read_chat_template(folder)
     return TextTokenizer(
         _fast_tokenizer(path),
         ChatTemplate(
@@ -288,33 +256,6 @@ def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return fast
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: a JSON object is expected")
-    return content
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: {why_unreadable(error)}") from error
-
-
-def _template_text(value: Any) -> str:
-    # Some checkpoints hold a list of named templates; the one for plain chats is "default".
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        return str(named.get("default", ""))
-    return str(value or "")
-
-
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -348,28 +289,3 @@ def _byte_level_table() -> dict[str, int]:
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
     return table | {chr(256 + offset): byte for offset, byte in enumerate(others)}
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson` with transformers' arguments."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.cli.model_folder import embedded_models, has_chat_template, read_model_folder
+from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.core.errors import CheckpointError
 from tests.unit.cli.tiny_folder import write_folder
 
@@ -74,17 +73,8 @@ def test_embedded_models(tmp_path: Path) -> None:
     assert [path.name for path in embedded_models(tmp_path)] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "has"),
-    [
-        ("chat_template.jinja", "{{ messages }}", True),
-        ("tokenizer_config.json", json.dumps({"chat_template": "{{ messages }}"}), True),
-        ("tokenizer_config.json", '{"model_max_length": 5}', False),
-        ("tokenizer_config.json", "{", False),
-    ],
-)
-def test_a_chat_template_may_be_in_either_file(
-    tmp_path: Path, name: str, text: str, has: bool
-) -> None:
-    (tmp_path / name).write_text(text)
-    assert has_chat_template(tmp_path) is has
+def test_a_chat_template_that_is_no_jinja_is_told_with_its_line(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("a\n{% for x in messages %}b")
+    with pytest.raises(CheckpointError, match=r"m: the chat template cannot be compiled: line 2"):
+        read_model_folder(folder)
