@@ -52,6 +52,7 @@ class JointDecisions:
         self._gathering: Gathering[_Open] = Gathering(lambda each: hold_s(each.waiting))
         self._decide = decide
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at: float | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -80,17 +81,19 @@ class JointDecisions:
         """Decides on those whose time has come, and wakes up when that of the others has."""
         taken = self._gathering.take(now)
         closes_at = self._gathering.closes_at
-        if self._timer is not None and self._timer.when() != closes_at:
-            self._timer.cancel()
-            self._timer = None
-        if closes_at is not None and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(closes_at, self._wake, closes_at)
+        if self._wakes_at != closes_at:  # a timer of uvloop cannot always say it
+            self._wakes_at = closes_at
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if closes_at is not None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_at(closes_at, self._wake, closes_at)
         if taken:
             self._answer(taken)
 
     def _wake(self, closes_at: float) -> None:
-        self._timer = None
+        self._timer = self._wakes_at = None
         # A loop calls up to its clock's resolution early.
         self._go_on(max(asyncio.get_running_loop().time(), closes_at))
 

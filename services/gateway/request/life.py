@@ -118,6 +118,7 @@ class Life:
         self._written: tuple[SequenceSpec, types_pb2.SequenceSpec] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._ticks_at = math.inf  # a timer of uvloop cannot always say it
         self._wake: asyncio.Future[None] | None = None
         self._is_open = True
         self._answer: bool | None = None
@@ -275,16 +276,14 @@ class Life:
     def _tell(self, actions: Actions) -> None:
         self._do(actions)
         due = self._attempt.due
-        timer = self._timer
-        if timer is None or timer.when() > due:
-            if timer is not None:
-                timer.cancel()
-            self._timer = None
-            if due != math.inf:
-                self._timer = self._loop.call_at(due, self._tick)
+        if due < self._ticks_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._ticks_at = due
+            self._timer = self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer, self._ticks_at = None, math.inf
         self._tell(self._attempt.tick(self._loop.time()))
 
     def _do(self, actions: Actions) -> None:
