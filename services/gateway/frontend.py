@@ -17,6 +17,7 @@ from services.gateway.api.request_limits import check_limits
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.request.choice import Caller, Choice
 from services.gateway.request.delivery import Delivery, Sink, together
+from services.gateway.request.gate import Gate
 from services.gateway.request.life import Life
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.tenants.access import KeyRing
@@ -98,14 +99,16 @@ class Frontend:
         """
         return Admitted(self._keys, self._admission, self.metrics, authorization)
 
-    def _check_crowd(self, caller: Caller) -> None:
+    def _check_crowd(self, caller: Caller, num_choices: int) -> None:
         """Refuses at once what would be refused at its deadline."""
         tenant = Tenant() if caller.ticket is None else caller.ticket.tenant
         patience_s = (caller.ttft_ms or self.limits.ttft_deadline_ms) / 1000
         crowd = self._mesh.crowd
-        if tenant.limits.priority > 0 or not crowd.is_hopeless(tenant.name, patience_s):
+        if tenant.limits.priority > 0 or not crowd.is_hopeless(
+            tenant.name, patience_s, num_choices
+        ):
             return
-        wait_s = max(crowd.wait_s(tenant.name), crowd.lag_s)
+        wait_s = max(crowd.wait_s(tenant.name, num_choices), crowd.lag_s)
         refusal = Refusal(
             RefusalReason.BUSY,
             f"{crowd.num_waiting} requests wait for workers, about {wait_s:.1f} s; "
@@ -126,7 +129,7 @@ class Frontend:
         check_model(call.model, self.served_name)
         check_limits(call, self.limits)
         if call.priority >= 0:  # who has priority does not wait behind the others
-            self._check_crowd(caller)
+            self._check_crowd(caller, call.n * len(call.prompts))
         seed = self._mesh.rng.getrandbits(64) if call.seed is None else call.seed
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
@@ -180,8 +183,16 @@ class Frontend:
             lives: from `begin`, in the same turn of the loop.
 
         Raises:
-            KvMeshError: as `Life.run` does.
+            KvMeshError: as `Life.run` does. Before workers took all choices no sink was told
+                of any.
         """
+        if len(lives) > 1:
+
+            def begins() -> None:
+                for life in lives:
+                    life.is_read = True
+
+            sinks = Gate(sinks, begins).held
         for life, choice, sink in zip(lives, choices, sinks, strict=True):
             life.receiver = Delivery(self.tokenizer, choice, life.ledger, sink)
         await together([life.run() for life in lives])

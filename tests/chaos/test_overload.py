@@ -45,6 +45,26 @@ async def test_twenty_requests_for_one_prefill_slot(tmp_path: Path) -> None:
     check_refusals_are_traced([span for span in spans if span["name"] == "gateway.offer"], served)
 
 
+async def test_answers_of_several_choices_are_whole_or_refused(tmp_path: Path) -> None:
+    flags = {"prefill": {"engine.fake-step-s": 0.1}, "decode": {"engine.fake-step-s": 0.01}}
+    async with running_mesh(tmp_path, 1, 1, flags=flags) as mesh, ApiClient(mesh.url) as client:
+        headers = {"x-slo-ttft-ms": str(round(DEADLINE_S * 1000))}
+        prompts = [list(range(10 + i, 60 + i)) for i in range(NUM_REQUESTS)]
+        answers = await asyncio.gather(
+            *(client.streamed(each, headers=headers, max_tokens=5, n=3) for each in prompts)
+        )
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if answer.status == 503:
+                assert int(answer.headers["Retry-After"]) >= 1
+                assert answer.choices == {}
+                continue
+            assert answer.ok, answer.error
+            found = [answer.choices[index].token_ids for index in range(3)]
+            assert found == [fake_tokens(prompt, 5)] * 3
+        assert 1 <= sum(answer.ok for answer in answers) < NUM_REQUESTS
+        await mesh.idle()
+
+
 def check_one_at_a_time(spans: list[dict[str, object]]) -> None:
     """The worker never held more than its one slot."""
     held = sorted(

@@ -79,6 +79,7 @@ class Behaviour:
     refuse_reserves: int = 0
     reserve_reason: RefusalReason = RefusalReason.NO_SLOTS
     reject_offers: int = 0
+    takes_offers: int = -1  # so many, and rejects all after them
     offer_reason: RefusalReason = RefusalReason.BUSY
     break_offers: int = 0  # the stream breaks instead of an answer
     fail_prefills: int = 0
@@ -146,6 +147,10 @@ class FakeWorker:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def rejects(self) -> bool:
+        """Whether the prompt that is shown now is rejected."""
+        return take(self.does, "reject_offers") or not take(self.does, "takes_offers")
+
     async def kill(self) -> None:
         """The process dies."""
         for task in tuple(self._tasks):
@@ -197,7 +202,7 @@ class FakeWorker:
         """Reserves and offers the prompt to itself, as asked in one message."""
         key = (message.request_id, message.attempt)
         self.specs.append(sequence_spec_from_proto(message.sequence))
-        if take(self.does, "reject_offers"):
+        if self.rejects():
             refusal = Refusal(self.does.offer_reason, "told to reject", retry_after_ms=2500)
             event = DecodeEvent(request_id=key[0], attempt=key[1])
             event.prefill.rejected.CopyFrom(refusal_to_proto(refusal))
@@ -412,7 +417,7 @@ class _Prefill(prefill_grpc.PrefillServiceServicer):
             worker.traceparents.append(offer.traceparent)
             if take(worker.does, "break_offers"):
                 outbox.put(BREAK)
-            elif take(worker.does, "reject_offers"):
+            elif worker.rejects():
                 refusal = Refusal(worker.does.offer_reason, "told to reject", retry_after_ms=2500)
                 event = PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
                 event.rejected.CopyFrom(refusal_to_proto(refusal))

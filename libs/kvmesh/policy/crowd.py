@@ -65,17 +65,22 @@ class Crowd:
         self.lag_s += _LAG_GAIN * (seconds - self.lag_s)
         self.peak_lag_s = max(seconds, _PEAK_KEPT * self.peak_lag_s)
 
-    def wait_s(self, tenant: str) -> float:
-        """How long one more request of a tenant would wait, at least; 0 while nobody knows.
+    def wait_s(self, tenant: str, count: int = 1) -> float:
+        """How long more requests of a tenant would wait, at least; 0 while nobody knows.
 
         Only the tenant's own requests count: those of others may be many and still come later.
+
+        Args:
+            count: come together; it is the last one's time.
         """
         num_waiting = self._waiting[tenant]
-        return num_waiting * self._interval_s if num_waiting >= MIN_WAITING else 0.0
+        if num_waiting < MIN_WAITING:
+            return 0.0
+        return (num_waiting + count - 1) * self._interval_s
 
-    def is_hopeless(self, tenant: str, patience_s: float) -> bool:
-        """Whether one more request would not be served within its patience."""
-        return self.wait_s(tenant) > patience_s or self.lag_s > max(patience_s, MIN_LAG_S)
+    def is_hopeless(self, tenant: str, patience_s: float, count: int = 1) -> bool:
+        """Whether one of so many more requests would not be served within its patience."""
+        return self.wait_s(tenant, count) > patience_s or self.lag_s > max(patience_s, MIN_LAG_S)
 
     def _pace(self, seconds: float) -> None:
         if not self._interval_s:

@@ -97,6 +97,7 @@ class Life:
 
     Attributes:
         receiver: has to be set in the turn of the loop in which it began.
+        is_read: its client has been sent tokens, of this generation or of another one of its call.
         ledger: what is noted of it.
     """
 
@@ -108,6 +109,7 @@ class Life:
         self.ledger = Ledger(mesh, request, ticket, now)
         self._request = self.ledger.request
         self.receiver: Receiver | None = None
+        self.is_read = False
         self._tokens: list[int] = []
         self._wants_more = True
         self._has_scores = self._request.sampling.num_logprobs >= 0
@@ -207,7 +209,7 @@ class Life:
         if self._num_moves > limits.max_moves:
             raise LostError(f"the request was lost {self._num_moves} times; last: {move.text}")
         again_until: float | None = None
-        if self._tokens:
+        if self._tokens or self.is_read:
             # The client is already reading: what counts is that the stream goes on at all.
             patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
             again_until = min(self._deadline, now + patience_s)
