@@ -22,8 +22,8 @@ from kvmesh.engine.model_source import find_model
 from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
+from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import server_context
-from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.http_connection import HttpConnection
 from kvmesh.telemetry.logs import event_logger
@@ -187,9 +187,8 @@ async def _serve_http(
     context.stack.push_async_callback(direct.close)
     loop = asyncio.get_running_loop()
     connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s, http_refusal)
-    listen = partial(_listen_tls, tls) if tls is not None else _listen_plain
     try:
-        port = await listen(guard, direct.wrap(connection), gateway, context)
+        port = await _listen(tls, guard, direct.wrap(connection), gateway, context)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
@@ -198,33 +197,18 @@ async def _serve_http(
     return port
 
 
-async def _listen_plain(
-    guard: ConnectionGuard, factory: Factory, gateway: GatewayConfig, context: ServiceContext
-) -> int:
-    server = await asyncio.get_running_loop().create_server(
-        guard.wrap(factory),
-        gateway.http.host,
-        gateway.http.port,
-        backlog=HTTP_BACKLOG,
-        reuse_port=gateway.server.share_port,
-    )
-    context.stack.callback(server.close)
-    port: int = server.sockets[0].getsockname()[1]
-    return port
-
-
-async def _listen_tls(
-    tls: ssl.SSLContext,
+async def _listen(
+    tls: ssl.SSLContext | None,
     guard: ConnectionGuard,
     factory: Factory,
     gateway: GatewayConfig,
     context: ServiceContext,
 ) -> int:
     # The guard alone says who is too many: it knows addresses.
-    server = TlsPort(
+    server = ListeningPort(
         tls,
         gateway.http.header_timeout_s,
-        guard.wrap_counted(factory),
+        guard.wrap(factory),
         guard.turned_away,
         # Silent handshakes leave half of the port to others; the guard counts the rest.
         limit=gateway.http.max_connections // 2 or sys.maxsize,

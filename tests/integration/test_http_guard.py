@@ -17,6 +17,7 @@ from aiohttp import web
 
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.runtime.http_connection import HttpProtocol
 from services.gateway.config import HttpConfig
 from services.gateway.fronts.http import HttpFront
@@ -270,10 +271,11 @@ async def test_a_client_that_takes_hardly_anything_is_cut(takes: int) -> None:
             lost.set_result(exc)
 
     guard = ConnectionGuard(HttpConfig(stall_timeout_s=1.0), GatewayMetrics("m"))
-    server = await loop.create_server(guard.wrap(Sender), "127.0.0.1", 0)
+    server = ListeningPort(None, 1.0, guard.wrap(Sender), guard.turned_away)
+    port = await server.start("127.0.0.1", 0)
     with socket.socket() as client:
         client.setblocking(False)
-        await loop.sock_connect(client, server.sockets[0].getsockname())
+        await loop.sock_connect(client, ("127.0.0.1", port))
         while not lost.done():
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 client.recv(takes)  # less room than a segment is no progress

@@ -8,6 +8,7 @@ from typing import Any
 
 import uvloop
 
+from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.runtime.http_connection import HttpProtocol
 from services.gateway.config import HttpConfig
 from services.gateway.fronts.http_guard import ConnectionGuard
@@ -23,15 +24,14 @@ def test_a_slow_and_a_surplus_client_are_cut() -> None:
         metrics = GatewayMetrics("m")
         config = HttpConfig(max_connections=1, header_timeout_s=0.2)
         guard = ConnectionGuard(config, metrics)
-        server = await loop.create_server(guard.wrap(HttpProtocol), "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()
-        ends = [await asyncio.open_connection(*address) for _ in range(2)]
+        server = ListeningPort(None, 1.0, guard.wrap(HttpProtocol), guard.turned_away)
+        port = await server.start("127.0.0.1", 0)
+        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for reader, writer in ends:
             with contextlib.suppress(ConnectionResetError):  # cut is cut
                 assert await reader.read() == b""
             writer.close()
         server.close()
-        await server.wait_closed()
         cut = "kvmesh_gateway_connections_cut_total"
         return metrics.value(cut, reason="gave_way"), metrics.value(cut, reason="slow_headers")
 

@@ -23,8 +23,8 @@ from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.core.newcomers import Newcomers
 from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, TlsConfig
 from kvmesh.rpc.framed import FramedConnection, ignore
+from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import client_context, server_context
-from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -94,7 +94,7 @@ class DirectListener:
     _newcomers: Newcomers[FramedConnection] = field(
         default_factory=lambda: Newcomers(FramedConnection.abort)
     )
-    _server: asyncio.Server | TlsPort | None = None
+    _server: asyncio.Server | ListeningPort | None = None
     _local_server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -120,7 +120,7 @@ class DirectListener:
 
     async def _listen(self, context: ssl.SSLContext | None) -> None:
         if context is not None:
-            self._server = TlsPort(context, _GREETING_S, lambda _: self._connection())
+            self._server = ListeningPort(context, _GREETING_S, lambda _: self._connection())
             self.port = await self._server.start(self.host, self.wanted_port)
             return
         loop = asyncio.get_running_loop()

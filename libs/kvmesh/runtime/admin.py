@@ -25,8 +25,8 @@ from aiohttp import web
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import server_context
-from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.admin_guard import HEADER_TIMEOUT_S, IDLE_TIMEOUT_S, AdminGuard
 from kvmesh.runtime.http_connection import HttpConnection
@@ -63,7 +63,7 @@ class AdminPort:
         self._routes: list[web.RouteDef] = []
         self._open: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | TlsPort | None = None
+        self._server: asyncio.Server | ListeningPort | None = None
         self._socket: asyncio.Server | None = None
         self.guard = AdminGuard()
         self.port = -1
@@ -134,10 +134,10 @@ class AdminPort:
 
     async def _listen(
         self, connections: Callable[[], asyncio.Protocol]
-    ) -> tuple[asyncio.Server | TlsPort, int]:
+    ) -> tuple[asyncio.Server | ListeningPort, int]:
         host, port = self._config.host, self._config.port
         if self._ssl is not None:
-            over_tls = TlsPort(self._ssl, HEADER_TIMEOUT_S, lambda _: connections())
+            over_tls = ListeningPort(self._ssl, HEADER_TIMEOUT_S, lambda _: connections())
             return over_tls, await over_tls.start(host, port)
         server = await asyncio.get_running_loop().create_server(connections, host, port)
         return server, server.sockets[0].getsockname()[1]

@@ -45,12 +45,8 @@ class ConnectionGuard:
         """Connections that were let in and are open."""
         return self._per_address.total()
 
-    def wrap(self, factory: Factory) -> Callable[[], asyncio.Protocol]:
-        """A factory of guarded connections."""
-        return lambda: _Guarded(self, factory(), self._config)
-
-    def wrap_counted(self, factory: Factory) -> Callable[[str], asyncio.Protocol | None]:
-        """As `wrap` where connections count before their protocol is told, as under TLS.
+    def wrap(self, factory: Factory) -> Callable[[str], asyncio.Protocol | None]:
+        """Guards connections, which count before their protocol is told of them.
 
         Returns:
             Makes the connection of an address; None if it must not come in. If it never gets as
@@ -65,7 +61,7 @@ class ConnectionGuard:
         return come
 
     def turned_away(self, connection: asyncio.Protocol) -> None:
-        """A connection of `wrap_counted` has ended; one that was made counts until it is lost."""
+        """A connection of `wrap` has ended; one that was made counts until it is lost."""
         assert isinstance(connection, _Guarded), "made here"
         connection.never_made()
 
@@ -124,22 +120,21 @@ class ConnectionGuard:
 
 
 class _Guarded(TimedConnection):
-    """One connection; one that must not come in is cut, and nothing of it goes on to `inner`."""
+    """One connection."""
 
     def __init__(
         self,
         guard: ConnectionGuard,
         inner: HttpProtocol,
         config: HttpConfig,
-        counted: str | None = None,
+        address: str,
     ) -> None:
-        """`counted` is the address of one that has come in already."""
         super().__init__(inner, config.header_timeout_s)
         self._guard = guard
         self._http = inner
-        self._counted = counted
         self._stall_timeout_s = config.stall_timeout_s
-        self._address: str | None = None  # None: not let in
+        self._address = address
+        self._is_made = False
         self._transport: asyncio.BaseTransport | None = None
 
     @property
@@ -148,36 +143,24 @@ class _Guarded(TimedConnection):
         return self._http.is_busy
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        address = self._counted
-        if address is None:
-            peer = transport.get_extra_info("peername")
-            address = str(peer[0]) if isinstance(peer, tuple) else ""
-            if not self._guard.enter(address):
-                abort(transport)
-                return
-        self._address = address
+        self._is_made = True
         self._transport = transport
         self._guard.heard(self, has_asked=False)
         _limit_stalls(transport, self._stall_timeout_s)
         super().connection_made(transport)
 
     def never_made(self) -> None:
-        if self._address is None and self._counted is not None:
-            self._guard.leave(self._counted)
+        if not self._is_made:
+            self._guard.leave(self._address)
 
     def data_received(self, data: bytes) -> None:
-        if self._address is not None:
-            super().data_received(data)
-            self._guard.heard(self, has_asked=self.has_asked)
-
-    def eof_received(self) -> bool | None:
-        return None if self._address is None else super().eof_received()
+        super().data_received(data)
+        self._guard.heard(self, has_asked=self.has_asked)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._address is not None:
-            self._guard.forget(self)
-            self._guard.leave(self._address)
-            super().connection_lost(exc)
+        self._guard.forget(self)
+        self._guard.leave(self._address)
+        super().connection_lost(exc)
 
     def give_way(self) -> None:
         """Ends the connection in favour of a new one."""

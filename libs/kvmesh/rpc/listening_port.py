@@ -1,9 +1,13 @@
-"""A listening port whose connections count from the moment they stand, not from the end of TLS.
+"""A listening port that lets in all who wait, and whose connections count from when they stand.
 
-asyncio's servers tell a protocol of its connection when the handshake is over. Until then nobody
-counts it, and whoever says nothing could hold all descriptors of a process. Here who comes is asked
-for first: too many at once, the oldest handshake gives way.
-Tests: tests/integration/test_tls_port.py.
+asyncio's servers tell a protocol of its connection when the TLS handshake is over. Until then
+nobody counts it, and whoever says nothing could hold all descriptors of a process. Here who comes
+is asked for first: too many at once, the oldest handshake gives way.
+
+uvloop's servers take in one connection in each turn of the loop, however many wait. A busy loop has
+few turns in a second, so clients would wait for many seconds where nobody sees them. Here a turn
+takes in all of them.
+Tests: tests/integration/test_listening_port.py.
 """
 
 from __future__ import annotations
@@ -30,11 +34,11 @@ def _nothing(_: asyncio.Protocol) -> None:
     """Nobody counts."""
 
 
-class TlsPort:
-    """Listens, and lets TLS in.
+class ListeningPort:
+    """Listens, and lets clients in.
 
     Args:
-        context: what this end shows and demands.
+        context: what this end shows and demands; None is without TLS.
         timeout_s: a handshake that takes longer is cut.
         come: makes protocols.
         failed: told of each protocol whose handshake has failed; it may have been made all the
@@ -44,7 +48,7 @@ class TlsPort:
 
     def __init__(
         self,
-        context: ssl.SSLContext,
+        context: ssl.SSLContext | None,
         timeout_s: float,
         come: Come,
         failed: Callable[[asyncio.Protocol], None] = _nothing,
@@ -56,6 +60,8 @@ class TlsPort:
         self._failed = failed
         self._listeners: list[socket.socket] = []
         self._greeting: set[asyncio.Task[None]] = set()
+        self._limit = limit
+        self._backlog = 1
         self._newcomers = Newcomers[asyncio.Task[None]](asyncio.Task.cancel, limit)
 
     @property
@@ -72,6 +78,7 @@ class TlsPort:
             OSError: the address cannot be bound.
         """
         assert not self._listeners, "started once"
+        self._backlog = backlog
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -102,15 +109,23 @@ class TlsPort:
             task.cancel()
 
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, peer = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:  # out of descriptors
-            log.warning("accept_failed", error=str(error))
-            self._pause(listener)
-            return
-        protocol = self._come(str(peer[0]))
+        """Takes in all who wait; of those with TLS only as many as may be greeted at a time."""
+        room = self._backlog if self._context is None else self._limit - len(self._greeting)
+        for _ in range(max(1, room)):
+            try:
+                sock, peer = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # out of descriptors
+                log.warning("accept_failed", error=str(error))
+                self._pause(listener)
+                return
+            self._take_in(sock, str(peer[0]))
+
+    def _take_in(self, sock: socket.socket, address: str) -> None:
+        protocol = self._come(address)
         if protocol is None:
             sock.close()
             return
@@ -118,7 +133,8 @@ class TlsPort:
         task = loop.create_task(self._greet(sock, protocol))
         self._greeting.add(task)
         task.add_done_callback(functools.partial(self._greeted, sock, protocol))
-        self._newcomers.enter(task)
+        if self._context is not None:
+            self._newcomers.enter(task)
 
     def _pause(self, listener: socket.socket) -> None:
         """Takes nobody in for a moment: who cannot be taken in stays, and would be told at once."""
@@ -137,7 +153,7 @@ class TlsPort:
             lambda: protocol,
             sock,
             ssl=self._context,
-            ssl_handshake_timeout=self._timeout_s,
+            ssl_handshake_timeout=None if self._context is None else self._timeout_s,
         )
 
     def _greeted(
@@ -153,4 +169,4 @@ class TlsPort:
             if isinstance(error, OSError):  # of the socket or of TLS: anybody's, worth no line
                 log.debug("tls_refused", error=str(error))
             else:
-                log.failure("tls_port_crashed", error)
+                log.failure("listening_port_crashed", error)
