@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,14 @@ MODEL = "fake"
 FOLDER = ROOT / "models" / "pydoc-6m"
 NUM_WORKERS = 3
 LOADER_ALONE = "loader alone"
-_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
 _STOP_S = 5.0
 
 
 def free_port() -> int:
     """A port that nobody has now."""
     with socket.socket() as probe:
-        probe.bind((_HOST, 0))
+        probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
 
@@ -41,13 +41,14 @@ class Process:
     """A child process; what it logs goes to a file, its standard streams are for orders.
 
     Args:
-        cwd: its working directory.
+        cwd: its working directory; if that is a checkout, its modules are from there.
     """
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, cwd: Path = ROOT) -> None:
         self.name = name
         self._log_path = folder / f"{name}.log"
-        environment = child_environment({"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"})
+        tree = cwd if (cwd / "services").is_dir() else ROOT
+        environment = child_environment({"PYTHONPATH": f"{tree / 'libs'}:{tree}"})
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -69,6 +70,15 @@ class Process:
         root = psutil.Process(self._process.pid)
         times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
         return sum(each.user + each.system for each in times)
+
+    @property
+    def exact_cpu_s(self) -> float:
+        """As `cpu_s`, of its own threads alone, to a microsecond instead of ten milliseconds."""
+        total_ns = 0
+        for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+            with suppress(FileNotFoundError):  # a thread that has just ended
+                total_ns += int((task / "schedstat").read_text().split()[0])
+        return total_ns / 1e9
 
     async def line(self) -> str:
         """Its next line of output.
@@ -184,8 +194,8 @@ def ours(num_processes: int = 1, *, prefixes: bool = False) -> Start:
         with ExitStack() as stack:
             redis = stack.enter_context(RedisProcess(binary, 0, folder))
             service = partial(_service, stack, folder)
-            kvmanager, scheduler = (Endpoint(_HOST, free_port()) for _ in range(2))
-            http = Endpoint(_HOST, free_port())
+            kvmanager, scheduler = (Endpoint(HOST, free_port()) for _ in range(2))
+            http = Endpoint(HOST, free_port())
             control = [
                 service("kvmanager", {"redis.url": redis.url, "server.port": kvmanager.port}),
                 service(
@@ -234,7 +244,7 @@ async def bare_worker(folder: Path) -> AsyncIterator[System]:
     """The loader in front of one worker, with nothing between: what is not the fronts' share."""
     with ExitStack() as stack:
         worker = _python(stack, folder, "openai_worker", "openai-alone", named=False)
-        http = Endpoint(_HOST, int(await worker.line()))
+        http = Endpoint(HOST, int(await worker.line()))
         yield System(LOADER_ALONE, http, [worker], [worker], num_phases=4)
 
 
@@ -252,10 +262,10 @@ def router(name: str, python: Path) -> Start:
                 _python(stack, folder, "openai_worker", f"openai-{number}", named=False)
                 for number in range(NUM_WORKERS)
             ]
-            urls = [f"http://{_HOST}:{await worker.line()}" for worker in workers]
-            http = Endpoint(_HOST, free_port())
+            urls = [f"http://{HOST}:{await worker.line()}" for worker in workers]
+            http = Endpoint(HOST, free_port())
             module = name.replace("-", "_")
-            words = ["--host", _HOST, "--port", str(http.port), "--policy", "round_robin"]
+            words = ["--host", HOST, "--port", str(http.port), "--policy", "round_robin"]
             words += ["--prometheus-port", str(free_port()), "--log-level", "error"]
             command = [str(python), "-m", f"{module}.launch_router", *words]
             command += ["--worker-urls", *urls]
@@ -298,9 +308,9 @@ def dynamo(python: Path) -> Start:
                 )
                 for number in range(NUM_WORKERS)
             ]
-            http = Endpoint(_HOST, free_port())
+            http = Endpoint(HOST, free_port())
             command = [str(python), "-m", "dynamo.frontend", "--http-port", str(http.port)]
-            command += ["--http-host", _HOST, "--router-mode", "round-robin"]
+            command += ["--http-host", HOST, "--router-mode", "round-robin"]
             front = [_entered(stack, Process("dynamo", ["env", *words, *command], folder, folder))]
             system = System("dynamo", http, front, workers)
             for worker in workers:

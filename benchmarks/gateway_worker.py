@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,13 +75,13 @@ class Sequence:
 class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServicer):
     """Both services of one worker."""
 
-    def __init__(self, name: str, publishes: bool = False) -> None:
+    def __init__(self, name: str, publishes: bool = False, role: Role = Role.HYBRID) -> None:
         self.behaviour = Behaviour()
         self.server = make_server()
         port = bind_server(self.server, "127.0.0.1", 0)
         endpoint = Endpoint("127.0.0.1", port)
         self.info = WorkerInfo(
-            WorkerId(name), os.getpid(), Role.HYBRID, "local", endpoint, endpoint, "fake", LAYOUT,
+            WorkerId(name), os.getpid(), role, "local", endpoint, endpoint, "fake", LAYOUT,
             MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS, publishes=publishes,
         )  # fmt: skip
         self.reservation = types_pb2.Reservation(
@@ -180,8 +180,14 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         return self._num_reserved
 
     def _forget(self, outbox: Outbox[Any]) -> None:
-        self._running = {k: s for k, s in self._running.items() if s.outbox is not outbox}
-        self._held = {k: s for k, s in self._held.items() if s.outbox is not outbox}
+        for key in [key for key, each in self._running.items() if each.outbox is outbox]:
+            del self._running[key]
+        for number in [number for number, each in self._held.items() if each.outbox is outbox]:
+            del self._held[number]
+
+    def computes_for(self, decode: Worker) -> None:
+        """Hands its prompts over to a decode worker of this process."""
+        self._held, self._running, self._wake = decode._held, decode._running, decode._wake
 
     async def run_steps(self) -> None:
         """Decodes until cancelled."""
@@ -286,35 +292,46 @@ def _reject(event: prefill_pb.PrefillEvent) -> None:
     event.rejected.message = "all prefill slots are taken"
 
 
-async def follow_commands(worker: Worker) -> None:
-    """Behaves as standard input says, until it ends."""
+async def follow_commands(workers: Collection[Worker]) -> None:
+    """Has the workers behave as standard input says, until it ends."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async for line in reader:
-        worker.behaviour = replace(Behaviour(), **json.loads(line))
+        for worker in workers:
+            worker.behaviour = replace(Behaviour(), **json.loads(line))
         sys.stdout.write("changed\n")
         sys.stdout.flush()
 
 
-async def main(name: str, scheduler: str, publishes: str = "") -> None:
-    """Serves until standard input ends."""
-    worker = Worker(name, publishes == "publishes")
-    await worker.direct.start()
-    await worker.server.start()
-    registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)
-    tasks = [
-        asyncio.create_task(registration.run()),
-        asyncio.create_task(worker.run_steps()),
-    ]
-    await registration.wait_registered(30)
+async def main(name: str, scheduler: str, *words: str) -> None:
+    """Serves until standard input ends.
+
+    Args:
+        words: `publishes` for workers that publish their blocks, `roles` for a prefill and a decode
+            worker instead of one that is both.
+    """
+    publishes = "publishes" in words
+    workers = [Worker(name, publishes)]
+    if "roles" in words:
+        decode = Worker(f"{name}-decode", publishes, Role.DECODE)
+        workers = [decode, Worker(f"{name}-prefill", publishes, Role.PREFILL)]
+        workers[1].computes_for(decode)
+    tasks = [asyncio.create_task(workers[0].run_steps())]
+    for worker in workers:
+        await worker.direct.start()
+        await worker.server.start()
+        registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)
+        tasks.append(asyncio.create_task(registration.run()))
+        await registration.wait_registered(30)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    await follow_commands(worker)
+    await follow_commands(workers)
     for task in tasks:
         task.cancel()
-    await worker.server.stop(0)
-    await worker.direct.close()
+    for worker in workers:
+        await worker.server.stop(0)
+        await worker.direct.close()
 
 
 if __name__ == "__main__":

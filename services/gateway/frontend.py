@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.policy.quota import Tenant
-from services.gateway.api.model_checks import check_model, choice_sampling, prompt_sampling
+from services.gateway.api.model_checks import check_call, check_prompt, choice_sampling
 from services.gateway.api.openai import ApiCall
-from services.gateway.api.request_limits import check_limits
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.request.choice import Caller, Choice
 from services.gateway.request.delivery import Delivery, Sink, together
@@ -23,7 +21,7 @@ from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.tenants.access import KeyRing
 from services.gateway.tenants.admission import Admission
 from services.gateway.tenants.entry import Admitted
-from services.gateway.text.prompts import checked_sampling, prompt_ids, prompt_text
+from services.gateway.text.prompts import prompt_ids, prompt_text, with_tokens
 from services.gateway.text.tokenizer import TextTokenizer
 
 MAX_REQUEST_ID_CHARS = 128
@@ -126,8 +124,8 @@ class Frontend:
             ModelNotFoundError: another model is asked for.
             StageRefusedError: too many wait already for this one to be served in time.
         """
-        check_model(call.model, self.served_name)
-        check_limits(call, self.limits)
+        vocab_size = self.tokenizer.vocab_size
+        check_call(call, self.served_name, self.limits, vocab_size)
         if call.priority >= 0:  # who has priority does not wait behind the others
             self._check_crowd(caller, call.n * len(call.prompts))
         seed = self._mesh.rng.getrandbits(64) if call.seed is None else call.seed
@@ -136,15 +134,13 @@ class Frontend:
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
         ticket = caller.ticket
         tenant = Tenant() if ticket is None else ticket.tenant
-        sampling = await checked_sampling(self.tokenizer, call)
-        if sampling is not call.sampling:
-            call = replace(call, sampling=sampling)
+        call = await with_tokens(self.tokenizer, call)
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
             if ticket is not None:
                 ticket.charge(len(token_ids))
-            sampling = prompt_sampling(call, len(token_ids), self.max_model_len)
+            sampling = check_prompt(call, token_ids, vocab_size, self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
             for number in range(call.n):
                 index = len(choices)

@@ -22,6 +22,8 @@ _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
 _USES_REDIS = ("kvmanager", "scheduler")
 _REDIS_URL, _REDIS_PASSWORD = "KVMESH_REDIS__URL", "KVMESH_REDIS__PASSWORD"
+TRACES_PER_SECOND = 5
+"""Who tries something out finds every request's trace; under load they cost little."""
 REMOTE = "remote"
 """Name of the second cluster, and what the names of its workers begin with."""
 
@@ -194,6 +196,7 @@ class _Planner:
             "telemetry.log.format": "text",
             "telemetry.trace.exporter": "jsonl",
             "telemetry.trace.target": self.paths.state / "traces" / f"{name}.jsonl",
+            "telemetry.trace.per-second": TRACES_PER_SECOND,
             "telemetry.metrics-port": metrics_port,
         }
         argv = [str(self.paths.python), "-m", f"services.{kind}"]

@@ -35,7 +35,7 @@ from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.telemetry.config import TelemetryConfig
 from kvmesh.telemetry.exposition import start_exposition_server
 from kvmesh.telemetry.logs import configure_logging, event_logger, logs_for_people
-from kvmesh.telemetry.tracing import configure_tracing
+from kvmesh.telemetry.tracing import Allowance, configure_tracing
 
 if TYPE_CHECKING:
     from kvmesh.runtime.admin import AdminPort
@@ -344,7 +344,8 @@ def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -
         configure_logging(name, telemetry.log.level, telemetry.log.format)
         trace = telemetry.trace
         with contextlib.ExitStack() as stack:
-            stack.enter_context(configure_tracing(name, trace.exporter, trace.target, trace.ratio))
+            allowance = Allowance(trace.ratio, trace.per_second)
+            stack.enter_context(configure_tracing(name, trace.exporter, trace.target, allowance))
             if telemetry.metrics_port >= 0:
                 stack.enter_context(metrics_server(config.server.host, telemetry.metrics_port))
             code = uvloop.run(_main(name, config, build))

@@ -22,6 +22,7 @@ class TraceConfig:
     exporter: str = option("none", "none, otlp or jsonl")
     target: str = option("", "collector host:port (otlp) or file (jsonl)")
     ratio: float = option(1.0, "share of requests that are traced")
+    per_second: float = option(0.0, "of these, at most so many in a second; 0: no bound")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ Tests: tests/unit/telemetry/test_tracing.py.
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from opentelemetry.sdk.trace.export import (
     SpanExporter,
     SpanExportResult,
 )
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvmesh.core.errors import ConfigError
@@ -66,9 +69,14 @@ class JsonLinesExporter(SpanExporter):
 
 
 class Span:
-    """A stage of a request that is being timed."""
+    """A stage of a request that is being timed.
+
+    Attributes:
+        is_kept: somebody will read it; what is only told to spans need not be worked out else.
+    """
 
     __slots__ = ("_span",)
+    is_kept = True
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
@@ -114,10 +122,11 @@ class Span:
 class _Untimed(Span):
     """A stage of a request of which nobody keeps the time; it only hands the caller's trace on.
 
-    With tracing off a request has a dozen of them, which would cost it 0.2 ms.
+    A request has a dozen of them; as spans of the SDK they would cost it 0.2 ms.
     """
 
     __slots__ = ("_parent",)
+    is_kept = False
 
     def __init__(self, parent: str) -> None:
         self._parent = parent
@@ -149,15 +158,72 @@ class _Untimed(Span):
         pass
 
 
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+class Allowance:
+    """Which traces that begin here are kept.
+
+    Args:
+        ratio: share of them.
+        per_second: at most so many of those, and as many at once after a quiet second; 0: all.
+
+    Raises:
+        ConfigError: no such share or number.
+    """
+
+    def __init__(self, ratio: float = 1.0, per_second: float = 0.0) -> None:
+        if not 0 <= ratio <= 1:
+            raise ConfigError(f"telemetry.trace.ratio must be 0 to 1, got {ratio:g}")
+        if per_second < 0:
+            raise ConfigError(f"telemetry.trace.per-second must be 0 or more, got {per_second:g}")
+        self._ratio = ratio
+        self._per_second = per_second
+        self._most = max(per_second, 1.0)
+        self._left = self._most
+        self._counted_at = 0.0
+
+    def takes(self, now: float) -> bool:
+        """Whether one that begins now is kept.
+
+        Args:
+            now: seconds that never go back.
+        """
+        if self._ratio < 1 and random.random() >= self._ratio:
+            return False
+        if self._per_second <= 0:
+            return True
+        since_s = now - self._counted_at
+        self._left = min(self._left + since_s * self._per_second, self._most)
+        self._counted_at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class _Tracing:
+    """Spans as `configure_tracing` wants them."""
+
+    def __init__(self, provider: TracerProvider, allowance: Allowance) -> None:
+        self._tracer = provider.get_tracer("kvmesh")
+        self._allowance = allowance
+
+    def start(self, name: str, parent: str, attributes: dict[str, AttributeValue]) -> Span:
+        """See `start_span`."""
+        found = _TRACEPARENT.fullmatch(parent) if parent else None
+        if found is None:
+            if not self._allowance.takes(time.monotonic()):
+                # Others must not begin it again; its id is in the logs.
+                ids = random.getrandbits(192)
+                return _Untimed(f"00-{ids >> 64:032x}-{ids & (1 << 64) - 1:016x}-00")
+        elif not int(found[2], 16) & 1:
+            return _Untimed(parent)
+        context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
+        return Span(self._tracer.start_span(name, context=context, attributes=attributes))
+
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
 _UNTIMED = _Untimed("")
-_installed: list[TracerProvider] = []
-"""The provider while `configure_tracing` holds one; asking the API for it costs 10 us."""
-
-
-def is_tracing() -> bool:
-    """Whether spans are kept."""
-    return bool(_installed)
+_installed: list[_Tracing] = []
+"""What `configure_tracing` holds; asking the API for it costs 10 us."""
 
 
 def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Span:
@@ -167,16 +233,14 @@ def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Spa
         name: for example `gateway.request`.
         parent: traceparent of the caller; empty starts a new trace.
     """
-    if not _installed:
-        return _Untimed(parent) if parent and _TRACEPARENT.fullmatch(parent) else _UNTIMED
-    context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
-    tracer = _installed[-1].get_tracer("kvmesh")
-    return Span(tracer.start_span(name, context=context, attributes=attributes))
+    if _installed:
+        return _installed[-1].start(name, parent, attributes)
+    return _Untimed(parent) if parent and _TRACEPARENT.fullmatch(parent) else _UNTIMED
 
 
 @contextmanager
 def configure_tracing(
-    service: str, exporter: str = "none", target: str = "", ratio: float = 1.0
+    service: str, exporter: str = "none", target: str = "", allowance: Allowance | None = None
 ) -> Iterator[None]:
     """Installs the tracer provider of this process and flushes it at the end.
 
@@ -184,23 +248,19 @@ def configure_tracing(
         service: `service.name` of all spans.
         exporter: none, otlp or jsonl.
         target: collector endpoint (otlp) or file (jsonl).
-        ratio: share of traces that start here and are recorded.
+        allowance: traces that begin here and are kept; None: all of them.
 
     Raises:
-        ConfigError: another exporter or share, or a file that cannot be written.
+        ConfigError: another exporter, or a file that cannot be written.
     """
     if exporter == "none":
         yield
         return
     if exporter not in {"otlp", "jsonl"}:
         raise ConfigError(f"telemetry.trace.exporter must be none, otlp or jsonl, got {exporter!r}")
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"telemetry.trace.ratio must be 0 to 1, got {ratio:g}")
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
-
     provider = TracerProvider(
         resource=Resource.create({"service.name": service}),
-        sampler=ParentBased(TraceIdRatioBased(ratio)),
+        sampler=ALWAYS_ON,  # what is not kept is no span of the SDK
         shutdown_on_exit=False,
     )
     if exporter == "jsonl":
@@ -218,9 +278,10 @@ def configure_tracing(
         processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=target, insecure=True))
         provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
-    _installed.append(provider)
+    tracing = _Tracing(provider, allowance or Allowance())
+    _installed.append(tracing)
     try:
         yield
     finally:
-        _installed.remove(provider)
+        _installed.remove(tracing)
         provider.shutdown()

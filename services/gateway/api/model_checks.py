@@ -5,12 +5,14 @@ Pure. Tests: tests/unit/gateway/api/test_openai.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
 from kvmesh.core.values import changed
 from services.gateway.api.openai import ApiCall
+from services.gateway.api.request_limits import check_limits
+from services.gateway.config import LimitsConfig
 
 _SEED_MASK = 2**64 - 1
 
@@ -49,22 +51,47 @@ def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
     return room
 
 
-def prompt_sampling(call: ApiCall, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """Sampling parameters of the choices of one prompt, all but their seeds.
-
-    Args:
-        num_prompt_tokens: length of the prompt.
-        max_model_len: longest sequence in tokens.
+def check_call(call: ApiCall, served_name: str, limits: LimitsConfig, vocab_size: int) -> None:
+    """Checks all that can be said of a call before its prompts are tokens.
 
     Raises:
-        InvalidRequestError: prompt and max_tokens do not fit the context.
+        InvalidRequestError: names the field and what is allowed.
+        ModelNotFoundError: another model is asked for.
     """
-    room = check_room(call.prompt_field, num_prompt_tokens, max_model_len)
+    check_model(call.model, served_name)
+    check_limits(call, limits)
+    sampling = call.sampling
+    if sampling.logit_bias:
+        check_known((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
+    if sampling.allowed_token_ids:
+        check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+
+
+def check_prompt(
+    call: ApiCall, token_ids: Sequence[int], vocab_size: int, max_model_len: int
+) -> SamplingParams:
+    """Checks one prompt of a call against the model.
+
+    Args:
+        max_model_len: longest sequence in tokens.
+
+    Returns:
+        Sampling parameters of the prompt's choices, all but their seeds.
+
+    Raises:
+        InvalidRequestError: it is empty, has an id outside the vocabulary, or does not fit the
+            context together with max_tokens.
+    """
+    field_name = call.prompt_field
+    if not token_ids:
+        raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
+    check_known(token_ids, vocab_size, field_name)
+    room = check_room(field_name, len(token_ids), max_model_len)
     # Only the echo of the prompt is wanted with 0; the engine always makes one token.
     max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
     if max_tokens > room:
         raise InvalidRequestError(
-            f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {num_prompt_tokens} "
+            f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {len(token_ids)} "
             f"do not fit the context of {max_model_len}; allowed are at most {room}",
             call.max_tokens_field,
             "context_length_exceeded",
@@ -85,17 +112,6 @@ def choice_sampling(sampling: SamplingParams, seed: int, choice: int) -> Samplin
         choice: its number; choices of one prompt get seeds seed, seed + 1, …
     """
     return changed(sampling, seed=(seed + choice) & _SEED_MASK)
-
-
-def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, field_name: str) -> None:
-    """Checks a prompt's token ids.
-
-    Raises:
-        InvalidRequestError: it is empty, or an id is outside the vocabulary.
-    """
-    if not token_ids:
-        raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
-    check_known(token_ids, vocab_size, field_name)
 
 
 def check_known(token_ids: Iterable[int], vocab_size: int, field_name: str) -> None:

@@ -67,7 +67,7 @@ class ApiCall:
     """One call of the public API, checked but not yet tokenised.
 
     Attributes:
-        sampling: seed and max_tokens are not final; see `prompt_sampling` and `choice_sampling`.
+        sampling: seed and max_tokens are not final; see `check_prompt` and `choice_sampling`.
         seed: None asks for a random one.
         max_tokens: None takes what the context leaves.
         max_tokens_field: the caller's name for it, for errors.

@@ -6,13 +6,12 @@ tests/integration/test_gateway_moves.py, tests/e2e/test_trace.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, Refusal, RoutePlan, WorkerId
+from kvmesh.core.values import changed
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.telemetry.tracing import Span, is_tracing, start_span
+from kvmesh.telemetry.tracing import Span, start_span
 from services.gateway.errors import Stage
 from services.gateway.request.attempt_types import Kind, Move, Taken
 from services.gateway.request.mesh import GenerationRequest, Mesh
@@ -54,8 +53,10 @@ class Ledger:
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids),
         )
-        if is_tracing():
-            request = replace(request, traceparent=self._span.traceparent)
+        self._is_traced = self._span.is_kept
+        traceparent = self._span.traceparent
+        if traceparent != request.traceparent:
+            request = changed(request, traceparent=traceparent)
         self.request = request
         self.cached_tokens: int | None = None
         self._record = RequestRecord(mesh.metrics, request, mesh.log, ticket, now)
@@ -85,7 +86,7 @@ class Ledger:
 
     def asks(self, kind: Kind) -> str:
         """A worker is asked; the traceparent for its question."""
-        if not is_tracing():
+        if not self._is_traced:
             return self.request.traceparent
         return self._span_of(_ASK_SPANS[kind]).traceparent
 
@@ -120,7 +121,7 @@ class Ledger:
         self._taken_at = now
         self._phases.accepted(now)
         self._trace.placed(now, taken.placement, prefill, taken.decode_worker)
-        if is_tracing():
+        if self._is_traced:
             self._span_of("gateway.first_token")
 
     # --- its tokens ---
@@ -133,7 +134,7 @@ class Ledger:
         self._trace.note(Moment.FIRST_TOKEN, now, worker_id)
         self._phases.token(now)
         self._end_span("gateway.first_token", cached_tokens=first.cached_tokens)
-        if is_tracing() and first.finish_reason is None:
+        if self._is_traced and first.finish_reason is None:
             self._span_of("gateway.decode")
 
     def decoding(self, worker_id: WorkerId, now: float) -> None:

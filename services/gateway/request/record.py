@@ -11,7 +11,7 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FINISH_WORDS, FinishReason
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.telemetry.tracing import Span, is_tracing
+from kvmesh.telemetry.tracing import Span
 from services.gateway.errors import StageRefusedError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.mesh import GenerationRequest
@@ -96,7 +96,7 @@ class RequestRecord:
     def annotate(self, span: Span) -> None:
         """Adds the result to the request's span."""
         self._flush()
-        if is_tracing():
+        if span.is_kept:
             span.set(finish_reason=self._finish.value, completion_tokens=self._num_tokens)
 
     def close(self, trace_id: str) -> None:

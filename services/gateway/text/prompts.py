@@ -1,4 +1,4 @@
-"""Prompts of a call as token ids, and the checks that need the vocabulary.
+"""The texts of a call as token ids: its prompts, and words that it does not want.
 
 Tests: tests/integration/test_gateway_api.py.
 """
@@ -9,8 +9,6 @@ import asyncio
 from dataclasses import replace
 
 from kvmesh.core.errors import InvalidRequestError
-from kvmesh.core.types import SamplingParams
-from services.gateway.api.model_checks import check_known, check_token_ids
 from services.gateway.api.openai import ApiCall, ChatPrompt, Prompt, TextPrompt
 from services.gateway.api.structured import check_structure
 from services.gateway.text.tokenizer import TextTokenizer
@@ -39,12 +37,11 @@ async def prompt_ids(tokenizer: TextTokenizer, call: ApiCall, prompt: Prompt) ->
     """The token ids that a call wants continued.
 
     Raises:
-        InvalidRequestError: there are none, or one is outside the vocabulary.
+        InvalidRequestError: the chat template does not accept the prompt.
     """
     token_ids = await encode_prompt(tokenizer, prompt)
     if call.truncate_prompt is not None:
         token_ids = token_ids[max(0, len(token_ids) - call.truncate_prompt) :]
-    check_token_ids(token_ids, tokenizer.vocab_size, call.prompt_field)
     return token_ids
 
 
@@ -55,22 +52,17 @@ async def prompt_text(tokenizer: TextTokenizer, prompt: Prompt, token_ids: tuple
     return await tokenizer.decode(token_ids)
 
 
-async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingParams:
-    """The call's sampling parameters, with words as tokens and a structure that compiles.
+async def with_tokens(tokenizer: TextTokenizer, call: ApiCall) -> ApiCall:
+    """The call with its unwanted words as tokens, and a structure that compiles.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
     """
     sampling = call.sampling
-    vocab_size = tokenizer.vocab_size
-    if sampling.logit_bias:
-        check_known((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
-    if sampling.allowed_token_ids:
-        check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
     if sampling.structure is not None:
         await asyncio.to_thread(check_structure, sampling.structure, call.structure_field)
     if not call.bad_words:
-        return sampling
+        return call
     words: list[tuple[int, ...]] = list(sampling.bad_words)
     for word in call.bad_words:
         # A word begins a text or follows a space: both forms are tokens of their own.
@@ -78,7 +70,7 @@ async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingP
         words += sorted(forms)
     if not all(words):
         raise InvalidRequestError("bad_words: a word has no tokens", "bad_words")
-    return replace(sampling, bad_words=tuple(words))
+    return replace(call, sampling=replace(sampling, bad_words=tuple(words)))
 
 
 def _forms(word: str) -> tuple[str, str]:

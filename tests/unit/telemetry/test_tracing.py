@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.telemetry.tracing import JsonLinesExporter, configure_tracing, start_span
+from kvmesh.telemetry.tracing import Allowance, JsonLinesExporter, configure_tracing, start_span
 
 
 def test_a_trace_travels_in_a_traceparent_and_lands_in_a_file(tmp_path: Path) -> None:
@@ -52,13 +53,44 @@ def test_a_caller_says_whether_its_request_is_traced(
     file = tmp_path / "spans.jsonl"
     ids = {1.0: "a" * 32, 0.0: "b" * 32}
     for ratio, flags in ((1.0, "00"), (0.0, "01")):
-        with configure_tracing("test", "jsonl", str(file), ratio):
+        with configure_tracing("test", "jsonl", str(file), Allowance(ratio)):
             start_span("asked", f"00-{ids[ratio]}-b7ad6b7169203331-{flags}").end()
             start_span("begun here").end()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     kept = [(line["name"], line["trace_id"]) for line in lines]
     assert [name for name, _ in kept] == ["begun here", "asked"]
     assert kept[1][1] == ids[0.0]
+
+
+def test_a_trace_that_is_not_kept_is_not_begun_again_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.telemetry.tracing.trace.set_tracer_provider", lambda _: None)
+    file = tmp_path / "spans.jsonl"
+    with configure_tracing("test", "jsonl", str(file), Allowance(0.0)):
+        root = start_span("begun here")
+        other = start_span("begun here")
+    with configure_tracing("test", "jsonl", str(file)), start_span("child", root.traceparent) as it:
+        assert it.trace_id == root.trace_id != other.trace_id
+        assert not it.is_kept
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00", root.traceparent)
+    assert file.read_text() == ""
+
+
+def test_so_many_traces_in_a_second_are_kept_and_none_is_saved_up_for_long() -> None:
+    allowance = Allowance(per_second=3)
+    allowance = Allowance(per_second=3)
+    kept = [sum(allowance.takes(second + n / 100) for n in range(100)) for second in range(5)]
+    assert kept[0] == 5  # the first ones at once, and those of this second
+    assert kept[1:] == [3, 3, 3, 3]
+    assert [allowance.takes(100.0) for _ in range(5)] == [True] * 3 + [False] * 2
+    slow = Allowance(per_second=0.5)
+    assert [slow.takes(float(n)) for n in range(6)] == [True, False, True, False, True, False]
+
+
+def test_traces_without_a_bound_are_all_kept() -> None:
+    allowance = Allowance()
+    assert all(allowance.takes(1.0) for _ in range(1000))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +104,6 @@ def test_a_caller_says_whether_its_request_is_traced(
 def test_what_cannot_trace_is_named(exporter: str, target: str, ratio: float, option: str) -> None:
     with (
         pytest.raises(ConfigError, match=rf"telemetry\.trace\.{option} "),
-        configure_tracing("test", exporter, target, ratio),
+        configure_tracing("test", exporter, target, Allowance(ratio)),
     ):
         pass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +9,10 @@ from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.api.messages import MAX_MESSAGES
 from services.gateway.api.model_checks import (
+    check_call,
     check_model,
-    check_token_ids,
+    check_prompt,
     choice_sampling,
-    prompt_sampling,
 )
 from services.gateway.api.openai import (
     ApiCall,
@@ -29,6 +30,7 @@ from services.gateway.request.search import claim_of
 from services.gateway.tools.parsers import ToolFamily
 
 LIMITS = LimitsConfig()
+TEN, VOCAB = tuple(range(10)), 320
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT_PART = {"type": "text", "text": "a"}
 
@@ -216,7 +218,7 @@ def test_body_must_be_an_object() -> None:
 
 
 def test_choices_get_consecutive_seeds() -> None:
-    sampling = prompt_sampling(chat(n=2, max_tokens=4), 10, 100)
+    sampling = check_prompt(chat(n=2, max_tokens=4), TEN, VOCAB, 100)
     seeds = [choice_sampling(sampling, 2**64 - 1, choice).seed for choice in (0, 1)]
     assert seeds == [2**64 - 1, 0]
 
@@ -240,8 +242,8 @@ def test_a_forced_call_goes_before_the_form_of_a_text() -> None:
 
 
 def test_max_tokens_is_what_the_context_leaves() -> None:
-    assert prompt_sampling(chat(), 10, 100).max_tokens == 90
-    assert prompt_sampling(chat(max_tokens=90), 10, 100).max_tokens == 90
+    assert check_prompt(chat(), TEN, VOCAB, 100).max_tokens == 90
+    assert check_prompt(chat(max_tokens=90), TEN, VOCAB, 100).max_tokens == 90
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_max_tokens_is_what_the_context_leaves() -> None:
 )
 def test_context_overflow(call: ApiCall, num_prompt_tokens: int, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        prompt_sampling(call, num_prompt_tokens, 100)
+        check_prompt(call, (1,) * num_prompt_tokens, VOCAB, 100)
     assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 
 
@@ -269,4 +271,21 @@ def test_model_name() -> None:
 @pytest.mark.parametrize("token_ids", [(), (0, 320)])
 def test_bad_token_ids(token_ids: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequestError, match="prompt"):
-        check_token_ids(token_ids, 320, "prompt")
+        check_prompt(completion(), token_ids, VOCAB, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"logit_bias": {"320": 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [1, 320]}, "allowed_token_ids"),
+        ({"n": 17, "prompt": ["a"] * 8}, "n"),
+    ],
+)
+def test_what_is_wrong_before_its_prompts_are_tokens(changes: dict[str, Any], param: str) -> None:
+    limits = replace(LIMITS, max_choices=32)
+    body = parse_body(CompletionBody, {"prompt": "a", **changes})
+    call = completion_call(body, limits)
+    with pytest.raises(InvalidRequestError) as caught:
+        check_call(call, "tiny", limits, VOCAB)
+    assert caught.value.param == param

