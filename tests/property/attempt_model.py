@@ -20,26 +20,9 @@ from kvmesh.core.types import (
     TokenLogprobs,
     WorkerId,
 )
+from services.gateway.request import actions as act
+from services.gateway.request.actions import Actions, Kind, Limits, Outcome, Side
 from services.gateway.request.attempt import Attempt
-from services.gateway.request.attempt_types import (
-    Actions,
-    Ask,
-    Break,
-    Cancel,
-    Decoding,
-    Deliver,
-    Expire,
-    Forget,
-    Hold,
-    Kind,
-    Limits,
-    Move,
-    Outcome,
-    Refuse,
-    Side,
-    Taken,
-    Vain,
-)
 from services.gateway.wire.worker_events import FirstToken, Tokens
 
 FIRST, END = 5, 11
@@ -126,7 +109,7 @@ class AttemptModel:
         self.since = 0.0
         self.num_offers = 0
         self.outcome: Outcome | None = None
-        self.last: Move | Break | Expire | None = None
+        self.last: act.Move | act.Break | act.Expire | None = None
 
     # -- What the model knows -------------------------------------------------------------------
 
@@ -172,13 +155,13 @@ class AttemptModel:
 
     def goes_on(self, actions: Actions, expected: tuple[Kind, Candidate] | None) -> None:
         """The search asked whom it should, or nobody is left."""
-        questions = [each for each in actions if isinstance(each, Ask | Vain)]
+        questions = [each for each in actions if isinstance(each, act.Ask | act.Vain)]
         if expected is None:
-            assert questions == [Vain()]
+            assert questions == [act.Vain()]
             assert self.asked is None
         else:
             assert questions == [actions[-1]]
-            assert isinstance(actions[-1], Ask)
+            assert isinstance(actions[-1], act.Ask)
             assert (actions[-1].kind, actions[-1].candidate) == expected
 
     # -- What the attempt wants done ------------------------------------------------------------
@@ -187,40 +170,40 @@ class AttemptModel:
         for action in actions:
             assert not self.is_over, f"{action} after the end"
             match action:
-                case Ask():
+                case act.Ask():
                     self.ask_worker(action)
-                case Hold():
+                case act.Hold():
                     job = self.jobs[action.number]
                     assert (job.is_open, action.worker_id) == (True, job.worker_id)
                     job.is_renewed = True
-                case Taken():
+                case act.Taken():
                     self.is_taken = True
                     self.since = self.now
-                case Deliver():
+                case act.Deliver():
                     self.deliver(action)
-                case Decoding():
+                case act.Decoding():
                     job = self.jobs[action.number]
                     assert (job, action.worker_id) == (self.decode, job.worker_id)
                     job.is_renewed = False
-                case Forget():
+                case act.Forget():
                     job = self.open_job(action)
                     assert not job.is_open, f"{job} was left open"
                     job.is_renewed = False
-                case Cancel():
+                case act.Cancel():
                     job = self.open_job(action)
                     job.is_open = job.is_renewed = False
-                case Move() | Break() | Expire():
+                case act.Move() | act.Break() | act.Expire():
                     self.last = action
                 case _:
-                    assert isinstance(action, Refuse | Vain)
+                    assert isinstance(action, act.Refuse | act.Vain)
         self.outcome = self.attempt.outcome
 
-    def open_job(self, action: Forget | Cancel) -> Job:
+    def open_job(self, action: act.Forget | act.Cancel) -> Job:
         job = self.jobs[action.number]
         assert (action.side is Side.PREFILL) == (job.kind is Kind.OFFER)
         return job
 
-    def ask_worker(self, ask: Ask) -> None:
+    def ask_worker(self, ask: act.Ask) -> None:
         assert ask.number > max(self.jobs, default=0), "a number was used before"
         job = Job(ask.number, ask.kind, ask.candidate, next=self.sent + 1)
         if ask.kind is Kind.OFFER:
@@ -234,7 +217,7 @@ class AttemptModel:
         self.jobs[ask.number] = self.asked = job
         self.since = self.now
 
-    def deliver(self, deliver: Deliver) -> None:
+    def deliver(self, deliver: act.Deliver) -> None:
         first = FIRST + len(self.delivered)
         count = len(deliver.token_ids)
         expected = [token_at(first + i) for i in range(count)]
@@ -268,7 +251,7 @@ class AttemptModel:
             if job.kind is Kind.START:
                 expected = Kind.OFFER, job.candidate
             self.do(actions)
-            assert actions[0] == Hold(job.number, job.worker_id, 9)
+            assert actions[0] == act.Hold(job.number, job.worker_id, 9)
             self.goes_on(actions, expected)
 
     def hear_started(self, job: Job, worker_id: WorkerId) -> None:
@@ -281,8 +264,8 @@ class AttemptModel:
         else:
             self.asked, self.decode = None, job
             self.do(actions)
-            where = Taken(Placement.AGGREGATED, worker_id, worker_id)
-            assert actions == [Hold(job.number, worker_id, 9), where]
+            where = act.Taken(Placement.AGGREGATED, worker_id, worker_id)
+            assert actions == [act.Hold(job.number, worker_id, 9), where]
             self.num_offers += 1
 
     def hear_accepted(self, job: Job) -> None:
@@ -297,7 +280,7 @@ class AttemptModel:
         self.do(actions)
         one = blocks.kind is Kind.START
         placement = Placement.AGGREGATED if one else Placement.DISAGGREGATED
-        assert actions == [Taken(placement, job.worker_id, blocks.worker_id)]
+        assert actions == [act.Taken(placement, job.worker_id, blocks.worker_id)]
         self.num_offers += 1
 
     def hear_end(self, job: Job, reason: RefusalReason, by_prefill: bool) -> None:
@@ -309,7 +292,7 @@ class AttemptModel:
         actions = self.attempt.ended(job.number, refusal, self.now, by_prefill=by_prefill)
         if runs:
             side = Side.PREFILL if by_prefill or job is self.prefill else Side.DECODE
-            self.is_lost(actions, Move(job.worker_id, f"{side.value}_failed", "an end"))
+            self.is_lost(actions, act.Move(job.worker_id, f"{side.value}_failed", "an end"))
         elif asked:
             side = Side.PREFILL if by_prefill or job.kind is Kind.OFFER else Side.DECODE
             self.is_refused(job, side, reason, actions)
@@ -320,9 +303,9 @@ class AttemptModel:
                 self.round.to_reserve = list(self.round.holders)
             expected = self.next_question()
             self.do(actions)
-            assert Refuse(Side.DECODE, refusal, None) in actions
+            assert act.Refuse(Side.DECODE, refusal, None) in actions
             if offer is None:
-                assert not [each for each in actions if isinstance(each, Ask | Vain)]
+                assert not [each for each in actions if isinstance(each, act.Ask | act.Vain)]
             else:
                 assert not offer.is_open
                 self.goes_on(actions, expected)
@@ -347,13 +330,13 @@ class AttemptModel:
         self.do(actions)
         assert not job.is_open
         assert job.blocks is None or job.blocks.is_open == (self.held is not None)
-        refused = [each for each in actions if isinstance(each, Refuse)]
+        refused = [each for each in actions if isinstance(each, act.Refuse)]
         assert [(e.side, e.refusal.reason, e.worker_id) for e in refused] == [
             (side, reason, job.worker_id)
         ]
         self.goes_on(actions, expected)
 
-    def is_lost(self, actions: Actions, move: Move | None) -> None:
+    def is_lost(self, actions: Actions, move: act.Move | None) -> None:
         self.do(actions)
         assert self.outcome is Outcome.MOVED
         assert move is None or self.last == move
@@ -367,7 +350,7 @@ class AttemptModel:
             return
         if event.finish_reason is FinishReason.ERROR:
             self.do(actions)
-            assert (self.outcome, self.last) == (Outcome.BROKEN, Break("no token"))
+            assert (self.outcome, self.last) == (Outcome.BROKEN, act.Break("no token"))
             return
         self.has_first, self.since = True, self.now
         self.is_handed = self.prefill is None
@@ -383,7 +366,7 @@ class AttemptModel:
         self.do(actions)
         self.delivered_as(actions, expected)
         first = actions[0]
-        assert isinstance(first, Deliver)
+        assert isinstance(first, act.Deliver)
         assert first.first == event
         self.ended_as(end, event.finish_reason)
 
@@ -393,8 +376,8 @@ class AttemptModel:
         if known:
             self.is_handed, self.since = True, self.now
             assert self.decode is not None
-            where = Decoding(self.decode.number, self.decode.worker_id)
-            assert actions == [Forget(Side.PREFILL, job.number), where]
+            where = act.Decoding(self.decode.number, self.decode.worker_id)
+            assert actions == [act.Forget(Side.PREFILL, job.number), where]
         else:
             assert not actions
         self.do(actions)
@@ -419,7 +402,7 @@ class AttemptModel:
         expected: list[tuple[int, FinishReason | None]] = []
         _, end = self.expect(tokens, position, expected)
         if end == "done":
-            assert actions[-1] == Forget(Side.DECODE, job.number)
+            assert actions[-1] == act.Forget(Side.DECODE, job.number)
         self.do(actions)
         self.delivered_as(actions, expected)
         self.ended_as(end, tokens.finish_reason)
@@ -442,7 +425,7 @@ class AttemptModel:
     def delivered_as(
         self, actions: Actions, expected: Sequence[tuple[int, FinishReason | None]]
     ) -> None:
-        told = [each for each in actions if isinstance(each, Deliver)]
+        told = [each for each in actions if isinstance(each, act.Deliver)]
         got = [token_id for each in told for token_id in each.token_ids]
         assert got == [token_at(position) for position, _ in expected]
         ends = [each.finish_reason for each in told if each.finish_reason is not None]
@@ -450,12 +433,12 @@ class AttemptModel:
 
     def ended_as(self, end: str | None, finish: FinishReason | None) -> None:
         if end == "token_gap":
-            assert isinstance(self.last, Move)
+            assert isinstance(self.last, act.Move)
             assert self.decode is not None
             assert (self.last.reason, self.last.worker_id) == (end, self.decode.worker_id)
             assert self.outcome is Outcome.MOVED
         elif end == "no token":
-            assert (self.outcome, self.last) == (Outcome.BROKEN, Break("no token"))
+            assert (self.outcome, self.last) == (Outcome.BROKEN, act.Break("no token"))
         elif end == "done" or finish is not None:
             assert self.outcome is Outcome.DONE
         else:

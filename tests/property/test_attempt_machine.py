@@ -26,14 +26,8 @@ from kvmesh.core.types import (
     RefusalReason,
     WorkerId,
 )
-from services.gateway.request.attempt_types import (
-    Expire,
-    Kind,
-    Move,
-    Outcome,
-    Side,
-    State,
-)
+from services.gateway.request import actions as act
+from services.gateway.request.actions import Kind, Outcome, Side, State
 from services.gateway.wire.worker_events import FirstToken, Tokens
 from tests.property.attempt_model import (
     DEADLINE_S,
@@ -180,6 +174,8 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
     @rule(reason=st.sampled_from(REASONS), by_prefill=st.booleans())
     def refuses(self, reason: RefusalReason, by_prefill: bool) -> None:
         job = sure(self.asked)
+        if job.blocks is not None and job.blocks.runs:
+            reason = RefusalReason.LOST  # who has handed over had taken it
         job.is_open = reason is RefusalReason.LOST  # who was lost may have it still
         by_prefill = by_prefill and job.kind is Kind.START
         self.hear(self.hear_end, job, reason, by_prefill)
@@ -300,12 +296,12 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
             self.is_refused(job, side, reason, actions)
         elif now >= DEADLINE_S:
             self.do(actions)
-            assert (self.outcome, self.last) == (Outcome.LATE, Expire())
+            assert (self.outcome, self.last) == (Outcome.LATE, act.Expire())
         else:
             word = "decode" if self.is_handed else "handoff" if self.has_first else "prefill"
             job = sure(self.decode if self.is_handed else self.prefill or self.decode)
             text = f"no progress at {job.worker_id}"
-            self.is_lost(actions, Move(job.worker_id, f"{word}_stalled", text))
+            self.is_lost(actions, act.Move(job.worker_id, f"{word}_stalled", text))
 
     @precondition(lambda self: not self.is_over)
     @rule(chance=st.integers(0, 5))

@@ -36,14 +36,14 @@ MUTATIONS = {
         "if self.state is State.HELD and self.holder not in",
         "if False and self.holder not in",
     ),
-    "nobody left: no word of it": ("        out.append(Vain())\n", ""),
+    "nobody left: no word of it": ("        out.append(act.Vain())\n", ""),
     "no time left: the next one is asked": ("if now < self._until:", "if True:"),
     "who refused for ever is asked again": (
         "if candidate.worker_id not in self._unfit:",
         "if True:",
     ),
     "RESERVING, reserved: the lease ends": (
-        "out: list[Action] = [Hold(number, worker_id, lease_ms)]",
+        "out: list[Action] = [act.Hold(number, worker_id, lease_ms)]",
         "out: list[Action] = []",
     ),
     "RESERVING, reserved: nobody is offered it": (
@@ -69,7 +69,7 @@ MUTATIONS = {
         "if is_offer and (self._is_chained or refusal.reason is RefusalReason.LOST):",
     ),
     "refused: nobody notes it": (
-        "        out.append(Refuse(side, refusal, _worker(opened)))\n",
+        "        out.append(act.Refuse(side, refusal, _worker(opened)))\n",
         "",
     ),
     "refused for ever is not remembered": ("if refusal.reason in NEVER:", "if False:"),
@@ -106,8 +106,8 @@ MUTATIONS = {
         "if not is_offer or refusal",
     ),
     "OFFERING, failed by decode: the offer stays": (
-        "_drop_prefill(out)\n        self._drop_decode(out)\n        out.append(Refuse(",
-        "_drop_decode(out)\n        out.append(Refuse(",
+        "_drop_prefill(out)\n        self._drop_decode(out)\n        out.append(act.Refuse(",
+        "_drop_decode(out)\n        out.append(act.Refuse(",
     ),
     "OFFERING, failed by decode: the search ends": (
         "return self._next(out, now) if was_shown else out",
@@ -118,7 +118,7 @@ MUTATIONS = {
         "return self._next(out, now)",
     ),
     "HELD, failed by decode: nobody notes it": (
-        "        out.append(Refuse(Side.DECODE, refusal, None))\n",
+        "        out.append(act.Refuse(Side.DECODE, refusal, None))\n",
         "",
     ),
     "no answer: it is waited for": (
@@ -157,11 +157,11 @@ MUTATIONS = {
     ),
     "PREFILL, tokens of blocks given up count": ("        self._early.clear()\n", ""),
     "HANDOFF, handed off: prefill is cancelled later": (
-        "        self._forget_prefill(out)\n        out.append(Decoding(",
-        "        out.append(Decoding(",
+        "        self._forget_prefill(out)\n        out.append(act.Decoding(",
+        "        out.append(act.Decoding(",
     ),
     "HANDOFF, handed off: the lease is renewed for ever": (
-        "        out.append(Decoding(self._decode.number, self._decode.candidate.worker_id))\n",
+        "        out.append(act.Decoding(self._decode.number, self._decode.candidate.worker_id))\n",
         "",
     ),
     "HANDOFF, tokens: the handoff is still waited for": (
@@ -196,7 +196,7 @@ MUTATIONS = {
         "        return out",
     ),
     "DECODE, the last tokens: the worker is told": (
-        "out.append(Forget(Side.DECODE, number))\n            self._decode = None\n",
+        "out.append(act.Forget(Side.DECODE, number))\n            self._decode = None\n",
         "pass\n",
     ),
     "tokens of an older question count": (
@@ -261,7 +261,7 @@ MUTATIONS = {
         "        out.append(word)\n",
         "",
     ),
-    "an outcome of another name": ("Expire: Outcome.LATE", "Expire: Outcome.BROKEN"),
+    "an outcome of another name": ("act.Expire: Outcome.LATE", "act.Expire: Outcome.BROKEN"),
 }
 
 

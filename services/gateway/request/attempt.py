@@ -68,27 +68,8 @@ from kvmesh.core.types import (
     TokenLogprobs,
     WorkerId,
 )
-from services.gateway.request.attempt_types import (
-    Action,
-    Actions,
-    Ask,
-    Break,
-    Cancel,
-    Decoding,
-    Deliver,
-    Expire,
-    Forget,
-    Hold,
-    Kind,
-    Limits,
-    Move,
-    Outcome,
-    Refuse,
-    Side,
-    State,
-    Taken,
-    Vain,
-)
+from services.gateway.request import actions as act
+from services.gateway.request.actions import Action, Actions, Kind, Limits, Outcome, Side, State
 from services.gateway.wire.worker_events import FirstToken
 
 NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
@@ -97,7 +78,7 @@ NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 _ASKS = {Kind.RESERVE: State.RESERVING, Kind.OFFER: State.OFFERING, Kind.START: State.STARTING}
 _WAITS = frozenset(_ASKS.values())
 _RUNS = frozenset({State.PREFILL, State.HANDOFF, State.DECODE})
-_OUTCOMES = {Break: Outcome.BROKEN, Expire: Outcome.LATE, Move: Outcome.MOVED}
+_OUTCOMES = {act.Break: Outcome.BROKEN, act.Expire: Outcome.LATE, act.Move: Outcome.MOVED}
 _STALLED = {State.PREFILL: "prefill_stalled", State.HANDOFF: "handoff_stalled"}
 
 
@@ -205,7 +186,7 @@ class Attempt:
             # Another worker took over the address; the fleet view will catch up.
             text = f"{worker_id} answered for {candidate.worker_id}"
             return self._refused(Side.DECODE, Refusal(RefusalReason.LOST, text), now)
-        out: list[Action] = [Hold(number, worker_id, lease_ms)]
+        out: list[Action] = [act.Hold(number, worker_id, lease_ms)]
         if starts:
             return self._is_taken(out, Placement.AGGREGATED, worker_id, now)
         if state is State.STARTING:
@@ -238,7 +219,8 @@ class Attempt:
         says = Side.PREFILL if by_prefill else side
         if self.state in _RUNS:
             opened = self._prefill if side is Side.PREFILL else self._decode
-            return self._lost(_worker(opened), f"{says.value}_failed", refusal.message)
+            worker_id, reason = _worker(opened), f"{says.value}_failed"
+            return self._end(act.Move(worker_id, reason, refusal.message))
         if side is Side.PREFILL or self.state in (State.RESERVING, State.STARTING):
             return self._refused(says, refusal, now)
         # The reservation is lost while it waits for a prefill worker.
@@ -247,7 +229,7 @@ class Attempt:
         self.num_offers += was_shown
         self._drop_prefill(out)
         self._drop_decode(out)
-        out.append(Refuse(Side.DECODE, refusal, None))
+        out.append(act.Refuse(Side.DECODE, refusal, None))
         self._to_reserve = deque(self._holders)
         return self._next(out, now) if was_shown else out
 
@@ -262,10 +244,10 @@ class Attempt:
                 if candidate.worker_id not in self._unfit:
                     out.append(self._ask(kind, candidate, now))
                     return out
-        out.append(Vain())
+        out.append(act.Vain())
         return out
 
-    def _ask(self, kind: Kind, candidate: Candidate, now: float) -> Ask:
+    def _ask(self, kind: Kind, candidate: Candidate, now: float) -> act.Ask:
         self.num_asked += 1
         opened = _Open(self.num_asked, candidate)
         if kind is Kind.OFFER:
@@ -274,7 +256,7 @@ class Attempt:
             self._decode, self._is_chained = opened, False
         self.state = _ASKS[kind]
         self._since = now
-        return Ask(kind, opened.number, candidate)
+        return act.Ask(kind, opened.number, candidate)
 
     def _refused(self, side: Side, refusal: Refusal, now: float) -> Actions:
         """The worker that was asked last did not take it."""
@@ -290,7 +272,7 @@ class Attempt:
             self._drop_decode(out)
             if is_offer:
                 self._to_reserve = deque(self._holders)
-        out.append(Refuse(side, refusal, _worker(opened)))
+        out.append(act.Refuse(side, refusal, _worker(opened)))
         return self._next(out, now)
 
     def _is_taken(
@@ -299,7 +281,7 @@ class Attempt:
         self.num_offers += 1
         self.state = State.PREFILL
         self._since = now
-        out.append(Taken(placement, worker_id, _worker(self._decode)))
+        out.append(act.Taken(placement, worker_id, _worker(self._decode)))
         return out
 
     # -- Tokens -----------------------------------------------------------------------------------
@@ -310,11 +292,11 @@ class Attempt:
         if self.state is not State.PREFILL or opened is None or opened.number != number:
             return ()
         if event.finish_reason is FinishReason.ERROR:
-            return self._end(Break(event.error))
+            return self._end(act.Break(event.error))
         self._since = now
         self.position += 1
         logprobs = () if event.logprobs is None else (event.logprobs,)
-        out: list[Action] = [Deliver((event.token_id,), logprobs, event.finish_reason, event)]
+        out: list[Action] = [act.Deliver((event.token_id,), logprobs, event.finish_reason, event)]
         if event.finish_reason is not None:
             self._forget_prefill(out)
             return self._close(out, Outcome.DONE)
@@ -362,20 +344,20 @@ class Attempt:
         repeated = self.position - first_position
         if repeated < 0:
             text = f"tokens at {first_position}, expected {self.position}"
-            return self._lost(opened.candidate.worker_id, "token_gap", text)
+            return self._end(act.Move(opened.candidate.worker_id, "token_gap", text))
         self._since = now
         out: list[Action] = []
         if state is State.HANDOFF:
             self._is_handed_off(out)
         if finish is FinishReason.ERROR:
-            return [*out, *self._end(Break(error))]
+            return [*out, *self._end(act.Break(error))]
         if repeated:
             token_ids, logprobs = token_ids[repeated:], logprobs[repeated:]
         if token_ids or finish is not None:
             self.position += len(token_ids)
-            out.append(Deliver(token_ids, logprobs, finish))
+            out.append(act.Deliver(token_ids, logprobs, finish))
         if finish is not None:
-            out.append(Forget(Side.DECODE, number))
+            out.append(act.Forget(Side.DECODE, number))
             self._decode = None
             self._close(out, Outcome.DONE)
         return out
@@ -383,7 +365,7 @@ class Attempt:
     def _is_handed_off(self, out: list[Action]) -> None:
         assert self._decode is not None, "blocks are held"
         self._forget_prefill(out)
-        out.append(Decoding(self._decode.number, self._decode.candidate.worker_id))
+        out.append(act.Decoding(self._decode.number, self._decode.candidate.worker_id))
         self.state = State.DECODE
 
     # -- Ends -------------------------------------------------------------------------------------
@@ -400,19 +382,16 @@ class Attempt:
             text = "the worker did not answer in time"
             return self._refused(side, Refusal(RefusalReason.LOST, text), now)
         if now >= self._deadline:
-            return self._end(Expire())
+            return self._end(act.Expire())
         slow = _worker(self._prefill or self._decode)
         reason = _STALLED.get(self.state, "decode_stalled")
-        return self._lost(slow, reason, f"no progress at {slow}")
+        return self._end(act.Move(slow, reason, f"no progress at {slow}"))
 
     def cancel(self) -> Actions:
         """Nobody wants it any more; may be called again."""
         return () if self.outcome is not None else self._close([], Outcome.CANCELLED)
 
-    def _lost(self, worker_id: WorkerId, reason: str, text: str) -> Actions:
-        return self._end(Move(worker_id, reason, text))
-
-    def _end(self, word: Move | Break | Expire) -> Actions:
+    def _end(self, word: act.Move | act.Break | act.Expire) -> Actions:
         out = list(self._close([], _OUTCOMES[type(word)]))
         out.append(word)
         return out
@@ -425,18 +404,18 @@ class Attempt:
 
     def _forget_prefill(self, out: list[Action]) -> None:
         if self._prefill is not None:
-            out.append(Forget(Side.PREFILL, self._prefill.number))
+            out.append(act.Forget(Side.PREFILL, self._prefill.number))
             self._prefill = None
 
     def _drop_prefill(self, out: list[Action]) -> None:
         if self._prefill is not None:
-            out.append(Cancel(Side.PREFILL, self._prefill.number))
+            out.append(act.Cancel(Side.PREFILL, self._prefill.number))
             self._prefill = None
             self.state = State.HELD
 
     def _drop_decode(self, out: list[Action]) -> None:
         if self._decode is not None:
-            out.append(Cancel(Side.DECODE, self._decode.number))
+            out.append(act.Cancel(Side.DECODE, self._decode.number))
             self._decode = None
         self._early.clear()
         self.state = State.IDLE

@@ -13,7 +13,7 @@ from kvmesh.core.values import changed
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from services.gateway.errors import Stage
-from services.gateway.request.attempt_types import Kind, Move, Taken
+from services.gateway.request.actions import Kind, Move, Taken
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.request.phases import Phases
 from services.gateway.request.record import RequestRecord

@@ -29,26 +29,9 @@ from kvmesh.v1 import types_pb2
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest
 from kvmesh.v1.prefill_service_pb2 import PrefillRequest
 from services.gateway.errors import Stage
+from services.gateway.request import actions as act
+from services.gateway.request.actions import Actions, Kind, Limits, Outcome, Side
 from services.gateway.request.attempt import Attempt
-from services.gateway.request.attempt_types import (
-    Actions,
-    Ask,
-    Break,
-    Cancel,
-    Decoding,
-    Deliver,
-    Expire,
-    Forget,
-    Hold,
-    Kind,
-    Limits,
-    Move,
-    Outcome,
-    Refuse,
-    Side,
-    Taken,
-    Vain,
-)
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.request.search import Search
@@ -124,7 +107,7 @@ class Life:
         self._wake: asyncio.Future[None] | None = None
         self._is_open = True
         self._answer: bool | None = None
-        self._move: Move | None = None
+        self._move: act.Move | None = None
         self._error: KvMeshError | None = None
         self._new_attempt(0, None)
 
@@ -295,7 +278,7 @@ class Life:
                 more = _DEEDS[type(action)](self, action) or more
             actions = more
 
-    def _asked(self, ask: Ask) -> Actions | None:
+    def _asked(self, ask: act.Ask) -> Actions | None:
         link: Link | None = None
         try:
             session = self._mesh.sessions.session(ask.candidate)
@@ -309,7 +292,7 @@ class Life:
             return self._not_asked(ask, error)
         return None
 
-    async def _ask_later(self, ask: Ask, session: WorkerSession, link: Link) -> None:
+    async def _ask_later(self, ask: act.Ask, session: WorkerSession, link: Link) -> None:
         """Asks when a connection is up that was only just started."""
         try:
             await link.stream.wait_connected(session.may_connect_s())
@@ -317,12 +300,12 @@ class Life:
         except LostError as error:
             self._tell(self._not_asked(ask, error))
 
-    def _not_asked(self, ask: Ask, error: LostError) -> Actions:
+    def _not_asked(self, ask: act.Ask, error: LostError) -> Actions:
         refusal = Refusal(RefusalReason.LOST, str(error))
         by_prefill = ask.kind is Kind.OFFER
         return self._attempt.ended(ask.number, refusal, self._loop.time(), by_prefill=by_prefill)
 
-    def _send(self, ask: Ask, session: WorkerSession) -> None:
+    def _send(self, ask: act.Ask, session: WorkerSession) -> None:
         key, search, source = self._key(ask.number), self._search, ask.candidate.source
         traceparent = self.ledger.asks(ask.kind)
         if ask.kind is Kind.OFFER:
@@ -357,11 +340,11 @@ class Life:
             fill_sequence_spec(message, sequence)
             self._written = sequence, message
 
-    def _held(self, hold: Hold) -> None:
+    def _held(self, hold: act.Hold) -> None:
         self._sessions[hold.number].hold(self._key(hold.number), hold.lease_ms)
         self.ledger.holds(hold.worker_id, self._loop.time())
 
-    def _taken(self, taken: Taken) -> None:
+    def _taken(self, taken: act.Taken) -> None:
         plan = self._search.plan
         assert plan is not None, "workers of a plan were asked"
         self._answer = True
@@ -372,15 +355,15 @@ class Life:
         self.receiver.placed(Placed(placement, prefill, decode, plan.cause))
         self._wake_up()
 
-    def _refused(self, refuse: Refuse) -> None:
+    def _refused(self, refuse: act.Refuse) -> None:
         stage = Stage.PREFILL if refuse.side is Side.PREFILL else Stage.DECODE
         self._search.refused(stage, refuse.refusal, refuse.worker_id)
 
-    def _vain(self, _: Vain) -> None:
+    def _vain(self, _: act.Vain) -> None:
         self._answer = False
         self._wake_up()
 
-    def _delivered(self, deliver: Deliver) -> Actions | None:
+    def _delivered(self, deliver: act.Deliver) -> Actions | None:
         receiver, first, finish = self.receiver, deliver.first, deliver.finish_reason
         if receiver is None or not self._wants_more:
             return None  # a stop string ended it among tokens that came together
@@ -398,11 +381,11 @@ class Life:
         self._wake_up()
         return self._attempt.cancel() if finish is None else None
 
-    def _decoding(self, decoding: Decoding) -> None:
+    def _decoding(self, decoding: act.Decoding) -> None:
         self._sessions[decoding.number].release(self._key(decoding.number))
         self.ledger.decoding(decoding.worker_id, self._loop.time())
 
-    def _forgotten(self, forget: Forget) -> None:
+    def _forgotten(self, forget: act.Forget) -> None:
         session, key = self._sessions.pop(forget.number), self._key(forget.number)
         if forget.side is Side.PREFILL:
             session.prefill.forget(key)
@@ -410,7 +393,7 @@ class Life:
             session.release(key)
             session.decode.forget(key)
 
-    def _cancelled(self, cancel: Cancel) -> None:
+    def _cancelled(self, cancel: act.Cancel) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
@@ -422,15 +405,15 @@ class Life:
         else:
             session.cancel_decode(key)
 
-    def _moved(self, move: Move) -> None:
+    def _moved(self, move: act.Move) -> None:
         self._move = move
         self._wake_up()
 
-    def _broken(self, broken: Break) -> None:
+    def _broken(self, broken: act.Break) -> None:
         self._error = StructureError(broken.text)
         self._wake_up()
 
-    def _expired(self, _: Expire) -> None:
+    def _expired(self, _: act.Expire) -> None:
         limit_s = self._mesh.limits.request_timeout_s
         self._error = DeadlineError(f"the request ran for longer than {limit_s} s")
         self._wake_up()
@@ -452,16 +435,16 @@ class Life:
 
 
 _DEEDS: Mapping[type, Callable[[Life, Any], Actions | None]] = {
-    Ask: Life._asked,
-    Hold: Life._held,
-    Taken: Life._taken,
-    Refuse: Life._refused,
-    Vain: Life._vain,
-    Deliver: Life._delivered,
-    Decoding: Life._decoding,
-    Forget: Life._forgotten,
-    Cancel: Life._cancelled,
-    Move: Life._moved,
-    Break: Life._broken,
-    Expire: Life._expired,
+    act.Ask: Life._asked,
+    act.Hold: Life._held,
+    act.Taken: Life._taken,
+    act.Refuse: Life._refused,
+    act.Vain: Life._vain,
+    act.Deliver: Life._delivered,
+    act.Decoding: Life._decoding,
+    act.Forget: Life._forgotten,
+    act.Cancel: Life._cancelled,
+    act.Move: Life._moved,
+    act.Break: Life._broken,
+    act.Expire: Life._expired,
 }
