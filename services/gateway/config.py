@@ -115,14 +115,24 @@ class QuotaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaStoreConfig:
-    """Where gateways share what tenants used."""
+class SharedRedisConfig:
+    """Where gateways share what tenants used, and streams that another gateway may go on with."""
 
-    url: str = option("", "redis:// URL; empty counts in each gateway alone")
+    url: str = option("", "redis:// URL; empty: quotas count in each gateway, streams die with it")
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
     timeout_s: float = positive(0.5, "a call that takes longer has failed")
     password_file: str = option("", "file that holds the password")
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeConfig:
+    """What another gateway needs to go on with a stream, in Redis; see `redis.url`."""
+
+    journal_mib: int = option(
+        64, "most memory for streams of one process in Redis; 0 writes none: they die with it"
+    )
+    keep_s: float = positive(60.0, "a stream is kept for this long after its end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +147,5 @@ class GatewayConfig:
     limits: LimitsConfig = option(LimitsConfig, "")
     access: AccessConfig = option(AccessConfig, "")
     quota: QuotaConfig = option(QuotaConfig, "")
-    redis: QuotaStoreConfig = option(QuotaStoreConfig, "")
+    redis: SharedRedisConfig = option(SharedRedisConfig, "")
+    resume: ResumeConfig = option(ResumeConfig, "")

@@ -8,18 +8,23 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
+from kvmesh.core.values import changed
+from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.quota import Tenant
 from services.gateway.api.model_checks import check_call, check_prompt, choice_sampling
 from services.gateway.api.openai import ApiCall
 from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.request.choice import Caller, Choice
+from services.gateway.request.choice import Caller, Choice, Delivered, going_on
 from services.gateway.request.delivery import Delivery, Sink, together
+from services.gateway.request.event_ids import GivenId
 from services.gateway.request.gate import Gate
+from services.gateway.request.journal import Journal, Kept, owner_of
 from services.gateway.request.life import Life
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.tenants.access import KeyRing
-from services.gateway.tenants.admission import Admission
+from services.gateway.tenants.admission import Admission, Ticket
 from services.gateway.tenants.entry import Admitted
 from services.gateway.text.prompts import prompt_ids, prompt_text, with_tokens
 from services.gateway.text.tokenizer import TextTokenizer
@@ -41,6 +46,7 @@ class Frontend:
 
     Attributes:
         limits: of a request.
+        journal: where streams are written for other gateways; None where they are not.
     """
 
     def __init__(
@@ -50,12 +56,14 @@ class Frontend:
         served_name: str,
         keys: KeyRing,
         admission: Admission,
+        journal: Journal | None = None,
     ) -> None:
         self._mesh = mesh
         self._keys = keys
         self._admission = admission
         self.tokenizer = tokenizer
         self.served_name = served_name
+        self.journal = journal
         self.limits = mesh.limits
         self.metrics = mesh.metrics
 
@@ -116,18 +124,27 @@ class Frontend:
         self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
         raise StageRefusedError(refusal, Stage.GATEWAY)
 
-    async def prepare(self, call: ApiCall, caller: Caller) -> list[Choice]:
+    async def prepare(
+        self, call: ApiCall, caller: Caller, delivered: Delivered | None = None
+    ) -> list[Choice]:
         """Renders, tokenises and checks a call against the model.
+
+        Args:
+            delivered: what its client has, if it goes on behind that.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
             ModelNotFoundError: another model is asked for.
             StageRefusedError: too many wait already for this one to be served in time.
+            GoneError: what was delivered does not belong to this call.
         """
         check_call(call, self.served_name, self.limits, self.tokenizer.vocab_size)
-        if call.priority >= 0:  # who has priority does not wait behind the others
+        if call.priority >= 0 and delivered is None:  # others do not wait behind the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
-        seed = self._mesh.rng.getrandbits(64) if call.seed is None else call.seed
+        seed = call.seed if delivered is None else delivered.seed
+        if seed is None:
+            seed = self._mesh.rng.getrandbits(64)
+        call = changed(call, seed=seed)
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
@@ -137,7 +154,7 @@ class Frontend:
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
-            if ticket is not None:
+            if ticket is not None and (delivered is None or not delivered.is_paid):
                 ticket.charge(len(token_ids))
             sampling = check_prompt(call, len(token_ids), self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
@@ -157,14 +174,38 @@ class Frontend:
                     rank=call.priority,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
+        if delivered is not None:
+            return going_on(choices, delivered, self.tokenizer.vocab_size)
         return choices
+
+    async def kept(self, given: GivenId, ticket: Ticket) -> Kept:
+        """A stream that a client wants to go on with.
+
+        Raises:
+            GoneError: it is not kept, or not for this caller, who is told the same.
+            StageRefusedError: the journal does not answer now.
+        """
+        kept: Kept | None = None
+        try:
+            if self.journal is not None:
+                kept = await self.journal.read(given.key)
+        except StoreUnavailableError as error:
+            message = "the journal of streams does not answer"
+            refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=1000)
+            raise StageRefusedError(refusal, Stage.GATEWAY) from error
+        if kept is None or kept.head.owner != owner_of(ticket):
+            raise GoneError("Last-Event-ID: nothing is kept of this stream")
+        return kept
 
     def begin(self, choices: Sequence[Choice]) -> list[Life]:
         """Begins a call's generations, to be closed.
 
         Workers are told at once where a plan is at hand; what follows is done meanwhile.
         """
-        lives = [Life(self._mesh, each.request, each.ticket) for each in choices]
+        lives = [
+            Life(self._mesh, each.request, each.ticket, each.behind and each.behind.token_ids)
+            for each in choices
+        ]
         for life in lives:
             life.begin()
         return lives
@@ -180,16 +221,20 @@ class Frontend:
         Raises:
             KvMeshError: as `Life.run` does. Before workers took all choices no sink was told
                 of any.
+            GoneError: what its client has of a choice would have ended it.
         """
+        held = sinks
         if len(lives) > 1:
 
             def begins() -> None:
                 for life in lives:
                     life.is_read = True
 
-            sinks = Gate(sinks, begins).held
-        for life, choice, sink in zip(lives, choices, sinks, strict=True):
-            life.receiver = Delivery(self.tokenizer, choice, life.ledger, sink)
+            held = Gate(sinks, begins).held
+        for life, choice, sink, target in zip(lives, choices, sinks, held, strict=True):
+            life.receiver = delivery = Delivery(self.tokenizer, choice, life.ledger, target)
+            if choice.behind is not None:
+                delivery.replay(choice.behind, sink)
         await together([life.run() for life in lives])
 
 

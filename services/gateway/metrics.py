@@ -65,6 +65,9 @@ class GatewayMetrics(Collector):
         self.connections = self._gauge(
             "kvmesh_gateway_connections", "Open connections of the HTTP port."
         )
+        self.journal_bytes = self._gauge(
+            "kvmesh_gateway_journal_bytes", "Held in the journal for streams of this gateway."
+        )
         self._library = Gauge(
             "kvmesh_gateway_tokenizer",
             "Processes by the library that turns their prompts into tokens.",
@@ -121,6 +124,9 @@ class GatewayMetrics(Collector):
             "Connections of the HTTP port that were cut, and why.",
             "reason",
         )
+        self._resumes = self._counter(
+            "kvmesh_gateway_resumes", "Streams that clients asked to go on with.", "outcome"
+        )
         self._over_quota = self._counter(
             "kvmesh_gateway_over_quota",
             "Requests refused because a quota was used up.",
@@ -176,6 +182,10 @@ class GatewayMetrics(Collector):
     def moved(self, reason: str) -> None:
         """Counts lost work that is started again."""
         self._moves.labels(reason).inc()
+
+    def resumed(self, outcome: str) -> None:
+        """Counts a stream that goes on here, or cannot."""
+        self._resumes.labels(outcome).inc()
 
     def refusals(self) -> dict[tuple[str, str], float]:
         """Refusals met since start, by (stage, reason)."""

@@ -39,6 +39,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.mesh import Mesh
 from services.gateway.request.routing import Router, candidate_of
 from services.gateway.request.turnstile import Turnstile
+from services.gateway.shared_redis import open_journal, open_redis
 from services.gateway.tenants.admission import Admission
 from services.gateway.tenants.tenancy import open_tenancy
 from services.gateway.text.text_encoder import TextEncoder
@@ -126,8 +127,10 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
             context.spawn(work, name)
     elif config.server.admin.is_wanted:  # one of several processes: another one has the console
         SharePage(requests).add_to(context.admin)
-    keys, admission = await open_tenancy(config, context)
-    frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
+    redis = open_redis(config, context)
+    keys, admission = await open_tenancy(config, context, redis)
+    journal = open_journal(config, context, redis, metrics)
+    frontend = Frontend(mesh, tokenizer, served_name, keys, admission, journal)
     context.on_drain(admission.drain)
 
     servicer = InferenceServicer(frontend)

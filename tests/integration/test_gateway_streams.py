@@ -34,9 +34,9 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     event = EventTemplate.event
 
-    def noted(self: EventTemplate, text: str) -> bytes:
+    def noted(self: EventTemplate, text: str, id_line: str) -> bytes:
         seen.append(text)
-        return event(self, text)
+        return event(self, text, id_line)
 
     monkeypatch.setattr(EventTemplate, "event", noted)
     return seen

@@ -19,7 +19,7 @@ from kvmesh.policy.quota import TenantLimits
 from kvmesh.rpc.channels import open_channel
 from kvmesh.v1.inference_service_pb2 import GenerateRequest
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.config import AccessConfig, HttpConfig, QuotaConfig, QuotaStoreConfig
+from services.gateway.config import AccessConfig, HttpConfig, QuotaConfig, SharedRedisConfig
 from tests.integration.gateway_fake_worker import LAYOUT, MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.redis_server import redis_process, redis_url
@@ -127,7 +127,7 @@ async def test_two_gateways_share_one_quota_and_go_on_alone_without_redis(tmp_pa
     for name in "xy":
         (tmp_path / name).mkdir()
     with redis_process(tmp_path) as redis:
-        shared = QuotaStoreConfig(redis.url, timeout_s=5.0)
+        shared = SharedRedisConfig(redis.url, timeout_s=5.0)
         async with (
             tenants(tmp_path / "x", limits, redis=shared) as one,
             tenants(tmp_path / "y", limits, redis=shared) as two,
@@ -160,7 +160,7 @@ async def test_keys_of_redis_are_demanded_even_before_redis_is_there(tmp_path: P
     with redis_process(tmp_path) as redis:
         redis.stop(kill=True)
         access = AccessConfig(tenants_in_redis=True, refresh_s=0.01)
-        shared = QuotaStoreConfig(redis.url)
+        shared = SharedRedisConfig(redis.url)
         async with gateway_stack(tmp_path, access=access, redis=shared) as stack:
             status, _, headers = await ask(stack, "a")
             assert (status, headers["x-kvmesh-refusal"]) == (503, "gateway-busy")
@@ -208,7 +208,7 @@ async def test_tenants_of_the_configuration_are_held_to_the_defaults(tmp_path: P
     access = AccessConfig(api_keys="key-a,key-b")
     quota = QuotaConfig(requests_per_min_per_key=6)
     with redis_url(tmp_path) as url:
-        redis = QuotaStoreConfig(url, key_prefix=f"{tmp_path.name}:", timeout_s=5.0)
+        redis = SharedRedisConfig(url, key_prefix=f"{tmp_path.name}:", timeout_s=5.0)
         async with gateway_stack(tmp_path, access=access, quota=quota, redis=redis) as stack:
             assert [(await ask(stack, "a"))[0] for _ in range(2)] == [200, 429]
             assert (await ask(stack, "b"))[0] == 200

@@ -20,7 +20,7 @@ _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanage
 _WORKERS = ("prefill", "decode")
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
-_USES_REDIS = ("kvmanager", "scheduler")
+_USES_REDIS = ("kvmanager", "scheduler", "gateway")
 _REDIS_URL, _REDIS_PASSWORD = "KVMESH_REDIS__URL", "KVMESH_REDIS__PASSWORD"
 TRACES_PER_SECOND = 5
 """Who tries something out finds every request's trace; under load they cost little."""

@@ -4,6 +4,7 @@ KvMeshError
 ├── ConfigError            the service cannot start as configured
 ├── InvalidRequestError    400 / INVALID_ARGUMENT, names the field
 ├── ModelNotFoundError     404 / NOT_FOUND
+├── GoneError              410 / FAILED_PRECONDITION, a stream that nobody can go on with
 ├── StructureError         400 / INVALID_ARGUMENT, output cannot follow the structure asked for
 ├── AuthenticationError    401 / UNAUTHENTICATED
 ├── RefusedError           429 or 503 / RESOURCE_EXHAUSTED or UNAVAILABLE, carries a Refusal
@@ -54,6 +55,16 @@ class ModelNotFoundError(InvalidRequestError):
 
     http_status = 404
     grpc_status = "NOT_FOUND"
+
+
+class GoneError(InvalidRequestError):
+    """What is needed to go on with a stream is not there, or is not the caller's."""
+
+    http_status = 410
+    grpc_status = "FAILED_PRECONDITION"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="stream_gone")
 
 
 class StructureError(InvalidRequestError):

@@ -6,7 +6,6 @@ Tests: tests/integration/test_gateway_http.py, tests/integration/test_gateway_st
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,11 +14,11 @@ from typing import Protocol
 
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, TokenLogprobs
-from services.gateway.api.openai import ApiCall
 from services.gateway.api.responses import Body, ChoiceText, Responses, usage_body
 from services.gateway.errors import answer_for
 from services.gateway.frontend import Frontend, usage_of
 from services.gateway.request.choice import Choice
+from services.gateway.request.journal import Entry
 from services.gateway.request.life import Life
 from services.gateway.request.mesh import Placed
 from services.gateway.tools.reasoning import thinking_at
@@ -33,6 +32,8 @@ SSE_HEADERS = {
 
 
 DONE = b"data: [DONE]\n\n"
+
+SEED_HEADER = "x-kvmesh-seed"
 
 
 class EventSink(Protocol):
@@ -89,9 +90,9 @@ class EventTemplate:
         self._head = "data: " + head
         self._tail += "\n\n"
 
-    def event(self, text: str) -> bytes:
+    def event(self, text: str, id_line: str = "") -> bytes:
         """The event with this text."""
-        return (self._head + encode_basestring(text) + self._tail).encode()
+        return (id_line + self._head + encode_basestring(text) + self._tail).encode()
 
 
 @lru_cache(maxsize=1024)
@@ -110,6 +111,7 @@ class Answer:
 
     Args:
         request_id: goes into `id`.
+        created: seconds since the epoch.
 
     Attributes:
         call: what was asked.
@@ -118,11 +120,15 @@ class Answer:
     """
 
     def __init__(
-        self, frontend: Frontend, call: ApiCall, choices: Sequence[Choice], request_id: str
+        self,
+        frontend: Frontend,
+        choices: Sequence[Choice],
+        request_id: str,
+        created: int,
     ) -> None:
         self._frontend = frontend
         self._choices = choices
-        self.call = call
+        self.call = call = choices[0].call
         self.texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         tokenizer = frontend.tokenizer
         # Where there is thinking, the call is a chat, which has one prompt.
@@ -135,7 +141,7 @@ class Answer:
             call,
             request_id,
             frontend.served_name,
-            int(time.time()),
+            created,
             tokenizer.token_bytes,
             thinking,
         )
@@ -144,24 +150,40 @@ class Answer:
         """The answer as one body."""
         sinks = [_WholeSink(self, index) for index in range(len(self.texts))]
         await self._frontend.run(lives, self._choices, sinks)
-        headers = placement_headers(sinks[0].where)
+        headers = self.headers(sinks[0].where)
         body = self.responses.whole(self.texts, self.usage())
         return Whole(headers, dumps(body).encode())
 
-    async def stream(self, lives: Sequence[Life], out: EventSink) -> None:
+    async def stream(
+        self, lives: Sequence[Life], out: EventSink, entry: Entry | None = None
+    ) -> None:
         """The answer as server-sent events.
 
         The status line waits for the first tokens: until then a refusal is still possible.
+
+        Args:
+            lives: of the choices that are not complete.
+            entry: of the journal, where this is a stream that another gateway may go on with.
         """
-        stream = _Stream(self, out)
+        stream = _Stream(self, out, entry)
         sinks = [_StreamSink(self, index, stream) for index in range(len(self.texts))]
+        for choice, sink in zip(self._choices, sinks, strict=True):
+            if choice.behind is not None and choice.behind.is_complete:
+                sink.first(choice.behind.cached_tokens, ())
+                self.note(choice.index, choice.behind.token_ids, None)
+                stream.was_complete(choice.index)
+        choices = [choice for choice in self._choices if choice.is_open]
         try:
-            await self._frontend.run(lives, self._choices, sinks)
+            await self._frontend.run(lives, choices, [sinks[each.index] for each in choices])
         except KvMeshError as error:
-            if not out.has_begun:
+            if not stream.has_begun:
                 raise
-            out.end(_event(answer_for(error).body) + DONE)
-        await out.sent()
+            stream.fail(_event(answer_for(error).body) + DONE)
+        await stream.sent()
+
+    def headers(self, where: Placed) -> Mapping[str, str]:
+        """What the answer's head tells: its seed, and where it ran."""
+        return {SEED_HEADER: str(self.call.seed), **placement_headers(where)}
 
     def note(self, index: int, token_ids: Sequence[int], finish: FinishReason | None) -> None:
         """Adds a piece to what there is of its choice."""
@@ -210,6 +232,11 @@ class _ChoiceSink:
 class _WholeSink(_ChoiceSink):
     """Gathers a choice."""
 
+    def replay(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        raise AssertionError("only streams go on elsewhere")
+
     def push(
         self,
         text: str,
@@ -223,30 +250,82 @@ class _WholeSink(_ChoiceSink):
 
 
 class _Stream:
-    """What the choices of a stream share."""
+    """What the choices of a stream share.
 
-    def __init__(self, answer: Answer, out: EventSink) -> None:
+    Attributes:
+        entry: of the journal; None where it is not written.
+        is_held: nothing is sent before the journal has the request.
+        has_begun: something was sent, or will be.
+    """
+
+    def __init__(self, answer: Answer, out: EventSink, entry: Entry | None) -> None:
         self._answer = answer
         self._num_open = len(answer.texts)
-        self.out = out
+        self._out = out
+        self._held: list[Callable[[], None]] = []
+        self.entry = entry
+        self.is_held = entry is not None and not entry.begun.done()
+        self.has_begun = False
+        self.write = out.write
+        if self.is_held and entry is not None:
+            entry.begun.add_done_callback(self._release)
 
     def send(self, events: bytes, where: Placed) -> None:
         """Sends events of a choice, if there are any; the first ones always."""
-        if not self.out.has_begun:
-            self.out.begin({**SSE_HEADERS, **placement_headers(where)}, events)
+        if not self.has_begun:
+            self.has_begun = True
+            headers = {**SSE_HEADERS, **self._answer.headers(where)}
+            self._do(lambda: self._out.begin(headers, events))
         elif events:
-            self.out.write(events)
+            self._do(lambda: self._out.write(events))
 
     def ends(self, events: bytes, where: Placed) -> None:
         """Sends the last events of a choice, and after those of the last one the end."""
         self.send(events, where)
         self._num_open -= 1
-        if self._num_open:
-            return
+        if not self._num_open:
+            self._end()
+
+    def was_complete(self, index: int) -> None:
+        """The client has all of a choice from another gateway."""
+        if self.entry is not None:
+            self.entry.places[index].is_complete = True
+        self._num_open -= 1
+
+    def fail(self, events: bytes) -> None:
+        """Sends an error as the end."""
+        self._do(lambda: self._out.end(events))
+
+    async def sent(self) -> None:
+        """Waits while the client has not taken all of it."""
+        if not self.has_begun:  # its client had all of the choices
+            self.has_begun = True
+            headers = {**SSE_HEADERS, SEED_HEADER: str(self._answer.call.seed)}
+            self._do(lambda: self._out.begin(headers, b""))
+            self._end()
+        if self.entry is not None:
+            await self.entry.begun
+            self._release(self.entry.begun)
+        await self._out.sent()
+
+    def _end(self) -> None:
         answer, ending = self._answer, b""
         if answer.call.include_usage:
-            ending = _event(answer.responses.closing_usage(answer.usage()))
-        self.out.end(ending + DONE)
+            id_line = "" if self.entry is None else self.entry.id_line(is_over=True)
+            ending = _event(answer.responses.closing_usage(answer.usage()), id_line)
+        self._do(lambda: self._out.end(ending + DONE))
+
+    def _do(self, sends: Callable[[], None]) -> None:
+        if self.is_held:
+            self._held.append(sends)
+        else:
+            sends()
+
+    def _release(self, _: object) -> None:
+        self.is_held = False
+        held, self._held = self._held, []
+        for sends in held:
+            sends()
 
 
 class _StreamSink(_ChoiceSink):
@@ -255,11 +334,12 @@ class _StreamSink(_ChoiceSink):
     def __init__(self, answer: Answer, index: int, stream: _Stream) -> None:
         super().__init__(answer, index)
         self._stream = stream
+        self._entry = stream.entry
         self._is_opened = False
-        self._event_with: Callable[[str], bytes] | None = None
+        self._event_with: Callable[[str, str], bytes] | None = None
         # What every token calls, looked up once.
         self._keep = self._text.token_ids.extend
-        self._write = stream.out.write
+        self._write = stream.write
         call = answer.call
         # Then pieces in the middle differ in nothing but their text.
         self._is_plain = not (
@@ -269,6 +349,19 @@ class _StreamSink(_ChoiceSink):
             or call.sampling.num_logprobs >= 0
         )
 
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        super().first(cached_tokens, prompt_logprobs)
+        if self._entry is not None and cached_tokens:
+            self._entry.places[self._index].has_cached(cached_tokens)
+
+    def replay(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        self._answer.note(self._index, token_ids, None)
+        self._events(text, token_ids, logprobs, None)
+        if self._entry is not None:
+            self._entry.places[self._index].is_opened = True
+
     def push(
         self,
         text: str,
@@ -276,22 +369,49 @@ class _StreamSink(_ChoiceSink):
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> None:
+        entry = self._entry
         if finish is None and self._event_with is not None:
             self._keep(token_ids)  # no thinking is left to be counted
+            if entry is not None:
+                entry.tokens(self._index, token_ids)
             if text:
-                self._write(self._event_with(text))
+                self._write(self._event_with(text, "" if entry is None else entry.id_line()))
             return
         self._answer.note(self._index, token_ids, finish)
-        events = self._events(text, token_ids, logprobs, finish)
+        events = self._noted(text, token_ids, logprobs, finish)
         if finish is not None:
             self._stream.ends(events, self.where)
             return
         self._stream.send(events, self.where)
-        if self._is_plain and self._answer.responses.is_answer(self._index):
+        if (
+            self._is_plain
+            and not self._stream.is_held
+            and self._answer.responses.is_answer(self._index)
+        ):
             self._event_with = EventTemplate(self._body_with).event
 
     def _body_with(self, text: str) -> Body | None:
         return self._answer.responses.piece(self._index, text, (), (), None)
+
+    def _noted(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> bytes:
+        """A piece as events, each of which says where the stream is after it."""
+        entry, was_opened = self._entry, self._is_opened
+        bodies = self._events(text, token_ids, logprobs, finish)
+        if entry is None:
+            return b"".join(map(_event, bodies))
+        place, events = entry.places[self._index], b""
+        place.is_opened = True
+        if not was_opened and len(bodies) > 1:
+            events = _event(bodies.pop(0), entry.id_line())
+        entry.tokens(self._index, token_ids)
+        place.is_complete = finish is not None
+        return events + b"".join([_event(body, entry.id_line()) for body in bodies])
 
     def _events(
         self,
@@ -299,22 +419,20 @@ class _StreamSink(_ChoiceSink):
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
-    ) -> bytes:
-        """A piece as events; empty if there is nothing to say yet."""
+    ) -> list[Body]:
+        """Bodies of a piece's events; none if there is nothing to say yet."""
         responses, index = self._answer.responses, self._index
         bodies: list[Body | None] = []
         if not self._is_opened:
             self._is_opened = True
             bodies.append(responses.opening(index, self._text))
         bodies.append(responses.piece(index, text, token_ids, logprobs, finish))
-        events = b""
-        for body in bodies:
-            if body is not None:
-                if self._answer.call.continuous_usage:
-                    body["usage"] = self._answer.usage()
-                events += _event(body)
-        return events
+        found = [body for body in bodies if body is not None]
+        if self._answer.call.continuous_usage:
+            for body in found:
+                body["usage"] = self._answer.usage()
+        return found
 
 
-def _event(body: Body) -> bytes:
-    return b"data: " + dumps(body).encode() + b"\n\n"
+def _event(body: Body, id_line: str = "") -> bytes:
+    return f"{id_line}data: {dumps(body)}\n\n".encode()

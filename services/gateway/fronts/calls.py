@@ -6,11 +6,21 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.errors import GoneError, InvalidRequestError
 from kvmesh.core.types import Placement
-from services.gateway.api.answers import Answer, EventSink, Whole
+from services.gateway.api.answers import (
+    DONE,
+    SEED_HEADER,
+    SSE_HEADERS,
+    Answer,
+    EventSink,
+    Whole,
+)
 from services.gateway.api.openai import (
     ApiCall,
     Endpoint,
@@ -21,7 +31,9 @@ from services.gateway.api.openai import (
 from services.gateway.api.plain_call import plain_chat_call
 from services.gateway.api.schema import ChatBody, CompletionBody, parse_body
 from services.gateway.frontend import Frontend, clean_request_id
-from services.gateway.request.choice import Caller
+from services.gateway.request.choice import Caller, Choice, Delivered, prompt_sum
+from services.gateway.request.event_ids import HEADER, GivenId, parse_id
+from services.gateway.request.journal import Entry, Head, Kept, delivered_of, owner_of
 from services.gateway.tenants.admission import Ticket
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "request-id")
@@ -62,6 +74,23 @@ class Exchange(EventSink, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call as it came, or as it came to the gateway where its stream began.
+
+    Attributes:
+        created: seconds since the epoch.
+        delivered: what the client has of it.
+    """
+
+    endpoint: Endpoint
+    call: ApiCall
+    caller: Caller
+    body: bytes
+    created: int
+    delivered: Delivered | None = None
+
+
 class Calls:
     """Answers completions of both kinds."""
 
@@ -79,21 +108,107 @@ class Calls:
         """
         headers = exchange.headers
         async with self._frontend.admit(headers.get("authorization", "")) as ticket:
-            call = self._call(endpoint, parse_json(await exchange.body()))
-            if call.request_id and not given_request_id(headers):
-                exchange.request_id = clean_request_id(call.request_id)
-            caller = caller_of(headers, exchange.request_id, ticket)
-            choices = await self._frontend.prepare(call, caller)
-            lives = self._frontend.begin(choices)
-            try:
-                answer = Answer(self._frontend, call, choices, exchange.request_id)
-                if not call.stream:
-                    return await answer.whole(lives)
-                await answer.stream(lives, exchange)
-                return None
-            finally:
-                for life in lives:
-                    life.close()
+            body = await exchange.body()
+            if last := headers.get(HEADER, ""):
+                return await self._go_on(endpoint, parse_id(last), body, exchange, ticket)
+            return await self._answer(self._asked(endpoint, body, exchange, ticket), exchange)
+
+    async def _go_on(
+        self, endpoint: Endpoint, given: GivenId, body: bytes, exchange: Exchange, ticket: Ticket
+    ) -> Whole | None:
+        metrics = self._frontend.metrics
+        try:
+            kept = await self._frontend.kept(given, ticket)
+            asked = self._asked_again(endpoint, given, kept, body, exchange, ticket)
+            whole: Whole | None = None
+            if given.is_over:
+                exchange.begin({**SSE_HEADERS, SEED_HEADER: str(kept.head.seed)}, DONE)
+                exchange.end(b"")
+                await exchange.sent()
+            else:
+                whole = await self._answer(asked, exchange)
+        except GoneError:
+            metrics.resumed("gone")
+            raise
+        metrics.resumed("resumed")
+        return whole
+
+    async def _answer(self, asked: _Asked, exchange: Exchange) -> Whole | None:
+        frontend = self._frontend
+        choices = await frontend.prepare(asked.call, asked.caller, asked.delivered)
+        lives = frontend.begin([choice for choice in choices if choice.is_open])
+        entry: Entry | None = None
+        try:
+            answer = Answer(frontend, choices, exchange.request_id, asked.created)
+            if not asked.call.stream:
+                return await answer.whole(lives)
+            entry = self._entry(asked, choices)
+            await answer.stream(lives, exchange, entry)
+            return None
+        finally:
+            for life in lives:
+                life.close()
+            if entry is not None:
+                entry.close()
+
+    def _asked(self, endpoint: Endpoint, body: bytes, exchange: Exchange, ticket: Ticket) -> _Asked:
+        headers = exchange.headers
+        call = self._call(endpoint, parse_json(body))
+        if call.request_id and not given_request_id(headers):
+            exchange.request_id = clean_request_id(call.request_id)
+        caller = caller_of(headers, exchange.request_id, ticket)
+        return _Asked(endpoint, call, caller, body, int(time.time()))
+
+    def _asked_again(
+        self,
+        endpoint: Endpoint,
+        given: GivenId,
+        kept: Kept,
+        body: bytes,
+        exchange: Exchange,
+        ticket: Ticket,
+    ) -> _Asked:
+        """The call of a stream that goes on behind `Last-Event-ID`.
+
+        Raises:
+            GoneError: nobody can go on with it.
+            InvalidRequestError: the body is another one.
+        """
+        head = kept.head
+        if head.kind != endpoint.value:
+            raise GoneError(f"Last-Event-ID: that stream is a {head.kind}")
+        if body and body != head.body:
+            raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
+        exchange.request_id = head.request_id
+        caller = Caller(
+            head.request_id,
+            head.scenario,
+            Placement(head.placement),
+            traceparent=exchange.headers.get("traceparent", ""),
+            ticket=ticket,
+        )
+        call = self._call(endpoint, parse_json(head.body))
+        delivered = delivered_of(given, kept)
+        return _Asked(endpoint, call, caller, head.body, head.created, delivered)
+
+    def _entry(self, asked: _Asked, choices: Sequence[Choice]) -> Entry | None:
+        """Where the stream is written for other gateways; None where that is not done."""
+        journal, caller = self._frontend.journal, asked.caller
+        if journal is None:
+            return None
+        head = Head(
+            kind=asked.endpoint.value,
+            owner=owner_of(caller.ticket),
+            request_id=caller.request_id,
+            created=asked.created,
+            seed=choices[0].call.seed or 0,
+            prompt_sum=prompt_sum(choices),
+            num_choices=len(choices),
+            scenario=caller.scenario,
+            placement=caller.placement.value,
+            body=asked.body,
+        )
+        return journal.open(head, choices)
 
     def _call(self, endpoint: Endpoint, content: Any) -> ApiCall:
         frontend = self._frontend

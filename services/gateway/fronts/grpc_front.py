@@ -145,6 +145,12 @@ class _ResponseSink:
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self._cached_tokens, self._prompt_logprobs = cached_tokens, prompt_logprobs
 
+    def replay(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        self._note(token_ids)
+        self._told(text, is_last=False)
+
     def push(
         self,
         text: str,
@@ -152,9 +158,7 @@ class _ResponseSink:
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> None:
-        self._token_ids += token_ids
-        if self._count is not None:  # as they come, not thousands at the end
-            self._count.of(self._token_ids)
+        self._note(token_ids)
         told, calls = self._told(text, is_last=finish is not None)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         response = GenerateResponse(
@@ -171,6 +175,11 @@ class _ResponseSink:
         if finish is not None:
             response.usage.CopyFrom(usage_to_proto(self._usage()))
         self.responses.put_nowait(response)
+
+    def _note(self, token_ids: Sequence[int]) -> None:
+        self._token_ids += token_ids
+        if self._count is not None:  # as they come, not thousands at the end
+            self._count.of(self._token_ids)
 
     def _told(self, text: str, *, is_last: bool) -> tuple[Told, list[ToolCallDelta]]:
         """More text, told apart."""

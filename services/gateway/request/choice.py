@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+from zlib import crc32
 
+from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Placement
-from kvmesh.core.values import quick
+from kvmesh.core.values import changed, quick
+from services.gateway.api.model_checks import check_known
 from services.gateway.api.openai import ApiCall
 from services.gateway.request.mesh import GenerationRequest
 from services.gateway.tenants.admission import Ticket
@@ -31,6 +37,36 @@ class Caller:
     ticket: Ticket | None = None
 
 
+class Behind(NamedTuple):
+    """What a client has of one choice.
+
+    Attributes:
+        token_ids: all so far.
+        cached_tokens: of the prompt, as its usage tells.
+        is_complete: it has the last event, too.
+    """
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int
+    is_complete: bool
+
+
+class Delivered(NamedTuple):
+    """What a client has of a call that goes on here.
+
+    Attributes:
+        seed: of the call.
+        prompt_sum: of the prompts that the call had; see `prompt_sum`.
+        is_paid: the prompt was charged before.
+        choices: None where it has nothing.
+    """
+
+    seed: int
+    prompt_sum: int
+    is_paid: bool
+    choices: tuple[Behind | None, ...]
+
+
 @quick
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -41,6 +77,7 @@ class Choice:
         prompt_index: which of the call's prompts it continues.
         echo: the prompt's text, if it is to come before the generated one.
         ticket: its tokens are charged to it.
+        behind: what the client has already; None if it is not even opened.
     """
 
     index: int
@@ -49,3 +86,38 @@ class Choice:
     call: ApiCall
     echo: str = ""
     ticket: Ticket | None = None
+    behind: Behind | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something left to generate."""
+        return self.behind is None or not self.behind.is_complete
+
+
+def prompt_sum(choices: Sequence[Choice]) -> int:
+    """A number that prompts of other tokens do not have, but for one in four thousand million."""
+    found, last = 0, -1
+    for choice in choices:
+        if choice.prompt_index != last:
+            last = choice.prompt_index
+            found = crc32(array("I", choice.request.prompt_ids), found)
+    return found
+
+
+def going_on(choices: Sequence[Choice], delivered: Delivered, vocab_size: int) -> list[Choice]:
+    """The same choices, behind what their client has.
+
+    Raises:
+        GoneError: it has that of another call, or of another model.
+        InvalidRequestError: no such token is known.
+    """
+    if delivered.prompt_sum != prompt_sum(choices) or len(delivered.choices) != len(choices):
+        raise GoneError("the prompt has other tokens here: ask for the whole answer again")
+    for choice, behind in zip(choices, delivered.choices, strict=True):
+        if behind is not None:
+            check_known(behind.token_ids, vocab_size, "tokens so far")
+            left = choice.request.sampling.max_tokens - len(behind.token_ids)
+            if left < 1 and not behind.is_complete:
+                raise GoneError("all tokens came: there is nothing to go on with")
+    pairs = zip(choices, delivered.choices, strict=True)
+    return [changed(choice, behind=behind) for choice, behind in pairs]

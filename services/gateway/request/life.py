@@ -78,13 +78,22 @@ class Receiver(Protocol):
 class Life:
     """One request; `begin` asks at once if a plan is at hand, `run` leads it to its end.
 
+    Args:
+        delivered: tokens that its client has from another gateway.
+
     Attributes:
         receiver: has to be set in the turn of the loop in which it began.
         is_read: its client has been sent tokens, of this generation or of another one of its call.
         ledger: what is noted of it.
     """
 
-    def __init__(self, mesh: Mesh, request: GenerationRequest, ticket: Ticket | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        request: GenerationRequest,
+        ticket: Ticket | None,
+        delivered: Sequence[int] | None = None,
+    ) -> None:
         self._mesh = mesh
         self._loop = asyncio.get_running_loop()
         self._arrived_at = now = self._loop.time()
@@ -93,7 +102,7 @@ class Life:
         self._request = self.ledger.request
         self.receiver: Receiver | None = None
         self.is_read = False
-        self._tokens: list[int] = []
+        self._tokens: list[int] = list(delivered or ())
         self._wants_more = True
         self._has_scores = self._request.sampling.num_logprobs >= 0
         self._avoid: frozenset[WorkerId] = frozenset()
@@ -109,14 +118,19 @@ class Life:
         self._answer: bool | None = None
         self._move: act.Move | None = None
         self._error: KvMeshError | None = None
-        self._new_attempt(0, None)
+        self._new_attempt(0)
 
-    def _new_attempt(self, num_asked: int, again_until: float | None) -> None:
+    def _new_attempt(self, num_asked: int) -> None:
         limits = self._mesh.limits
         waits = Limits(ANSWER_TIMEOUT_S, limits.prefill_timeout_s, limits.stall_s)
         token_ids = self._request.prompt_ids
+        again_until: float | None = None
         if self._tokens:
             token_ids += tuple(self._tokens)
+        if self._tokens or self.is_read:
+            # The client is already reading: what counts is that the stream goes on at all.
+            patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
+            again_until = min(self._deadline, self._loop.time() + patience_s)
         self._num_sent = len(token_ids)
         self._attempt = Attempt(self._num_sent, waits, self._deadline, num_asked)
         self._search = Search(
@@ -191,13 +205,8 @@ class Life:
         limits = self._mesh.limits
         if self._num_moves > limits.max_moves:
             raise LostError(f"the request was lost {self._num_moves} times; last: {move.text}")
-        again_until: float | None = None
-        if self._tokens or self.is_read:
-            # The client is already reading: what counts is that the stream goes on at all.
-            patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
-            again_until = min(self._deadline, now + patience_s)
         self._move = self._answer = None
-        self._new_attempt(self._attempt.num_asked, again_until)
+        self._new_attempt(self._attempt.num_asked)
 
     # --- for the search ---
 

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from kvmesh.metadata.redis_client import RedisClient
 
 
-async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[KeyRing, Admission]:
+async def open_tenancy(
+    config: GatewayConfig, context: ServiceContext, client: RedisClient | None
+) -> tuple[KeyRing, Admission]:
     """The key ring and the admission of a gateway, kept up to date in `context`.
+
+    Args:
+        client: of the Redis that gateways share; None without one.
 
     Raises:
         ConfigError: keys, the directory or Redis cannot be used as configured.
@@ -32,9 +37,6 @@ async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[
         max_concurrent=quota.max_concurrent_per_key,
     )
     keys = load_keys(config.access, defaults)
-    client = _redis_client(config)
-    if client is not None:
-        context.stack.push_async_callback(client.close)
     store = directory_store(config.access, RedisTenantStore(client) if client else None)
     if store is not None:
         watch = DirectoryWatch(store, keys, config.access.refresh_s)
@@ -48,17 +50,3 @@ async def open_tenancy(config: GatewayConfig, context: ServiceContext) -> tuple[
     context.stack.push_async_callback(shared.settle)
     context.spawn(shared.run(), "quotas")
     return keys, Admission(quota.burst_s, clock.now, shared)
-
-
-def _redis_client(config: GatewayConfig) -> RedisClient | None:
-    redis = config.redis
-    if not redis.url:
-        return None
-    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
-    from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
-
-    return RedisClient(
-        RedisConfig(
-            redis.url, redis.password, redis.key_prefix, redis.timeout_s, redis.password_file
-        )
-    )

@@ -94,7 +94,7 @@ def test_everybody_knows_everybody() -> None:
         _member(plan, name) for name in ("redis", "kvmanager", "scheduler", "prefill-1", "gateway")
     )
     url = f"redis://{redis.probe.endpoint}/0"
-    for member in (kvmanager, scheduler):
+    for member in (kvmanager, scheduler, gateway):
         assert member.spec.env["KVMESH_REDIS__URL"] == url
         assert member.spec.env["KVMESH_REDIS__PASSWORD"] == redis.probe.password == "pass-word"
     assert _flags(scheduler)["--kvmanager.target"] == str(kvmanager.probe.endpoint)
@@ -123,7 +123,7 @@ def test_secrets_are_files_and_no_words_of_a_command_line() -> None:
             assert "pass-word" not in f"{member} {member.spec.argv}"
             if member.spec.name != "redis":
                 assert _flags(member)["--server.secret-file"] == "/state/mesh.secret"
-            if member.spec.name not in ("kvmanager", "scheduler"):
+            if member.spec.name not in ("kvmanager", "scheduler", "gateway"):
                 assert member.spec.env == {"A": "1"}
     assert _member(_plan(), "redis").spec.argv[:2] == ("/bin/redis", "/state/redis-password.conf")
 

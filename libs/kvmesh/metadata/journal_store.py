@@ -1,0 +1,98 @@
+"""Streams that gateways serve, in Redis: what another gateway needs to go on with one.
+
+A stream is a list under `P stream:<key>`: its head, then records in the order of writing. It lives
+as long as the gateway that writes it may need it, and a short time after its end.
+Tests: tests/contract/test_journal_store.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvmesh.metadata.redis_answers import strings_of, understanding
+
+if TYPE_CHECKING:
+    from kvmesh.metadata.redis_client import RedisClient
+
+_WRITE = """
+local told = {}
+for i = 2, #ARGV, 4 do
+  local word, key = ARGV[i], ARGV[1] .. 'stream:' .. ARGV[i + 1]
+  local value, life_ms = ARGV[i + 2], ARGV[i + 3]
+  local length = 0
+  if word == 'begin' then
+    redis.call('DEL', key)
+    length = redis.call('RPUSH', key, value)
+  elseif word == 'add' then
+    length = redis.call('RPUSHX', key, value)
+  end
+  if word == 'drop' then
+    redis.call('DEL', key)
+  elseif life_ms ~= '' then
+    redis.call('PEXPIRE', key, life_ms)
+  end
+  told[#told + 1] = length
+end
+return told
+"""
+
+_READ = "return redis.call('LRANGE', ARGV[1] .. 'stream:' .. ARGV[2], 0, -1)"
+
+MAX_WRITES = 128
+"""Lines of one script call: Redis does nothing else meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something to be written.
+
+    Attributes:
+        word: `begin` a stream with its head, `add` a record, `end` it, or `drop` it.
+        life_s: the stream lives for so long from now on; None changes nothing.
+    """
+
+    word: str
+    key: str
+    value: bytes = b""
+    life_s: float | None = None
+
+
+class RedisJournalStore:
+    """Writes and reads streams.
+
+    Args:
+        client: closed by whoever made it.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def write(self, lines: Sequence[Line]) -> list[bool]:
+        """Writes in order, many lines in one call.
+
+        Returns:
+            For each line, whether the stream was there, which only `begin` and `add` find out.
+
+        Raises:
+            StoreUnavailableError: Redis did not answer; any of it may have been written.
+        """
+        found: list[bool] = []
+        for start in range(0, len(lines), MAX_WRITES):
+            arguments: list[bytes | str] = []
+            for line in lines[start : start + MAX_WRITES]:
+                life = "" if line.life_s is None else str(max(1, round(line.life_s * 1000)))
+                arguments += (line.word, line.key, line.value, life)
+            told = await self._client.ask(_WRITE, *arguments)
+            with understanding():
+                found += [int(length) > 0 for length in told]
+        return found
+
+    async def read(self, key: str) -> list[bytes]:
+        """Head and records of a stream; empty if there is none.
+
+        Raises:
+            StoreUnavailableError: Redis did not answer.
+        """
+        return strings_of(await self._client.ask(_READ, key))

@@ -1,0 +1,140 @@
+"""Where a stream is, as its events say it in their `id`, and `Last-Event-ID` brings it back.
+
+    <key>:<place>[,<place>...][$]
+
+The key names the stream in the journal; nobody can guess it. Each choice has a place: empty before
+its first event, else the number of its tokens that the client has, and then what the journal may
+not hold yet: after `~` how many of the prompt's tokens were cached, and in hex, each after a dot,
+the last tokens. `!` ends the place of a choice that is complete. `$` says that the usage after all
+choices is there as well.
+
+So `Fh2bW…:7.1f.a0!` is a stream of one choice, complete after 7 tokens; the journal holds 5.
+Pure. Tests: tests/unit/gateway/request/test_event_ids.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmesh.core.errors import InvalidRequestError
+
+HEADER = "last-event-id"
+
+MAX_TAIL = 1024
+"""Tokens that an id names itself, since headers end at 8 KiB. Where the journal is farther behind,
+events have an empty id, which makes clients forget the last one: it would repeat tokens."""
+
+MAX_CHOICES = 16
+"""Every id has a place for each choice; calls with more of them cannot be resumed."""
+
+_ID = re.compile(r"([A-Za-z0-9_-]{8,64}):([0-9a-f~.,!]*)(\$?)")
+_PLACE = re.compile(r"([0-9]{1,9})(?:~([0-9]{1,9}))?((?:\.[0-9a-f]{1,8})*)(!?)")
+
+
+class Place:
+    """Where one choice is.
+
+    Args:
+        num_tokens: that the client has already, and the journal as well.
+
+    Attributes:
+        num_tokens: that the client has after this event.
+        waiting: the last ones of them, which the journal may not hold yet.
+        cached: tokens of its prompt, if the journal may not hold that yet.
+        is_opened: some event was sent.
+        is_complete: its last event was sent.
+    """
+
+    __slots__ = ("_tail", "cached", "is_complete", "is_opened", "num_tokens", "waiting")
+
+    def __init__(self, num_tokens: int = 0) -> None:
+        self.num_tokens = num_tokens
+        self.waiting: list[int] = []
+        self.cached: int | None = None
+        self.is_opened = num_tokens > 0
+        self.is_complete = False
+        self._tail = ""
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The next event has these tokens, too."""
+        self.num_tokens += len(token_ids)
+        self.waiting += token_ids
+        for token_id in token_ids:
+            self._tail += f".{token_id:x}"
+
+    def has_cached(self, num_tokens: int) -> None:
+        """So many of the prompt's tokens were cached; before there are any tokens."""
+        self.cached = num_tokens
+        self._tail = f"~{num_tokens}"
+
+    def kept(self, num_tokens: int) -> None:
+        """The journal holds so many of those that were waiting, and the number of cached ones."""
+        del self.waiting[:num_tokens]
+        self.cached = None
+        self._tail = "".join([f".{token_id:x}" for token_id in self.waiting])
+
+    def __str__(self) -> str:
+        if not self.is_opened:
+            return ""
+        return f"{self.num_tokens}{self._tail}{'!' if self.is_complete else ''}"
+
+
+def id_line(key: str, places: Sequence[Place], *, is_over: bool = False) -> str:
+    """The line of an event that says where the stream is after it."""
+    if sum([len(place.waiting) for place in places]) > MAX_TAIL:
+        return "id:\n"
+    return f"id: {key}:{','.join(map(str, places))}{'$' if is_over else ''}\n"
+
+
+class GivenPlace(NamedTuple):
+    """Where a client is in one choice.
+
+    Attributes:
+        num_kept: tokens that the journal must hold.
+        tail: tokens behind these.
+        cached: tokens of the prompt; None where the journal holds that.
+    """
+
+    num_kept: int
+    tail: tuple[int, ...]
+    cached: int | None
+    is_opened: bool
+    is_complete: bool
+
+
+class GivenId(NamedTuple):
+    """Where a client is in a stream."""
+
+    key: str
+    places: tuple[GivenPlace, ...]
+    is_over: bool
+
+
+def parse_id(text: str) -> GivenId:
+    """What `Last-Event-ID` says.
+
+    Raises:
+        InvalidRequestError: it is no id of ours.
+    """
+    found = _ID.fullmatch(text)
+    parts = [] if found is None else found[2].split(",")
+    places = [_place(part) for part in parts if len(parts) <= MAX_CHOICES]
+    if found is None or not places or None in places:
+        raise InvalidRequestError(f"Last-Event-ID: {text[:80]!r} is no id of an event", HEADER)
+    return GivenId(found[1], tuple(place for place in places if place), bool(found[3]))
+
+
+def _place(text: str) -> GivenPlace | None:
+    if not text:
+        return GivenPlace(0, (), None, is_opened=False, is_complete=False)
+    found = _PLACE.fullmatch(text)
+    if found is None:
+        return None
+    tail = tuple(int(token_id, 16) for token_id in found[3].split(".")[1:])
+    cached = None if found[2] is None else int(found[2])
+    num_kept = int(found[1]) - len(tail)
+    if num_kept < 0:
+        return None
+    return GivenPlace(num_kept, tail, cached, is_opened=True, is_complete=bool(found[4]))

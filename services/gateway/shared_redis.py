@@ -1,0 +1,62 @@
+"""What gateways share in Redis: quotas, tenants, and streams that another one may go on with.
+
+Tests: tests/integration/test_gateway_tenants.py, tests/integration/test_gateway_resume.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvmesh.metadata.journal_store import RedisJournalStore
+from kvmesh.runtime.app import ServiceContext
+from services.gateway.config import GatewayConfig
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.journal import Journal
+
+if TYPE_CHECKING:
+    from kvmesh.metadata.redis_client import RedisClient
+
+_MIB = 1 << 20
+
+
+def open_redis(config: GatewayConfig, context: ServiceContext) -> RedisClient | None:
+    """The Redis that gateways share, closed with `context`; None without one.
+
+    Raises:
+        ConfigError: it cannot be used as configured.
+    """
+    redis = config.redis
+    if not redis.url:
+        return None
+    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
+    from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
+
+    client = RedisClient(
+        RedisConfig(
+            redis.url, redis.password, redis.key_prefix, redis.timeout_s, redis.password_file
+        )
+    )
+    context.stack.push_async_callback(client.close)
+    return client
+
+
+def open_journal(
+    config: GatewayConfig,
+    context: ServiceContext,
+    client: RedisClient | None,
+    metrics: GatewayMetrics,
+) -> Journal | None:
+    """Where streams are written; None where that is switched off or there is no Redis."""
+    if client is None or not config.resume.journal_mib:
+        return None
+    journal = Journal(
+        RedisJournalStore(client),
+        metrics,
+        max_bytes=config.resume.journal_mib * _MIB,
+        keep_s=config.resume.keep_s,
+        longest_s=config.limits.request_timeout_s,
+        timeout_s=config.redis.timeout_s,
+    )
+    context.stack.push_async_callback(journal.flush)
+    context.spawn(journal.run(), "journal")
+    return journal

@@ -1,0 +1,182 @@
+"""Streams are written in any order of failures, and read as they were."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvmesh.core.errors import GoneError
+from kvmesh.core.types import RequestId, SamplingParams
+from kvmesh.metadata.journal_store import Line
+from kvmesh.metadata.store import StoreUnavailableError
+from services.gateway.api.openai import ApiCall, Endpoint, TextPrompt
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.choice import Choice
+from services.gateway.request.event_ids import GivenId, parse_id
+from services.gateway.request.journal import (
+    Entry,
+    Head,
+    Journal,
+    Kept,
+    delivered_of,
+    head_bytes,
+    kept_of,
+    record_bytes,
+)
+from services.gateway.request.mesh import GenerationRequest
+
+HEAD = Head("text_completion", "me", "name", 7, 2**64 - 1, 5, 2, "", "auto", b'{"a":\n1}')
+
+
+def test_a_stream_is_read_as_it_was_written() -> None:
+    records = [record_bytes(1, 0, [5, 6]), record_bytes(0, 0, [2**32 - 1]), record_bytes(1, 2, [7])]
+    kept = kept_of([head_bytes(HEAD), *records])
+    assert kept == Kept(HEAD, [[2**32 - 1], [5, 6, 7]], [0, 0])
+
+
+def test_what_was_written_twice_counts_once() -> None:
+    """A write whose answer was lost is made again, with what came since."""
+    records = [record_bytes(0, 0, [1, 2]), record_bytes(0, 0, [1, 2, 3]), record_bytes(0, 3, [4])]
+    assert kept_of([head_bytes(HEAD), *records]).token_ids[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("part", [b"", b"\x00", b"\x05\x00\x00\x00\x00\x00aaaa", b"\0" * 7])
+def test_what_is_no_record_is_noticed(part: bytes) -> None:
+    with pytest.raises((ValueError, LookupError)):
+        kept_of([head_bytes(HEAD), part])
+
+
+@dataclass
+class FakeStore:
+    """Lists of bytes, and an answer that may be lost."""
+
+    streams: dict[str, list[bytes]] = field(default_factory=dict)
+    lives: dict[str, float | None] = field(default_factory=dict)
+    loses_answers: int = 0
+    hangs: bool = False
+
+    async def write(self, lines: Sequence[Line]) -> list[bool]:
+        if self.hangs:
+            await asyncio.Future()
+        found = []
+        for line in lines:
+            if line.word == "begin":
+                self.streams[line.key] = [line.value]
+            elif line.word == "add" and line.key in self.streams:
+                self.streams[line.key].append(line.value)
+            elif line.word == "drop":
+                self.streams.pop(line.key, None)
+            self.lives[line.key] = line.life_s or self.lives.get(line.key)
+            found.append(line.key in self.streams)
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise StoreUnavailableError("lost")
+        return found
+
+    async def read(self, key: str) -> list[bytes]:
+        return self.streams.get(key, [])
+
+
+def _journal(store: FakeStore, max_bytes: int = 1000, timeout_s: float = 5.0) -> Journal:
+    metrics = GatewayMetrics("m")
+    return Journal(
+        store, metrics, max_bytes=max_bytes, keep_s=60.0, longest_s=600.0, timeout_s=timeout_s
+    )
+
+
+def _choices(count: int) -> list[Choice]:
+    call = ApiCall(Endpoint.COMPLETION, "m", (TextPrompt("x"),), SamplingParams())
+    request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
+    return [Choice(number, 0, request, call) for number in range(count)]
+
+
+async def _opened(journal: Journal) -> Entry:
+    entry = journal.open(HEAD, _choices(2))
+    assert entry is not None
+    await journal.flush()
+    assert entry.begun.result()
+    return entry
+
+
+def _given(entry: Entry) -> GivenId:
+    return parse_id(entry.id_line()[4:-1])
+
+
+async def test_ids_name_what_is_not_written_yet() -> None:
+    journal = _journal(store := FakeStore())
+    entry = await _opened(journal)
+    for place in entry.places:
+        place.is_opened = True
+    entry.tokens(0, [10, 11])
+    entry.tokens(1, [12])
+    assert entry.id_line() == f"id: {entry.key}:2.a.b,1.c\n"
+    await journal.flush()
+    assert entry.id_line() == f"id: {entry.key}:2,1\n"
+    entry.tokens(0, [13])
+    delivered = delivered_of(_given(entry), kept_of(store.streams[entry.key]))
+    assert [each and each.token_ids for each in delivered.choices] == [(10, 11, 13), (12,)]
+
+
+async def test_a_lost_answer_loses_and_repeats_nothing() -> None:
+    journal = _journal(store := FakeStore())
+    entry = await _opened(journal)
+    entry.places[0].is_opened = True
+    entry.tokens(0, [1, 2])
+    store.loses_answers = 1
+    await journal.flush()
+    assert _given(entry).places[0].tail == (1, 2)
+    entry.tokens(0, [3])
+    await journal.flush()
+    assert _given(entry).places[0].tail == ()
+    assert kept_of(store.streams[entry.key]).token_ids[0] == [1, 2, 3]
+
+
+async def test_a_store_that_has_forgotten_a_stream() -> None:
+    journal = _journal(store := FakeStore())
+    entry = await _opened(journal)
+    store.streams.clear()
+    entry.tokens(0, [1])
+    await journal.flush()
+    assert entry.id_line() == "id:\n", "clients are not to come back with it"
+    assert store.streams == {}
+
+
+async def test_a_store_that_hangs_holds_nobody_up() -> None:
+    journal = _journal(store := FakeStore(), timeout_s=0.01)
+    store.hangs = True
+    entry = journal.open(HEAD, _choices(2))
+    assert entry is not None
+    await journal.flush()
+    assert not await entry.begun
+    assert entry.id_line() == "id:\n"
+    assert journal.open(HEAD, _choices(2)) is None, "it is left alone for a while"
+
+
+async def test_ended_streams_make_room_and_open_ones_do_not() -> None:
+    size = len(head_bytes(HEAD))
+    journal = _journal(store := FakeStore(), max_bytes=2 * size)
+    first, second = await _opened(journal), await _opened(journal)
+    assert journal.open(HEAD, _choices(2)) is None
+    second.close()
+    second.close()
+    await journal.flush()
+    assert store.lives == {first.key: 660.0, second.key: 60.0}
+    third = await _opened(journal)
+    await journal.flush()
+    assert set(store.streams) == {first.key, third.key}
+
+
+async def test_a_stream_of_which_less_is_kept_is_gone() -> None:
+    kept = Kept(HEAD, [[1, 2], []], [0, 0])
+    key = "k" * 22
+    with pytest.raises(GoneError, match="not kept"):
+        delivered_of(parse_id(f"{key}:3,"), kept)
+    with pytest.raises(GoneError, match="another stream"):
+        delivered_of(parse_id(f"{key}:1"), kept)
+    found = delivered_of(parse_id(f"{key}:1,"), kept)
+    assert found.choices[0] is not None
+    assert found.choices[0].token_ids == (1,), "what it has not seen is made again"
+    assert found.choices[1] is None
