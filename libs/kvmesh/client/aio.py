@@ -11,7 +11,7 @@ from typing import Self, Unpack
 import grpc
 
 from kvmesh.client.calls import CallSettings, ClientOptions, failure_from
-from kvmesh.client.connection import CHANNEL_OPTIONS
+from kvmesh.client.connection import CHANNEL_OPTIONS, Gateways
 from kvmesh.client.messages import (
     Delta,
     GenerateOptions,
@@ -37,19 +37,29 @@ class AsyncClient:
         """Opens no connection yet.
 
         Args:
-            target: `host:port` of a gateway's gRPC port.
+            target: `host:port` of a gateway's gRPC port, or several, comma-separated: calls go to
+                one of them, and to the next one when it fails.
             options: see `ClientOptions`.
 
         Raises:
             TypeError: an unknown option.
+            InvalidRequestError: no address is given.
         """
         self._calls = CallSettings(target, **options)
         credentials = self._calls.credentials
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            channels = [
+                grpc.aio.insecure_channel(each, options=CHANNEL_OPTIONS)
+                for each in self._calls.targets
+            ]
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
-        self._stub = InferenceServiceStub(self._channel)
+            channels = [
+                grpc.aio.secure_channel(each, credentials, options=CHANNEL_OPTIONS)
+                for each in self._calls.targets
+            ]
+        self._channels = channels
+        stubs = [InferenceServiceStub(channel) for channel in channels]
+        self._gateways = Gateways(stubs, self._calls.first)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Generates and returns the whole result; cancelling the task cancels on the server."""
@@ -65,7 +75,8 @@ class AsyncClient:
         """
         run = self._calls.generation(prompt, options)
         while True:
-            call = self._stub.Generate(run.message, timeout=run.begin(), metadata=run.metadata)
+            stub = self._gateways.stub
+            call = stub.Generate(run.message, timeout=run.begin(), metadata=run.metadata)
             try:
                 while (response := await call.read()) is not grpc.aio.EOF:
                     assert isinstance(response, pb.GenerateResponse)
@@ -74,6 +85,7 @@ class AsyncClient:
                 return
             except grpc.aio.AioRpcError as error:
                 wait_s = run.wait_after(error)
+                self._gateways.leave(stub)
             finally:
                 call.cancel()
             await asyncio.sleep(wait_s)
@@ -83,18 +95,19 @@ class AsyncClient:
         attempts = self._calls.attempts(timeout_s)
         request, metadata = pb.ListModelsRequest(), self._calls.metadata
         while True:
+            stub = self._gateways.stub
             try:
                 timeout = attempts.begin()
-                return models_of(
-                    await self._stub.ListModels(request, timeout=timeout, metadata=metadata)
-                )
+                return models_of(await stub.ListModels(request, timeout=timeout, metadata=metadata))
             except grpc.aio.AioRpcError as error:
                 wait_s = attempts.wait_after(failure_from(error))
+                self._gateways.leave(stub)
             await asyncio.sleep(wait_s)
 
     async def close(self) -> None:
         """Ends running calls and closes the connection; may be called again."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self

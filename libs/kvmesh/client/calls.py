@@ -16,7 +16,7 @@ from kvmesh.client.failures import failure_of
 from kvmesh.client.messages import Delta, GenerateOptions, Prompt, delta_of, request_message
 from kvmesh.client.retry import Attempts, RetryPolicy
 from kvmesh.core.clock import Clock, SystemClock
-from kvmesh.core.errors import KvMeshError, ProtocolError
+from kvmesh.core.errors import InvalidRequestError, KvMeshError, ProtocolError
 from kvmesh.v1 import inference_service_pb2 as pb
 
 Metadata = tuple[tuple[str, str], ...]
@@ -29,7 +29,7 @@ class ClientOptions(TypedDict, total=False):
         tls: None is plain text.
         api_key: sent as a bearer token.
         default_model: for calls that name none; empty lets a gateway with one model choose.
-        retry: for requests of which nothing was delivered; default three attempts.
+        retry: for requests that failed and streams that were cut; see `RetryPolicy`.
         metadata: goes with every call.
     """
 
@@ -47,11 +47,12 @@ class CallSettings:
     """What all calls of one client share.
 
     Args:
-        target: `host:port` of a gateway's gRPC port.
+        target: `host:port` of a gateway's gRPC port, or several, comma-separated.
         clock: tells how much of a call's time is left.
 
     Raises:
         TypeError: an unknown option.
+        InvalidRequestError: no address is given.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class CallSettings:
         if unknown:
             raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
         tls = options.get("tls")
-        self.target = target
+        self.targets = [each.strip() for each in target.split(",") if each.strip()]
+        if not self.targets:
+            raise InvalidRequestError("target is empty; give host:port of a gateway", "target")
         self.credentials = None if tls is None else tls.credentials()
         self.metadata: Metadata = call_metadata(options.get("api_key")) + tuple(
             (options.get("metadata") or {}).items()
@@ -70,6 +73,7 @@ class CallSettings:
         self._retry = options.get("retry") or RetryPolicy()
         self._clock = SystemClock() if clock is None else clock
         self._rng = random.Random()
+        self.first = self._rng.randrange(len(self.targets))
 
     def attempts(self, timeout_s: float | None) -> Attempts:
         """The attempts of one call."""
@@ -88,15 +92,14 @@ class CallSettings:
 
 
 class GenerationCall:
-    """One generation over its attempts.
-
-    Only one of which nothing was delivered is asked for again, so no token is ever repeated.
-    """
+    """One generation over its attempts; each goes on behind what the ones before delivered."""
 
     def __init__(self, message: pb.GenerateRequest, metadata: Metadata, attempts: Attempts) -> None:
         self.message = message
         self.metadata = metadata
         self._attempts = attempts
+        self._point: pb.ResumePoint | None = None
+        self._token_ids: list[int] = []
         self._delivered = False
         self._finished = False
 
@@ -111,6 +114,10 @@ class GenerationCall:
     def take(self, response: pb.GenerateResponse) -> Delta:
         """A piece that came."""
         delta = delta_of(response)
+        if response.HasField("resume"):
+            self._point = response.resume
+        self._token_ids += delta.token_ids
+        self._attempts.delivered()
         self._delivered, self._finished = True, delta.finish_reason is not None
         return delta
 
@@ -127,7 +134,11 @@ class GenerationCall:
         """Seconds to wait before the next attempt; raises what ended the call if there is none."""
         failure = failure_from(error)
         if self._delivered:
-            raise failure from error
+            # An older gateway does not say how to go on; behind the last piece is nothing.
+            if self._point is None or not self._token_ids or self._finished:
+                raise failure from error
+            self.message.resume.CopyFrom(self._point)
+            self.message.resume.token_ids.extend(self._token_ids)
         return self._attempts.wait_after(failure)
 
 

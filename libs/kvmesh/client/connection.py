@@ -6,8 +6,10 @@ through whatever proxy stands before it. Tests: tests/unit/client/test_connectio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -50,6 +52,32 @@ class ClientTls:
         if (self.cert is None) != (self.key is None):
             raise ConfigError("mutual TLS needs both cert and key")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+
+StubT = TypeVar("StubT")
+
+
+class Gateways(Generic[StubT]):
+    """Stubs of the gateways that a client knows; all calls go to one of them until it fails.
+
+    Args:
+        stubs: one per address.
+        first: which of them begins; clients should differ in it.
+    """
+
+    def __init__(self, stubs: Sequence[StubT], first: int) -> None:
+        self._stubs = stubs
+        self._now = first % len(stubs)
+
+    @property
+    def stub(self) -> StubT:
+        """The one to call."""
+        return self._stubs[self._now]
+
+    def leave(self, stub: StubT) -> None:
+        """A call to it failed: the next one's turn, unless another call has found out before."""
+        if stub is self.stub:
+            self._now = (self._now + 1) % len(self._stubs)
 
 
 def _read(path: str | Path | None) -> bytes | None:

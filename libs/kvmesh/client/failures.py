@@ -7,13 +7,14 @@ Tests: tests/unit/client/test_failures.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
 from kvmesh.core.errors import (
     AuthenticationError,
     DeadlineError,
+    GoneError,
     InvalidRequestError,
     KvMeshError,
     LostError,
@@ -28,7 +29,11 @@ PARAM_KEY = "kvmesh-param"
 
 _REASONS = {reason.value: reason for reason in RefusalReason}
 _LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
-_UNAUTHENTICATED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+_MEANS: Mapping[grpc.StatusCode, Callable[[str], KvMeshError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
+    grpc.StatusCode.FAILED_PRECONDITION: GoneError,
+}
 
 
 def failure_of(
@@ -48,8 +53,8 @@ def failure_of(
         return ModelNotFoundError(message, metadata.get(PARAM_KEY, "model"))
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(message, metadata.get(PARAM_KEY), word)
-    if code in _UNAUTHENTICATED:
-        return AuthenticationError(message)
+    if code in _MEANS:
+        return _MEANS[code](message)
     if word == RefusalReason.LOST.value:
         return LostError(message)
     if word is not None or code is grpc.StatusCode.RESOURCE_EXHAUSTED:

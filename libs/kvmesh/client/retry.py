@@ -1,6 +1,6 @@
 """When and how long to wait before a request is sent again; time and chance are arguments.
 
-Only a request of which nothing was delivered is sent again, so no token is ever repeated.
+What was delivered goes along: the answer goes on behind it, so no token is ever repeated.
 Tests: tests/unit/client/test_retry.py.
 """
 
@@ -26,27 +26,38 @@ class RetryPolicy:
     """Exponential backoff with full jitter.
 
     Attributes:
-        attempts: how often a request is sent at most; 1 never retries.
+        attempts: how often a request is sent at most before its first token; 1 never retries.
+        resumes: how often a stream that was cut is asked for at most before its next token; 0
+            never goes on with one.
         initial_s: upper end of the first wait.
         max_s: upper end of any wait.
     """
 
     attempts: int = 3
+    resumes: int = 20
     initial_s: float = 0.2
     max_s: float = 5.0
 
     def wait_s(
-        self, error: KvMeshError, attempt: int, remaining_s: float | None, rng: random.Random
+        self,
+        error: KvMeshError,
+        attempt: int,
+        remaining_s: float | None,
+        rng: random.Random,
+        *,
+        has_begun: bool = False,
     ) -> float | None:
         """Seconds to wait before the next attempt; None gives up.
 
         Args:
-            error: how the attempt ended, before anything was delivered.
-            attempt: number of the attempt that failed, from 1.
+            error: how the attempt ended.
+            attempt: number of the attempt that failed, from 1, or since something was delivered.
             remaining_s: time left for the request; None is unlimited.
             rng: source of the jitter.
+            has_begun: something was delivered.
         """
-        if attempt >= self.attempts or not error.retry_safe:
+        longest = self.resumes if has_begun else self.attempts - 1
+        if attempt > longest or not error.retry_safe:
             return None
         backoff = min(self.max_s, self.initial_s * 2 ** (attempt - 1))
         wait = rng.uniform(0.0, backoff)
@@ -60,7 +71,7 @@ class RetryPolicy:
         return wait
 
 
-NO_RETRY = RetryPolicy(attempts=1)
+NO_RETRY = RetryPolicy(attempts=1, resumes=0)
 
 
 class Attempts:
@@ -74,6 +85,7 @@ class Attempts:
         self._rng = rng
         self._deadline = None if timeout_s is None else clock.now() + timeout_s
         self._made = 0
+        self._has_begun = False
 
     def begin(self) -> float | None:
         """Counts an attempt and returns the seconds it may take; None is unlimited.
@@ -87,9 +99,15 @@ class Attempts:
         self._made += 1
         return remaining
 
+    def delivered(self) -> None:
+        """Something came: attempts are counted from here."""
+        self._made, self._has_begun = 1, True
+
     def wait_after(self, error: KvMeshError) -> float:
         """Seconds to wait before the next attempt; raises `error` if there is none."""
-        wait = self._policy.wait_s(error, self._made, self._remaining_s(), self._rng)
+        wait = self._policy.wait_s(
+            error, self._made, self._remaining_s(), self._rng, has_begun=self._has_begun
+        )
         if wait is None:
             raise error
         return wait

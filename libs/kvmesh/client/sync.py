@@ -10,7 +10,7 @@ from typing import Self, Unpack
 import grpc
 
 from kvmesh.client.calls import CallSettings, ClientOptions, failure_from
-from kvmesh.client.connection import CHANNEL_OPTIONS
+from kvmesh.client.connection import CHANNEL_OPTIONS, Gateways
 from kvmesh.client.messages import (
     Delta,
     GenerateOptions,
@@ -34,19 +34,28 @@ class Client:
         """Opens no connection yet.
 
         Args:
-            target: `host:port` of a gateway's gRPC port.
+            target: `host:port` of a gateway's gRPC port, or several, comma-separated: calls go to
+                one of them, and to the next one when it fails.
             options: see `ClientOptions`.
 
         Raises:
             TypeError: an unknown option.
+            InvalidRequestError: no address is given.
         """
         self._calls = CallSettings(target, **options)
         credentials = self._calls.credentials
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+            channels = [
+                grpc.insecure_channel(each, options=CHANNEL_OPTIONS) for each in self._calls.targets
+            ]
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
-        self._stub = InferenceServiceStub(self._channel)
+            channels = [
+                grpc.secure_channel(each, credentials, options=CHANNEL_OPTIONS)
+                for each in self._calls.targets
+            ]
+        self._channels = channels
+        stubs = [InferenceServiceStub(channel) for channel in channels]
+        self._gateways = Gateways(stubs, self._calls.first)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Generates and returns the whole result."""
@@ -61,7 +70,8 @@ class Client:
         """
         run = self._calls.generation(prompt, options)
         while True:
-            call = self._stub.Generate(run.message, timeout=run.begin(), metadata=run.metadata)
+            stub = self._gateways.stub
+            call = stub.Generate(run.message, timeout=run.begin(), metadata=run.metadata)
             try:
                 for response in call:
                     yield run.take(response)
@@ -69,6 +79,7 @@ class Client:
                 return
             except grpc.RpcError as error:
                 wait_s = run.wait_after(error)
+                self._gateways.leave(stub)
             finally:
                 call.cancel()
             time.sleep(wait_s)
@@ -78,16 +89,19 @@ class Client:
         attempts = self._calls.attempts(timeout_s)
         request, metadata = pb.ListModelsRequest(), self._calls.metadata
         while True:
+            stub = self._gateways.stub
             try:
                 timeout = attempts.begin()
-                return models_of(self._stub.ListModels(request, timeout=timeout, metadata=metadata))
+                return models_of(stub.ListModels(request, timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
                 wait_s = attempts.wait_after(failure_from(error))
+                self._gateways.leave(stub)
             time.sleep(wait_s)
 
     def close(self) -> None:
         """Ends running calls and closes the connection; may be called again."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -215,6 +215,42 @@ class TokenPrompt(_message.Message):
 Global___TokenPrompt: _TypeAlias = TokenPrompt  # noqa: Y015
 
 @_typing.final
+class ResumePoint(_message.Message):
+    """What a client has of a generation whose gateway was lost; any other one goes on behind it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEED_FIELD_NUMBER: _builtins.int
+    PROMPT_SUM_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """The seed that was used."""
+    prompt_sum: _builtins.int
+    """Checksum of the prompt's token ids: a gateway with another tokenizer refuses."""
+    cached_tokens: _builtins.int
+    """Prompt tokens whose KV was already cached, for the usage."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All tokens that came, in order."""
+
+    def __init__(
+        self,
+        *,
+        seed: _builtins.int = ...,
+        prompt_sum: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_sum", b"prompt_sum", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """Asks for one generation."""
 
@@ -232,6 +268,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     INCLUDE_REASONING_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name; empty takes the only one."""
     text: _builtins.str
@@ -266,6 +303,10 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end generation; not part of the output."""
 
+    @_builtins.property
+    def resume(self) -> Global___ResumePoint:
+        """Set to go on with a generation; all else is as in the request that began it."""
+
     def __init__(
         self,
         *,
@@ -281,10 +322,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         placement: _types_pb2.PlacementMode.ValueType = ...,
         include_reasoning: _builtins.bool | None = ...,
+        resume: Global___ResumePoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "chat", b"chat", "include_reasoning", b"include_reasoning", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "chat", b"chat", "include_reasoning", b"include_reasoning", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "cache_salt", b"cache_salt", "chat", b"chat", "include_reasoning", b"include_reasoning", "model", b"model", "placement", b"placement", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "scenario", b"scenario", "stop", b"stop", "text", b"text", "tokens", b"tokens", "ttft_deadline_ms", b"ttft_deadline_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "cache_salt", b"cache_salt", "chat", b"chat", "include_reasoning", b"include_reasoning", "model", b"model", "placement", b"placement", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "scenario", b"scenario", "stop", b"stop", "text", b"text", "tokens", b"tokens", "ttft_deadline_ms", b"ttft_deadline_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__include_reasoning: _TypeAlias = _typing.Literal["include_reasoning"]  # noqa: Y015
     _WhichOneofArgType__include_reasoning: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning"]  # noqa: Y015
@@ -381,6 +423,7 @@ class GenerateResponse(_message.Message):
     PLACED_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     text: _builtins.str
@@ -413,6 +456,10 @@ class GenerateResponse(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """Parts of calls; their text is not in `text`."""
 
+    @_builtins.property
+    def resume(self) -> Global___ResumePoint:
+        """On the first message: what to send back, with the tokens that came, to go on elsewhere."""
+
     def __init__(
         self,
         *,
@@ -426,10 +473,11 @@ class GenerateResponse(_message.Message):
         placed: Global___PlacedAt | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        resume: Global___ResumePoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placed", b"placed", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placed", b"placed", "resume", b"resume", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "resume", b"resume", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,7 @@ from kvmesh.v1.inference_service_pb2 import (
     ListModelsResponse,
     Model,
     PlacedAt,
+    ResumePoint,
     ToolCallDelta,
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
@@ -37,7 +38,7 @@ from services.gateway.errors import (
 from services.gateway.frontend import Frontend, clean_request_id, usage_of
 from services.gateway.fronts.grpc_call import call_from_proto, placement_of
 from services.gateway.fronts.grpc_chat import CallDeltas
-from services.gateway.request.choice import Caller, Choice
+from services.gateway.request.choice import Behind, Caller, Choice, Delivered, prompt_sum
 from services.gateway.request.delivery import pulled
 from services.gateway.request.mesh import Placed
 from services.gateway.tenants.admission import Ticket
@@ -101,7 +102,14 @@ class InferenceServicer(InferenceServiceServicer):
             traceparent=metadata.get("traceparent", ""),
             ticket=ticket,
         )
-        (choice,) = await self._frontend.prepare(call, caller)
+        delivered: Delivered | None = None
+        if request.HasField("resume"):
+            point = request.resume
+            check_room("resume.token_ids", len(point.token_ids), self._frontend.max_model_len)
+            behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
+            # Whoever says so may be right or not: what is computed again is charged again.
+            delivered = Delivered(point.seed, point.prompt_sum, False, (behind,))
+        (choice,) = await self._frontend.prepare(call, caller, delivered)
         return choice
 
     async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
@@ -126,6 +134,7 @@ class _ResponseSink:
 
     def __init__(self, choice: Choice, tokenizer: TextTokenizer, request_id: str) -> None:
         self._request_id = request_id
+        self._choice = choice
         self._prompt_ids = choice.request.prompt_ids
         self._token_ids: list[int] = []
         thinking = thinking_at(choice.call.reasoning, self._prompt_ids, tokenizer.token_text)
@@ -137,6 +146,7 @@ class _ResponseSink:
         self._where: Placed
         self._cached_tokens = 0
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._point: ResumePoint | None = None
         self.responses: asyncio.Queue[GenerateResponse | None] = asyncio.Queue()
 
     def placed(self, where: Placed) -> None:
@@ -144,10 +154,13 @@ class _ResponseSink:
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self._cached_tokens, self._prompt_logprobs = cached_tokens, prompt_logprobs
+        seed, checksum = self._choice.call.seed or 0, prompt_sum([self._choice])
+        self._point = ResumePoint(seed=seed, prompt_sum=checksum, cached_tokens=cached_tokens)
 
     def replay(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
+        self._prompt_logprobs = ()
         self._note(token_ids)
         self._told(text, is_last=False)
 
@@ -159,6 +172,7 @@ class _ResponseSink:
         finish: FinishReason | None,
     ) -> None:
         self._note(token_ids)
+        point, self._point = self._point, None
         told, calls = self._told(text, is_last=finish is not None)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         response = GenerateResponse(
@@ -171,6 +185,7 @@ class _ResponseSink:
             finish_reason=finish_reason_to_proto(finish),
             prompt_logprobs=map(token_logprobs_to_proto, prompt_logprobs),
             placed=placed_to_proto(self._where),
+            resume=point,
         )
         if finish is not None:
             response.usage.CopyFrom(usage_to_proto(self._usage()))
