@@ -55,6 +55,7 @@ def _machine(model: Path | None) -> list[Finding]:
         machine_checks.check_cores(usable_cores(), environment("OMP_NUM_THREADS")),
         machine_checks.check_memory(psutil.virtual_memory().available),
         machine_checks.check_native(),
+        machine_checks.check_products(),
         machine_checks.check_congestion_control(),
         machine_checks.check_model(model),
     ]

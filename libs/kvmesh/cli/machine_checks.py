@@ -20,6 +20,7 @@ from kvmesh.core.native_libraries import (
     TRANSFER,
     NativeError,
     NativeLibrary,
+    cpu_flags,
     find_library,
     usable_levels,
 )
@@ -120,6 +121,24 @@ def check_native(find: Callable[[NativeLibrary], tuple[Path, str]] = find_librar
         return Finding.warn("native code", str(error), remedy)
     best = usable_levels()[0].name
     return Finding.ok("native code", f"{', '.join(levels)}; the best of this CPU is {best}")
+
+
+def check_products(flags: frozenset[str] | None = None) -> Finding:
+    """In which arithmetic an engine on this CPU multiplies weights, by their dtype.
+
+    Args:
+        flags: of the CPU; None: of this one.
+    """
+    had = cpu_flags() if flags is None else flags
+    if not usable_levels(had):
+        return Finding.ok("products", "by torch, in the dtype of the weights")
+    if "amx_bf16" in had:
+        return Finding.ok("products", "bf16 weights in tiles of bf16 (AMX); fp32 weights in fp32")
+    if "avx512_bf16" in had:
+        return Finding.ok("products", "bf16 weights in bf16 (AVX-512); fp32 weights in fp32")
+    lacks = "this CPU lacks avx512_bf16" if "avx2" in had else "no bf16 products here"
+    text = f"bf16 and fp32 weights in fp32: {lacks}; bf16 weights and KV stay bf16 in memory"
+    return Finding.ok("products", text)
 
 
 def native_notes(

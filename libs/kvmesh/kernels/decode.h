@@ -115,23 +115,28 @@ inline Floats add_products(Floats sum, const T* key, const T* query) {
 template <typename T, int V, int H>
 inline void score(const T* q, const Positions<T>& here, int first, int64_t at, float scale,
                   const Ahead<T>& ahead, Floats* scores) {
-  constexpr int kDim = V * kWidth;
+  constexpr int kDim = V * kWidth, kKeys = kManyRegisters ? 4 : 2;
   Floats quarters[H][4];
   for (int quarter = 0; quarter < 4; ++quarter) {
-    // Products of four keys stay in registers until they are added up.
-    Floats products[H][4] = {};
-    const T* keys[4];
-    for (int p = 0; p < 4; ++p) {
-      ahead.template fetch<kDim>(first + quarter * 4 + p, 0);
-      keys[p] = here.rows[first + quarter * 4 + p] + at;
+    Floats pairs[H][2];
+    for (int some = 0; some < 4; some += kKeys) {
+      // Products of these keys stay in registers until they are added up.
+      Floats products[H][kKeys] = {};
+      const T* keys[kKeys];
+      for (int p = 0; p < kKeys; ++p) {
+        ahead.template fetch<kDim>(first + quarter * 4 + some + p, 0);
+        keys[p] = here.rows[first + quarter * 4 + some + p] + at;
+      }
+      for (int i = 0; i < kDim; i += kStep<T, V>)
+        for (int p = 0; p < kKeys; ++p)
+          for (int h = 0; h < H; ++h)
+            products[h][p] =
+                add_products<kStep<T, V>>(products[h][p], keys[p] + i, q + h * kDim + i);
+      for (int h = 0; h < H; ++h)
+        for (int p = 0; p < kKeys; p += 2)
+          pairs[h][(some + p) / 2] = add_neighbours<1>(products[h][p], products[h][p + 1]);
     }
-    for (int i = 0; i < kDim; i += kStep<T, V>)
-      for (int p = 0; p < 4; ++p)
-        for (int h = 0; h < H; ++h)
-          products[h][p] = add_products<kStep<T, V>>(products[h][p], keys[p] + i, q + h * kDim + i);
-    for (int h = 0; h < H; ++h)
-      quarters[h][quarter] = add_neighbours<2>(add_neighbours<1>(products[h][0], products[h][1]),
-                                               add_neighbours<1>(products[h][2], products[h][3]));
+    for (int h = 0; h < H; ++h) quarters[h][quarter] = add_neighbours<2>(pairs[h][0], pairs[h][1]);
   }
   for (int h = 0; h < H; ++h)
     scores[h * kVectors] = add_neighbours<8>(add_neighbours<4>(quarters[h][0], quarters[h][1]),
@@ -183,7 +188,8 @@ template <typename T, int V, int H>
 void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at,
             const Ahead<T>& ahead, Softmax own) {
   constexpr int kDim = V * kWidth;
-  constexpr int kSlice = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V;
+  constexpr int kWide = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V;
+  constexpr int kSlice = kManyRegisters ? kWide : V % 2 == 0 && H < 4 ? 2 : 1;
   const int vectors = (here.count + kWidth - 1) / kWidth;
   Floats scores[H][kVectors] = {};
   for (int v = 0; v < vectors; ++v)

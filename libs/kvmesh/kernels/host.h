@@ -47,9 +47,10 @@ void rope_and_write(const Rope<T>& rope, T* qkv, int64_t rows, int threads) {
 
 template <typename T>
 int few_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int threads) {
-  if (rows > kMostRows<T>) return 1;
+  if (rows > kMostRows && !kAnyRows<T>) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  multiply_rows(x, weight, out, rows);
+  if (rows > kMostRows) multiply_many_rows(x, weight, out, rows, threads);
+  else multiply_rows(x, weight, out, rows);
   return 0;
 }
 
@@ -104,7 +105,6 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
                        window, q_stride, Scale::of(scale, cap), sinks, pool, causal != 0, lse};    \
     prefill(call, q, kv, out, dim, threads);                                                       \
   }                                                                                                \
-  extern "C" int prefill_pays_##NAME() { return kPrefillPays; }                                    \
   extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
     return few_rows(x, {weights, bias, outputs, inputs}, out, rows, threads);                      \
@@ -127,7 +127,8 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
                                     int64_t rows, int threads) {                                   \
     return head_logits(*own, x, delta, logits, rows, threads);                                     \
   }                                                                                                \
-  extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
+  extern "C" int most_rows_##NAME() { return kMostRows; }                                          \
+  extern "C" int any_rows_##NAME() { return kAnyRows<T>; }                                         \
   extern "C" void latent_decode_##NAME(                                                            \
       const T* q, const T* kv, T* out, const int64_t* tables, const int64_t* lens,                 \
       int64_t table_stride, int64_t sequences, int64_t heads, int64_t width, int64_t rank,         \

@@ -28,6 +28,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rope_and_write": (_P, _P, _F, _P, _P, _P, _P, _I, _I, _I, *_POOL, _THREADS),
     "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
     "most_rows": (),
+    "any_rows": (),
     "gated_mlp": (_P, _P, _P, _I, _THREADS),
     "attention_layer": (_P, _P, _P, _P, _P, _P, _P, _THREADS),
     "decoder_layers": (_P, _I, _P, _P, _P, _P, _P, _P, _P, _THREADS),
@@ -37,7 +38,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         *_POOL,
         _THREADS,
     ),
-    "prefill_pays": (),
     "prefill_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _F),
         *_POOL,
@@ -50,7 +50,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 _WITH_STATUS = frozenset(
     {
-        *("decode_attention", "prefill_pays", "few_rows", "most_rows"),
+        *("decode_attention", "few_rows", "most_rows", "any_rows"),
         *("gated_mlp", "attention_layer", "decoder_layers", "head_logits"),
     }
 )
@@ -93,11 +93,9 @@ def has_decode(kv: Tensor) -> bool:
 def has_prefill(kv: Tensor) -> bool:
     """Whether attention of prompts over this pool is faster by the library than by torch.
 
-    That wants vectors of 512 bits; and torch multiplies bf16 in AMX tiles where there are any.
+    It is not for bf16 where torch multiplies that in AMX tiles.
     """
-    if not has_decode(kv) or (kv.dtype == torch.bfloat16 and has_bf16_tiles()):
-        return False
-    return bool(function_of("prefill_pays", kv.dtype)())
+    return has_decode(kv) and not (kv.dtype == torch.bfloat16 and has_bf16_tiles())
 
 
 def prefill_head_dim(x: Tensor, dim: int) -> int | None:
@@ -336,6 +334,15 @@ def most_rows(dtype: torch.dtype) -> int:
     return min(most, _MOST_BESIDE_TILES) if dtype == torch.bfloat16 and has_bf16_tiles() else most
 
 
+def takes_any_rows(weight: Tensor) -> bool:
+    """Whether `few_rows` computes any number of rows with such a weight, and is to.
+
+    So it is where the CPU has vectors of 256 bits, for which oneDNN keeps weights in another form,
+    and for bf16 on one that cannot multiply it: the products are fp32 then.
+    """
+    return has_vectors(weight) and bool(function_of("any_rows", weight.dtype)())
+
+
 def in_panels(weight: Tensor) -> Tensor | None:
     """A weight as `few_rows` reads it, or None when it or its shape has no such form.
 
@@ -354,7 +361,9 @@ def in_panels(weight: Tensor) -> Tensor | None:
 
 
 def few_rows(x: Tensor, panels: int, bias: Tensor | None, outputs: int) -> Tensor:
-    """Product of at most `most_rows` rows with a weight; what a row gives no other row changes.
+    """Product of at most `most_rows` rows with a weight, or of any number where `takes_any_rows`.
+
+    What a row gives no other row changes.
 
     Args:
         x: [rows, inputs], contiguous.

@@ -72,7 +72,7 @@ struct Mlp {
     // Gates and ups of the same columns are one thread's, which activates them at once.
 #pragma omp for schedule(guided)
     for (int64_t panel = 0; panel < pairs; ++panel) {
-      T gates[kMostRows<T> * kPanel], ups[kMostRows<T> * kPanel];
+      T gates[kMostRows * kPanel], ups[kMostRows * kPanel];
       const int64_t up = pairs + panel;
       multiply_panels(x, {gate_up.panel(panel, gates, panel + 1), gate_up.panel(up, ups, up + 1)},
                       rows, kPanel, gate_up.inputs);
@@ -136,7 +136,7 @@ struct Attention {
 
 template <typename T>
 int gated_mlp(const MlpParts& own, const T* x, T* out, int64_t rows, int threads) {
-  if (rows > kMostRows<T>) return 1;
+  if (rows > kMostRows) return 1;
   const Mlp<T> mlp(own, scratch<T, Use::kRows>(Mlp<T>::size(own, rows)));
 #pragma omp parallel num_threads(threads) if (threads > 1)
   mlp.run(x, out, rows);
@@ -146,7 +146,7 @@ int gated_mlp(const MlpParts& own, const T* x, T* out, int64_t rows, int threads
 template <typename T>
 int attention_layer(const AttentionParts& own, const DecodeRows& step, const T* x, const T* cos,
                     const T* signed_sin, T* kv, T* out, int threads) {
-  if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
+  if (step.rows > kMostRows || !has_decode(step.dim)) return 1;
   T* const memory = scratch<T, Use::kRows>(Attention<T>::size(own, step));
   const Parts parts(step.rows, own.heads, step.kv_heads, step.dim, threads);
   const Attention<T> attention(own, step, cos, signed_sin, kv, memory, parts);
@@ -160,7 +160,7 @@ int attention_layer(const AttentionParts& own, const DecodeRows& step, const T* 
 template <typename T>
 int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& step, T* x,
                    const T* delta, const T* cos, const T* signed_sin, T* kv, T* out, int threads) {
-  if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
+  if (step.rows > kMostRows || !has_decode(step.dim)) return 1;
   const int64_t rows = step.rows, hidden = layers->attention.hidden, stream = rows * hidden;
   int64_t between = 0, heads = 0;
   for (int64_t number = 0; number < count; ++number) {
@@ -192,7 +192,7 @@ int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& st
 template <typename T>
 int head_logits(const HeadParts& own, T* x, const T* delta, float* logits, int64_t rows,
                 int threads) {
-  if (rows > kMostRows<T>) return 1;
+  if (rows > kMostRows) return 1;
   const Weight<T> head = weight_of<T>(own.head, own.head_bias, own.vocab, own.hidden);
   T* const normed = scratch<T, Use::kRows>(rows * own.hidden);
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -200,7 +200,7 @@ int head_logits(const HeadParts& own, T* x, const T* delta, float* logits, int64
     add_rms_norm_rows(x, delta, static_cast<const T*>(own.norm), normed, rows, own.hidden, own.eps);
 #pragma omp for schedule(guided)
     for (int64_t number = 0; number < own.vocab / kPanel; ++number) {
-      T scores[kMostRows<T> * kPanel];
+      T scores[kMostRows * kPanel];
       multiply_panel(normed, head.panel(number, scores, number + 1), rows, kPanel, own.hidden);
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < kPanel; i += kWidth)

@@ -1,8 +1,9 @@
 """Matrix products with weights that do not change, packed once where that pays.
 
 oneDNN's own layout of a weight is read 1.4 to 2.4 times as fast as a plain one on the CPU, fp32
-above all; for a few rows `host.h` reads the same memory half as fast again. The operators are
-private to torch, so a weight stays plain when they are not there or refuse, and the layout is
+above all; for a few rows `host.h` reads the same memory half as fast again. On a CPU for which
+oneDNN has another layout, or no products of the dtype, `host.h` computes all of them. The operators
+are private to torch, so a weight stays plain when they are not there or refuse, and the layout is
 compared with what `host.h` expects. Tests: tests/unit/kernels/test_linear.py.
 """
 
@@ -31,6 +32,7 @@ class Linear:
         bias: [outputs] or None.
         packed: `weight` is in oneDNN's layout.
         panels: address of the packed weight's memory for `host.few_rows`; 0 when it cannot read it.
+            It computes all products where nothing is in oneDNN's layout.
     """
 
     weight: Tensor
@@ -40,8 +42,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] to [rows, outputs]."""
-        if self.panels and 0 < len(x) <= host.most_rows(x.dtype):
-            return host.few_rows(x, self.panels, self.bias, self.weight.shape[0])
+        if self.panels and (not self.packed or 0 < len(x) <= host.most_rows(x.dtype)):
+            return host.few_rows(x.contiguous(), self.panels, self.bias, self.weight.shape[0])
         if self.packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.weight, self.bias, "none", [], ""
@@ -56,9 +58,16 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     Args:
         weight: [outputs, inputs]; a packed one is a copy.
     """
-    if weight.device.type != "cpu" or not can_pack(weight.dtype):
+    if weight.device.type != "cpu":
         return Linear(weight, bias, packed=False)
     plain = weight.contiguous()
+    panels = host.in_panels(plain) if host.takes_any_rows(plain) else None
+    if panels is not None:
+        address = panels.data_ptr()
+        huge_memory.gather(address, panels.nbytes)
+        return Linear(panels.view(plain.shape), bias, packed=False, panels=address)
+    if not can_pack(weight.dtype):
+        return Linear(weight, bias, packed=False)
     packed = _packed(plain)
     address, size = _memory_of(packed)
     if size:

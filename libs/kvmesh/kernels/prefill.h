@@ -66,25 +66,13 @@ constexpr int kTile = 64;
 constexpr int kVectors = kTile / kWidth;
 // Rows of queries that share them, about.
 constexpr int64_t kTileRows = 384;
-// Rows whose sums fit the registers, beside four vectors of each.
-#ifdef __AVX512F__
+// Rows whose sums fit the registers: with four vectors of each, or with one at a time.
 constexpr int kRows = 6;
-#else
-constexpr int kRows = 1;
-#endif
 // A peak may rise by this power of two before sums are scaled anew.
 constexpr float kSlack = 8.0f;
 constexpr float kNothing = -1e30f;
 // Before all positions, still an int32 when a few are added.
 constexpr int64_t kFar = -(int64_t{1} << 30);
-
-// Whether torch is slower, tiles for bf16 aside, of which host.py knows: this wants vectors of the
-// full width.
-#ifdef __AVX512F__
-constexpr bool kPrefillPays = true;
-#else
-constexpr bool kPrefillPays = false;
-#endif
 
 // What products are made of: bf16 pairs where the CPU multiplies them, else floats.
 template <typename T>
@@ -121,13 +109,22 @@ inline Floats multiply_add(Floats sum, const Bf16* weights, const Bf16* x) {
 template <typename C, int V>
 inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t width, int steps,
                      Floats (&sums)[kRows][V]) {
-  for (int step = 0; step < steps; ++step) {
+  constexpr int kAtOnce = kManyRegisters ? V : 1;
+  for (int first = 0; first < V; first += kAtOnce) {
+    Floats own[kRows][kAtOnce];
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kAtOnce; ++v) own[row][v] = sums[row][first + v];
+    for (int step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v)
+      for (int v = 0; v < kAtOnce; ++v)
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row)
-        sums[row][v] = multiply_add(sums[row][v], weights + (step * width + v * kWidth) * kLane<C>,
-                                    x + row * x_stride + step * kLane<C>);
+        for (int row = 0; row < kRows; ++row)
+          own[row][v] = multiply_add(
+              own[row][v], weights + (step * width + (first + v) * kWidth) * kLane<C>,
+              x + row * x_stride + step * kLane<C>);
+    }
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kAtOnce; ++v) sums[row][first + v] = own[row][v];
   }
 }
 

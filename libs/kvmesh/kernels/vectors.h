@@ -18,6 +18,13 @@ namespace {
 constexpr int kWidth = 16;
 using Bf16 = uint16_t;
 
+// Vectors of sixteen that the registers hold: what is summed at once is cut by it.
+#if defined(__AVX512F__)
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
+
 #if defined(__AVX512F__)
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));

@@ -142,3 +142,23 @@ def test_native_code_that_is_there() -> None:
     found = checks.check_native(lambda library: (Path(library.name), "avx2"))
     assert found.level is Level.OK
     assert found.detail.startswith("kernels avx2, transfer avx2; the best of this CPU is ")
+
+
+def test_products_are_told_with_their_reason() -> None:
+    avx2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    shown = {
+        name: checks.check_products(flags).detail
+        for name, flags in {
+            "none": frozenset[str](),
+            "avx2": avx2,
+            "avx512": avx512,
+            "bf16": avx512 | {"avx512_bf16"},
+            "tiles": avx512 | {"avx512_bf16", "amx_bf16"},
+        }.items()
+    }
+    assert shown["none"].startswith("by torch")
+    assert shown["avx2"] == shown["avx512"]
+    assert "fp32: this CPU lacks avx512_bf16" in shown["avx2"]
+    assert "in bf16 (AVX-512)" in shown["bf16"]
+    assert "AMX" in shown["tiles"]

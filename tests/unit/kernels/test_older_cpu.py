@@ -11,7 +11,13 @@ import pytest
 from kvmesh.core.native_libraries import HOST, NativeError, load_library
 from tests.unit.kernels.apart import HERE, ROOT
 
-TESTED = ("test_host.py", "test_host_layer.py")
+TESTED = (
+    *("test_host.py", "test_host_layer.py", "test_linear.py"),
+    *("test_latent.py", "test_partial.py"),
+)
+
+OLDER = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""For torch and its products."""
 
 
 def _has_it() -> bool:
@@ -29,7 +35,7 @@ def test_kernels_give_the_same_on_a_cpu_with_vectors_of_256_bits() -> None:
     done = subprocess.run(
         [*command, "-p", "tests.unit.kernels.older_cpu", *(str(HERE / name) for name in TESTED)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **OLDER},
         capture_output=True,
         text=True,
         check=False,
