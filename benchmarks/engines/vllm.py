@@ -34,7 +34,7 @@ class _Engine(BatchingEngine):
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         import numpy as np  # noqa: PLC0415 - of the peer's own environment
-        import vllm  # type: ignore[import-not-found]  # noqa: PLC0415
+        import vllm  # noqa: PLC0415
 
         arguments = vllm.EngineArgs(
             model=str(folder),

@@ -30,7 +30,7 @@ ROUND_S = 60.0
 # Files of caches and connections that come and go; a leak per request is in the hundreds.
 MORE_FILES = 24
 # In pauses; torch's libraries keep what they compiled for each number of rows.
-MORE_MIB = {"fake": 96, "torch": 256}
+MORE_MIB = {"fake": 96, "kvmesh": 256}
 SHOWN = 10
 
 _SMALL: Flags = {
@@ -139,7 +139,7 @@ async def run(seconds: float, seed: int, engine: str, num_clients: int) -> int:
         stack.callback(mesh.reap)
         await mesh.start(2, 2)
         clients = SoakClients(mesh.url)
-        await learn(clients, seed, structures=engine == "torch")
+        await learn(clients, seed, structures=engine == "kvmesh")
         print(f"{len(clients.known)} requests are known", flush=True)
         growth = Growth(MORE_MIB[engine])
         found = await soak(mesh, clients, seconds, seed, num_clients, growth)
@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engine", choices=("fake", "torch"), default="fake")
+    parser.add_argument("--engine", choices=("fake", "kvmesh"), default="fake")
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
     options = parser.parse_args()
     return asyncio.run(run(options.minutes * 60, options.seed, options.engine, options.clients))

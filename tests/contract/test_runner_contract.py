@@ -1,9 +1,12 @@
-"""What every `ModelRunner` promises to the step loop and the data channel."""
+"""What every `ModelRunner` promises to the step loop and the data channel.
+
+vLLM's blocks are eight times as long as those of the others here, and so are its prompts.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,18 +18,23 @@ from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk
 from kvmesh.engine.runner import TorchRunner
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
+from tests.vllm_engine import load_vllm, needs_vllm, write_vllm_checkpoint
 
 VOCAB_SIZE = 64
 NUM_BLOCKS = 24
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=30, seed=7)
-PROMPT = random.Random(1).choices(range(3, VOCAB_SIZE), k=23)
+PROMPT_LENGTH = 23
+VLLM_BLOCK_SIZE = 32
 
 
 def make_runner(kind: str, folder: Path) -> ModelRunner:
     if kind == "fake":
         return FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    if kind == "vllm":
+        checkpoint = write_vllm_checkpoint(folder / "checkpoint")
+        return load_vllm(checkpoint, num_blocks=NUM_BLOCKS, dtype="float32")
     torch.set_num_threads(1)
     checkpoint = write_checkpoint(folder / "checkpoint")
     return TorchRunner.load(
@@ -38,7 +46,21 @@ def make_runner(kind: str, folder: Path) -> ModelRunner:
     )
 
 
-@pytest.fixture(params=["fake", "torch"])
+def scale_of(runner: ModelRunner) -> int:
+    """How many times as long as `BLOCK_SIZE` its blocks are."""
+    return runner.spec.layout.block_size // BLOCK_SIZE
+
+
+def prompt_of(runner: ModelRunner) -> list[int]:
+    """23 tokens for each token that a quarter of a block holds."""
+    return random.Random(1).choices(range(3, VOCAB_SIZE), k=PROMPT_LENGTH * scale_of(runner))
+
+
+def scaled(runner: ModelRunner, bounds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(bound * scale_of(runner) for bound in bounds)
+
+
+@pytest.fixture(params=["fake", "kvmesh", pytest.param("vllm", marks=needs_vllm)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -117,26 +139,29 @@ SCATTERED = [17, 3, 20, 9, 0, 14, 5, 11]
 def test_chunking_and_block_placement_do_not_show(
     runner: ModelRunner, sampling: SamplingParams, bounds: tuple[int, ...]
 ) -> None:
-    whole = generate(runner, Line(1, list(PROMPT), CONTIGUOUS, sampling), 6)
-    pieces = generate(runner, Line(2, list(PROMPT), SCATTERED, sampling), 6, bounds)
+    prompt = prompt_of(runner)
+    whole = generate(runner, Line(1, list(prompt), CONTIGUOUS, sampling), 6)
+    pieces = generate(runner, Line(2, list(prompt), SCATTERED, sampling), 6, scaled(runner, bounds))
     assert ids(pieces) == ids(whole)
     assert all(0 <= token < VOCAB_SIZE for token in ids(whole))
     assert all(token.logprobs is None for token in whole)
 
 
 def test_what_else_is_in_the_batch_does_not_show(runner: ModelRunner) -> None:
+    prompt, scale = prompt_of(runner), scale_of(runner)
     lines = [
-        Line(1, list(PROMPT), [0, 1, 2, 3, 4, 5]),
-        Line(2, list(PROMPT[5:12]), [10, 11], SAMPLED),
-        Line(3, list(PROMPT[3:4]), [20]),
+        Line(1, list(prompt), [0, 1, 2, 3, 4, 5]),
+        Line(2, prompt[5 * scale : 12 * scale], [10, 11], SAMPLED),
+        Line(3, prompt[3:4], [20]),
     ]
     alone = [generate(runner, line, 1)[0] for line in lines]
     # The first one in the middle of its prompt beside two that sample.
     first = runner.execute(
-        [lines[0].chunk(0, 9), lines[1].chunk(0, 7), lines[2].chunk(0, 1)]
+        [lines[0].chunk(0, 9 * scale), lines[1].chunk(0, 7 * scale), lines[2].chunk(0, 1)]
     ).tokens
     assert first[0] is None
-    second = runner.execute([lines[0].chunk(9, 23), lines[1].chunk(6, 7)]).tokens
+    rest = [lines[0].chunk(9 * scale, 23 * scale), lines[1].chunk(7 * scale - 1, 7 * scale)]
+    second = runner.execute(rest).tokens
     assert [second[0], first[1], first[2]] == alone
     assert second[1] == alone[1], "computed again in its place"
 
@@ -147,27 +172,28 @@ def test_no_chunks_are_no_tokens(runner: ModelRunner) -> None:
 
 def test_positions_count(runner: ModelRunner) -> None:
     """The same tokens in another order are another sequence."""
-    turned = PROMPT[::-1]
-    same = generate(runner, Line(1, list(PROMPT), CONTIGUOUS), 8)
-    other = generate(runner, Line(2, turned, SCATTERED), 8)
+    prompt = prompt_of(runner)
+    same = generate(runner, Line(1, list(prompt), CONTIGUOUS), 8)
+    other = generate(runner, Line(2, prompt[::-1], SCATTERED), 8)
     assert ids(same) != ids(other)
 
 
 def test_a_draw_depends_on_seed_and_position_alone(runner: ModelRunner) -> None:
     hot = SamplingParams(temperature=2.0, seed=1)
-    whole = ids(generate(runner, Line(1, list(PROMPT), CONTIGUOUS, hot), 8))
+    prompt = prompt_of(runner)
+    whole = ids(generate(runner, Line(1, list(prompt), CONTIGUOUS, hot), 8))
     # A stream that moved: the tokens so far are part of what is prefilled.
-    moved = Line(9, PROMPT + whole[:4], SCATTERED, hot)
-    moved.num_prompt_tokens = len(PROMPT)
-    assert ids(generate(runner, moved, 4, (13,))) == whole[4:]
+    moved = Line(9, prompt + whole[:4], SCATTERED, hot)
+    moved.num_prompt_tokens = len(prompt)
+    assert ids(generate(runner, moved, 4, scaled(runner, (13,)))) == whole[4:]
     reseeded = SamplingParams(temperature=2.0, seed=2)
-    assert ids(generate(runner, Line(1, list(PROMPT), CONTIGUOUS, reseeded), 8)) != whole
+    assert ids(generate(runner, Line(1, list(prompt), CONTIGUOUS, reseeded), 8)) != whole
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_logprobs_come_when_asked_for(runner: ModelRunner, count: int) -> None:
     sampling = SamplingParams(temperature=0.0, num_logprobs=count)
-    for token in generate(runner, Line(1, list(PROMPT), CONTIGUOUS, sampling), 3):
+    for token in generate(runner, Line(1, prompt_of(runner), CONTIGUOUS, sampling), 3):
         assert token.logprobs is not None
         assert token.logprobs.logprob <= 0.0
         assert len(token.logprobs.top_ids) == len(token.logprobs.top_logprobs) == count
@@ -181,7 +207,7 @@ def test_logprobs_come_when_asked_for(runner: ModelRunner, count: int) -> None:
 
 def test_views_are_the_layout(runner: ModelRunner) -> None:
     layout = runner.spec.layout
-    assert layout.block_size == BLOCK_SIZE
+    assert layout.block_size % BLOCK_SIZE == 0
     assert runner.kv.num_blocks == NUM_BLOCKS
     for first, count in ((0, 1), (5, 3), (NUM_BLOCKS - 1, 1)):
         view = runner.kv.write_view(first, count)
@@ -192,7 +218,8 @@ def test_views_are_the_layout(runner: ModelRunner) -> None:
 
 
 def test_views_move_kv_to_another_runner(runner: ModelRunner, other_runner: ModelRunner) -> None:
-    expected = ids(generate(runner, Line(1, list(PROMPT), SCATTERED), 6))
+    prompt = prompt_of(runner)
+    expected = ids(generate(runner, Line(1, list(prompt), SCATTERED), 6))
     here, there = SCATTERED[:6], [2, 3, 4, 12, 13, 7]
     for source, target in zip(here, there, strict=True):
         view = other_runner.kv.write_view(target, 1)
@@ -200,19 +227,20 @@ def test_views_move_kv_to_another_runner(runner: ModelRunner, other_runner: Mode
         other_runner.kv.written(target, 1)
         assert bytes(other_runner.kv.read_view(target, 1)) == bytes(runner.kv.read_view(source, 1))
     # The first token was chosen over there; here generation goes on over KV that was moved.
-    line = Line(5, [*PROMPT, expected[0]], [*there, 8, 9])
-    line.num_prompt_tokens = len(PROMPT)
-    assert ids(generate(other_runner, line, 5, start=len(PROMPT))) == expected[1:]
+    line = Line(5, [*prompt, expected[0]], [*there, 8, 9])
+    line.num_prompt_tokens = len(prompt)
+    assert ids(generate(other_runner, line, 5, start=len(prompt))) == expected[1:]
 
 
 def test_kv_that_is_wrong_shows(runner: ModelRunner) -> None:
     """So the tests above, and all that count on the fake, can fail."""
-    expected = ids(generate(runner, Line(1, list(PROMPT), CONTIGUOUS), 8))
-    line = Line(1, [*PROMPT, expected[0]], CONTIGUOUS)
+    prompt = prompt_of(runner)
+    expected = ids(generate(runner, Line(1, list(prompt), CONTIGUOUS), 8))
+    line = Line(1, [*prompt, expected[0]], CONTIGUOUS)
     view = runner.kv.write_view(2, 1).cast("B")
     view[:] = bytes(view.nbytes)
     runner.kv.written(2, 1)
-    assert ids(generate(runner, line, 7, start=len(PROMPT))) != expected[1:]
+    assert ids(generate(runner, line, 7, start=len(prompt))) != expected[1:]
 
 
 def test_closing_twice_is_allowed(runner: ModelRunner) -> None:
@@ -222,10 +250,11 @@ def test_closing_twice_is_allowed(runner: ModelRunner) -> None:
 
 def score(runner: ModelRunner, bounds: tuple[int, ...]) -> list[TokenLogprobs]:
     """Log-probabilities of the prompt, computed in chunks that end at `bounds`."""
-    line = Line(1, list(PROMPT), CONTIGUOUS, SamplingParams(temperature=0.0, num_prompt_logprobs=2))
+    sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=2)
+    line = Line(1, prompt_of(runner), CONTIGUOUS, sampling)
     found: list[TokenLogprobs] = []
     start = 0
-    for bound in (*bounds, len(PROMPT)):
+    for bound in (*scaled(runner, bounds), len(line.tokens)):
         chunk = line.chunk(start, bound)
         chunk.score_prompt = True
         found += runner.execute([chunk]).prompt_logprobs.get(0, [])
@@ -238,7 +267,7 @@ def test_prompt_tokens_are_scored_once_each_however_they_are_cut(
     runner: ModelRunner, bounds: tuple[int, ...]
 ) -> None:
     whole = score(runner, ())
-    assert len(whole) == len(PROMPT) - 1
+    assert len(whole) == PROMPT_LENGTH * scale_of(runner) - 1
     parts = score(runner, bounds)
     assert [entry.top_ids for entry in parts] == [entry.top_ids for entry in whole]
     assert [entry.rank for entry in parts] == [entry.rank for entry in whole]
@@ -248,10 +277,43 @@ def test_prompt_tokens_are_scored_once_each_however_they_are_cut(
 
 def test_scoring_a_prompt_does_not_change_what_is_said(runner: ModelRunner) -> None:
     scored = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
-    chunks = [Line(n, list(PROMPT), CONTIGUOUS, scored).chunk(0, len(PROMPT)) for n in (1, 2)]
+    prompt = prompt_of(runner)
+    chunks = [Line(n, list(prompt), CONTIGUOUS, scored).chunk(0, len(prompt)) for n in (1, 2)]
     chunks[1].block_table = [*range(8, 16)]
     chunks[1].score_prompt = True
     together = runner.execute(chunks)
-    alone = runner.execute([Line(3, list(PROMPT), CONTIGUOUS).chunk(0, len(PROMPT))])
+    alone = runner.execute([Line(3, list(prompt), CONTIGUOUS).chunk(0, len(prompt))])
     assert together.tokens == [alone.tokens[0]] * 2
     assert list(together.prompt_logprobs) == [1]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_sequence_that_lost_its_blocks_comes_back_with_others(
+    runner: ModelRunner, tells: bool
+) -> None:
+    """An id goes on in other blocks, and another sequence has its old ones; told or not."""
+    prompt = prompt_of(runner)
+    hot = SamplingParams(temperature=1.5, seed=3)
+    whole = ids(generate(runner, Line(1, list(prompt), CONTIGUOUS, hot), 8))
+    generate(runner, Line(2, list(prompt), CONTIGUOUS, hot), 4)
+    if tells:
+        runner.forget([2, 77])
+    taker = ids(generate(runner, Line(3, prompt[::-1], CONTIGUOUS, hot), 8))
+    back = Line(2, prompt + whole[:4], SCATTERED, hot)
+    back.num_prompt_tokens = len(prompt)
+    assert ids(generate(runner, back, 4, scaled(runner, (9,)))) == whole[4:]
+    assert taker == ids(generate(runner, Line(4, prompt[::-1], SCATTERED, hot), 8))
+
+
+def test_a_sequence_may_sit_out_steps(runner: ModelRunner) -> None:
+    prompt = prompt_of(runner)
+    expected = [ids(generate(runner, Line(n, list(prompt), CONTIGUOUS), 4)) for n in (1, 2)]
+    line, other = Line(3, list(prompt), CONTIGUOUS), Line(4, prompt[:5], [20, 21])
+    for at in range(4):
+        end = len(line.tokens)
+        start = 0 if at == 0 else end - 1
+        (token,) = runner.execute([line.chunk(start, end)]).tokens
+        assert token is not None
+        line.tokens.append(token.token_id)
+        generate(runner, other, 1)  # a step without the first one
+    assert line.tokens[len(prompt) :] == expected[0] == expected[1]

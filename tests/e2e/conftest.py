@@ -13,7 +13,7 @@ from tests.mesh_processes import Mesh, running_mesh
 async def torch_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     """Two prefill and two decode workers with the real engine and the embedded model."""
     folder = tmp_path_factory.mktemp("torch_mesh")
-    async with running_mesh(folder, engine="torch", is_forked=False) as mesh:
+    async with running_mesh(folder, engine="kvmesh", is_forked=False) as mesh:
         yield mesh
 
 

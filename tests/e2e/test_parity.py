@@ -216,7 +216,7 @@ async def all_cases(
 
 async def test_every_feature_is_the_same_everywhere_and_after_a_move(tmp_path: Path) -> None:
     async with (
-        running_mesh(tmp_path, 1, 1, engine="torch") as mesh,
+        running_mesh(tmp_path, 1, 1, engine="kvmesh") as mesh,
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(150)
         ) as session,

@@ -26,7 +26,7 @@ def options(tmp_path: Path) -> StackOptions:
         num_decode=2,
         host="127.0.0.1",
         http_port=0,
-        engine="torch",
+        engine="kvmesh",
         dtype="auto",
         device="cpu",
         num_blocks=64,

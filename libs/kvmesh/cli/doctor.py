@@ -57,6 +57,7 @@ def _machine(model: Path | None) -> list[Finding]:
         machine_checks.check_native(),
         machine_checks.check_products(),
         machine_checks.check_congestion_control(),
+        machine_checks.check_vllm(model),
         machine_checks.check_model(model),
     ]
 

@@ -24,6 +24,7 @@ from kvmesh.core.native_libraries import (
     find_library,
     usable_levels,
 )
+from kvmesh.engine import vllm_check
 
 _GIB = 1024**3
 _NEEDED_PYTHON = (3, 11)
@@ -147,11 +148,11 @@ def native_notes(
     """What to tell before workers of such an engine start without native code; empty with it.
 
     Args:
-        engine: `torch` or `fake`.
+        engine: `kvmesh`, `vllm` or `fake`.
         device: where it computes; kernels are for CPUs.
         find: as of `check_native`.
     """
-    needed = LIBRARIES if (engine, device) == ("torch", "cpu") else (TRANSFER,)
+    needed = LIBRARIES if (engine, device) == ("kvmesh", "cpu") else (TRANSFER,)
     for library in needed:
         try:
             find(library)
@@ -196,6 +197,32 @@ def check_congestion_control(settings: Path = _TCP_SETTINGS) -> Finding:
         "choose cubic: sysctl -w net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'"
     )
     return Finding.warn("congestion", f"{name}, cubic is not allowed", remedy)
+
+
+def check_vllm(model: Path | None, version: Version = importlib.metadata.version) -> Finding:
+    """The engine `vllm`, which most do without; and the model in it.
+
+    Args:
+        version: of an installed package.
+    """
+    found = vllm_check.installed_version(version)
+    if not found:
+        return Finding.ok("vllm", "not installed; only `--engine vllm` needs it")
+    problems = vllm_check.installation_problems(version)
+    if problems:
+        return Finding.fail("vllm", f"vLLM {found} cannot be loaded", "; ".join(problems))
+    try:
+        problems = [] if model is None else _vllm_problems(model)
+    except CheckpointError:
+        problems = []  # said of the model itself
+    if problems:
+        return Finding.warn("vllm", f"{found}, not for this model", "; ".join(problems))
+    return Finding.ok("vllm", f"{found}, for `--engine vllm`")
+
+
+def _vllm_problems(model: Path) -> list[str]:
+    read = vllm_check.read_vllm_model(model)
+    return vllm_check.model_problems(read, device="cpu", block_size=vllm_check.BLOCK_SIZE)
 
 
 def check_model(path: Path | None) -> Finding:

@@ -24,11 +24,15 @@ from kvmesh.cli.up_flags import parser
 from kvmesh.core.config import ENV_PREFIX, own_environment
 from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.core.types import Endpoint
+from kvmesh.engine import vllm_check
 from kvmesh.engine.device_names import require_named_device
 from kvmesh.engine.memory import memory_needed
 
 ENGINE_BASE_BYTES = 400 * 1024**2
 """A Python process with torch loaded, before any weights."""
+
+VLLM_BASE_BYTES = 1200 * 1024**2
+"""The same with vLLM loaded."""
 
 FAKE_ENGINE_BYTES = 100 * 1024**2
 _FAKE_TOKEN_BYTES = 8
@@ -77,16 +81,35 @@ def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> li
             require_named_device(options.device)
         except ConfigError as error:
             found.append(f"--device: {error}")
+    if options.engine == "vllm":
+        found += [f"--engine vllm: {problem}" for problem in vllm_check.installation_problems()]
     return found
 
 
 def model_problems(options: StackOptions, room: Room) -> list[str]:
     """Why this model cannot be served here; empty if it can."""
+    if options.engine == "vllm":
+        return _vllm_problems(options, room)
     try:
         folder = read_model_folder(options.model, has_weights=options.engine != "fake")
     except CheckpointError as error:
         return [str(error)]
-    return _memory_problems(options, folder, room.memory)
+    return _room_problems(options, _engine_bytes(options, folder), room.memory)
+
+
+def _vllm_problems(options: StackOptions, room: Room) -> list[str]:
+    """Which families it serves is vLLM's affair; the gateway reads the folder all the same."""
+    try:
+        read_model_folder(options.model, has_weights=False)
+        model = vllm_check.read_vllm_model(options.model)
+    except CheckpointError as error:
+        return [str(error)]
+    found = vllm_check.model_problems(model, device=options.device, block_size=options.block_size)
+    weights = model.weight_bytes if options.device == "cpu" else 0
+    kv = model.kv_bytes(options.dtype, options.num_blocks * options.block_size)
+    return [f"--engine vllm: {problem}" for problem in found] + _room_problems(
+        options, VLLM_BASE_BYTES + weights + (kv if options.device == "cpu" else 0), room.memory
+    )
 
 
 def _environment_problems(environ: Mapping[str, str], root: Path) -> list[str]:
@@ -182,9 +205,9 @@ def _shown(url: SplitResult) -> str:
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
-def _memory_problems(options: StackOptions, folder: ModelFolder, available_bytes: int) -> list[str]:
+def _room_problems(options: StackOptions, engine_bytes: int, available_bytes: int) -> list[str]:
     engines = options.num_workers
-    needed = engines * _engine_bytes(options, folder) + _NUM_SERVICES * SERVICE_BYTES
+    needed = engines * engine_bytes + _NUM_SERVICES * SERVICE_BYTES
     if needed <= available_bytes:
         return []
     problem = (

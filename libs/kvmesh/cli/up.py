@@ -39,6 +39,7 @@ from kvmesh.cli.stack_state import (
     is_held,
 )
 from kvmesh.cli.stop_signals import StopSignals
+from kvmesh.cli.up_flags import BLOCK_SIZE, VLLM_BLOCK_SIZE
 from kvmesh.cli.up_flags import parser as flags_parser
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
@@ -47,6 +48,7 @@ from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.core.types import Endpoint
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.model_source import find_model, is_hub_name, served_name
+from kvmesh.engine.vllm_check import read_vllm_model
 from kvmesh.metadata.server_binary import find_redis_binary
 
 _LOCAL = "127.0.0.1"
@@ -78,6 +80,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
     else:
         named = is_hub_name(arguments.model)
         model = Path(arguments.model) if named else Path(arguments.model).resolve()
+    default_block_size = VLLM_BLOCK_SIZE if arguments.engine == "vllm" else BLOCK_SIZE
     return StackOptions(
         model=model,
         model_name=arguments.model_name or served_name(str(model)),
@@ -90,7 +93,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         dtype=arguments.dtype or ("float32" if embedded else "auto"),
         device=arguments.device,
         num_blocks=arguments.num_blocks,
-        block_size=arguments.block_size,
+        block_size=arguments.block_size or default_block_size,
         max_model_len=arguments.max_model_len,
         num_threads=engine_threads(cores, arguments.prefill + arguments.decode + arguments.remote),
         redis_url=arguments.redis_url,
@@ -189,7 +192,11 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths]:
     room = Room(psutil.virtual_memory().available, free_disk_bytes(state))
     found = machine_problems(options, paths, room) + command_problems(arguments.run)
     if not (found and is_hub_name(str(options.model))):  # nothing is downloaded in vain
-        model = find_model(str(options.model), has_weights=options.engine != "fake")
+        model = find_model(
+            str(options.model),
+            has_weights=options.engine != "fake",
+            is_ours=options.engine != "vllm",
+        )
         options = dataclasses.replace(options, model=model)
         found += model_problems(options, room)
     if found:
@@ -198,9 +205,15 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths]:
         print(f"kvmesh up: {note}", file=sys.stderr)
     if options.max_model_len:
         return options, paths
-    fits = options.num_blocks * options.block_size
-    longest = min(load_model_config(options.model).max_position_embeddings, fits)
+    longest = min(_max_positions(options), options.num_blocks * options.block_size)
     return dataclasses.replace(options, max_model_len=longest), paths
+
+
+def _max_positions(options: StackOptions) -> int:
+    """What the model was made for."""
+    if options.engine == "vllm":
+        return read_vllm_model(options.model).max_positions
+    return load_model_config(options.model).max_position_embeddings
 
 
 def _run_held(

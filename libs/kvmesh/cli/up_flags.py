@@ -15,6 +15,10 @@ from kvmesh.cli.flags import (
     positive_int,
 )
 
+BLOCK_SIZE = 16
+VLLM_BLOCK_SIZE = 32
+"""What its kernels on a CPU take."""
+
 
 def parser() -> argparse.ArgumentParser:
     """All flags; `up.main` says what a value means that depends on others."""
@@ -49,12 +53,13 @@ def parser() -> argparse.ArgumentParser:
     add_flag(made, "--grpc-port", 0, text, kind=port_number)
     text = "port of the console; 0: the second after --port, or the next free one"
     add_flag(made, "--console-port", 0, text, kind=port_number)
-    add_flag(made, "--engine", "torch", "what computes", choices=("torch", "fake"))
+    add_flag(made, "--engine", "kvmesh", "what computes", choices=("kvmesh", "vllm", "fake"))
     dtypes = ("auto", "float32", "float16", "bfloat16")
     add_flag(made, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
     add_flag(made, "--device", "cpu", "cpu, cuda or cuda:N")
     add_flag(made, "--num-blocks", 1024, "KV blocks per engine", kind=positive_int)
-    add_flag(made, "--block-size", 16, "token positions per block", kind=positive_int)
+    text = f"token positions per block; 0: 16, with vllm {VLLM_BLOCK_SIZE}"
+    add_flag(made, "--block-size", 0, text, kind=count)
     add_flag(
         made,
         "--max-model-len",

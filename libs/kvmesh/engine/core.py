@@ -101,6 +101,8 @@ class EngineCore:
         self._swap = swap
         self._preempted = PreemptedSequences(self._cache, self._num_reusable_again, swap)
         self._running = RunningSequences(self._cache, self._limits, self._preempted)
+        self._gone: list[int] = []
+        self._running.on_preempted = self._lost
         self.fills = PrefixFills(self._cache, self.pool, spec.groups, self._free_blocks)
         """Prefixes that arrive from other workers."""
         self._in_flight: frozenset[Sequence] = frozenset()
@@ -228,12 +230,16 @@ class EngineCore:
         if sequence.state is SequenceState.GONE:
             return
         self._leave(sequence)
+        self._lost(sequence)
         sequence.state = SequenceState.GONE
         if sequence in self._in_flight:
             self._released_in_flight.append(sequence)
         elif not self.fills.defers(sequence):
             self._free_blocks(sequence)
         sequence.on_end()
+
+    def _lost(self, sequence: Sequence) -> None:
+        self._gone.append(sequence.sequence_id)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.HELD:
@@ -275,6 +281,11 @@ class EngineCore:
             self._cache.plan_saves(sequence.kv, sequence.num_computed, end, prompt, hashes)
         self._in_flight = frozenset(sequence for sequence, _ in planned)
         return [self._chunk(sequence, end) for sequence, end in planned]
+
+    def take_gone(self) -> list[int]:
+        """Ids for `ModelRunner.forget` before the step that was planned, each told once."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def _chunk(self, sequence: Sequence, end: int) -> SequenceChunk:
         kv = sequence.kv

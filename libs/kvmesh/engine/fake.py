@@ -10,10 +10,8 @@ Tests: tests/contract/test_runner_contract.py.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,49 +19,13 @@ from pathlib import Path
 from kvmesh.core.errors import StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.mixing import split_mix
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StateChunk, StepResult
 from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
-from kvmesh.transfer.memory import create_shared
 
 _WORD = 8
-
-
-class HostMemory:
-    """KV blocks in a memfd.
-
-    Attributes:
-        fd: the memfd, for a process on the same host to map.
-    """
-
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
-        self.fd, mapping = create_shared("kvmesh-fake-kv", num_blocks * block_bytes)
-        self.view = memoryview(mapping)
-        self._close_fd = weakref.finalize(self, os.close, self.fd)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self._num_blocks
-
-    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Bytes of a run of blocks."""
-        start = first_block * self._block_bytes
-        return self.view[start : start + num_blocks * self._block_bytes]
-
-    def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Writable bytes of a run of blocks."""
-        return self.read_view(first_block, num_blocks)
-
-    def written(self, first_block: int, num_blocks: int) -> None:
-        """Nothing to do: the view is the memory."""
-
-    def close(self) -> None:
-        """No more mappings by others; the memory goes with its last view."""
-        self._close_fd()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +137,9 @@ class FakeRunner:
                 chunk.on_layers(self._spec.layout.num_layers)
         scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
         return StepResult(tokens, scores)
+
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        """Nothing to do: all that it knows of a sequence is in the blocks."""
 
     def close(self) -> None:
         """Closes the pool's descriptor."""

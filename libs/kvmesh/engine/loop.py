@@ -6,11 +6,11 @@ Tests: tests/unit/engine/test_loop.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvmesh.engine.core import EngineCore
-from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StepResult
 
 
 class EngineLoop:
@@ -60,10 +60,16 @@ class EngineLoop:
                     continue
                 started = loop.time()
                 # A cancelled await leaves the thread at work, so the step is always waited for.
-                step = loop.run_in_executor(self._executor, self._runner.execute, chunks)
+                gone = self._core.take_gone()
+                step = loop.run_in_executor(self._executor, self._compute, gone, chunks)
                 result = await asyncio.shield(step)
                 self._core.finish_step(chunks, result)
                 if self._on_step is not None:
                     self._on_step(loop.time() - started)
         finally:
             self._executor.shutdown(wait=True)
+
+    def _compute(self, gone: Sequence[int], chunks: Sequence[SequenceChunk]) -> StepResult:
+        if gone:
+            self._runner.forget(gone)
+        return self._runner.execute(chunks)

@@ -41,12 +41,13 @@ def served_name(model: str) -> str:
     return Path(model).name
 
 
-def find_model(model: str, *, has_weights: bool = True) -> Path:
+def find_model(model: str, *, has_weights: bool = True, is_ours: bool = True) -> Path:
     """The folder of a model, which is downloaded if it is nowhere here. May take minutes.
 
     Args:
         model: a folder, or a name on the hub.
         has_weights: whether it is to be computed; text alone needs no weights.
+        is_ours: whether our own engine computes it; another has other families.
 
     Raises:
         CheckpointError: there is no such model, it cannot be reached, has no room, or its family is
@@ -73,7 +74,7 @@ def find_model(model: str, *, has_weights: bool = True) -> Path:
             if folder is not None and _is_complete(folder, has_weights):
                 return folder
             folder = _describe(name, revision)
-        return _with_weights(name, folder) if has_weights else folder
+        return _with_weights(name, folder, is_ours) if has_weights else folder
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -115,11 +116,11 @@ def _describe(name: str, revision: str | None) -> Path:
     )
 
 
-def _with_weights(name: str, folder: Path) -> Path:
+def _with_weights(name: str, folder: Path, is_ours: bool) -> Path:
     """Downloads the weights of a model whose other files are here, of the same revision."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
-    if (folder / "config.json").is_file():
+    if is_ours and (folder / "config.json").is_file():
         load_model_config(folder)
     commit, weights = folder.name, list(_weights(folder))
     with _quiet():

@@ -1,8 +1,8 @@
 """The contract between the step loop and whatever computes a step. Torch-free.
 
-`ModelRunner` has two homes: `engine/runner.py` (torch) and `engine/fake.py` (deterministic, no
-torch). Both hold KV in memory of the layout `(num_blocks, layers, 2, block_size, kv_heads,
-head_dim)`, one block one byte range. Tests: tests/contract/test_runner_contract.py.
+`ModelRunner` has three homes: `engine/runner.py` (torch), `engine/vllm_runner.py` (vLLM's executor)
+and `engine/fake.py` (deterministic, no torch). In all of them a block is one byte range over all
+layers, keys and values. Tests: tests/contract/test_runner_contract.py.
 """
 
 from __future__ import annotations
@@ -241,6 +241,13 @@ class ModelRunner(Protocol):
         """Computes the chunks as one batch, writes their KV and samples where asked.
 
         The tokens chosen do not depend on what else is in the batch.
+        """
+        ...
+
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        """Says that sequences ended, or lost their blocks and come back with others.
+
+        Called as `execute`, between steps; of ids that were never computed too.
         """
         ...
 

@@ -279,6 +279,9 @@ class TorchRunner:
         latent = tuple(StepLatent(group, vectors) for group in batch.groups)
         return StepMemory(latent=latent, states=states)
 
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        """Nothing to do: all that it knows of a sequence is in the blocks."""
+
     def close(self) -> None:
         """See `ModelRunner.close`."""
         self._model = self._static = None

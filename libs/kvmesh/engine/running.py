@@ -8,7 +8,7 @@ tests/unit/engine/test_core.py, tests/property/test_engine_core.py.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.engine.preemption import PreemptedSequences
@@ -28,6 +28,7 @@ class RunningSequences:
     Attributes:
         preempted: lost their blocks.
         num_preemptions: since start.
+        on_preempted: told of each.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RunningSequences:
         self._members: list[Sequence] = []
         self.preempted = preempted
         self.num_preemptions = 0
+        self.on_preempted: Callable[[Sequence], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -62,6 +64,7 @@ class RunningSequences:
             victim.num_computed = 0  # with holes, there is nothing to keep
         self.preempted.add(victim)
         self.num_preemptions += 1
+        self.on_preempted(victim)
 
     def plan(self) -> list[tuple[Sequence, int]]:
         """The next step: its sequences with their blocks, and the position that each ends at."""

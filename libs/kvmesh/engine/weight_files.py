@@ -5,6 +5,7 @@ Tests: tests/unit/engine/test_weight_files.py, tests/unit/engine/test_hostile_ch
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ _MASKS = frozenset({"BOOL", "U8", "I64", "I32"})
 
 _LONGEST_HEADER = 100_000_000
 """Bytes, as the library has it."""
+
+_SAMPLE_BYTES = 4096
+_SAMPLES_PER_FILE = 16
 
 _POINTER = b"version https://git-lfs"
 
@@ -159,3 +163,24 @@ def _end(header: bytes) -> int:
         return max(int(each["data_offsets"][1]) for each in table.values() if "dtype" in each)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return 0
+
+
+def identity_of(about: str, paths: tuple[Path, ...]) -> str:
+    """Short identity of weights and what is made of them.
+
+    Cheap and independent of where the folder lies: file names, sizes, and samples of their bytes
+    spread from the header to the end, so that two fine-tunes of one architecture differ.
+
+    Args:
+        about: what else KV depends on.
+        paths: the weight files.
+    """
+    digest = hashlib.sha256(about.encode())
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES_PER_FILE):
+                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

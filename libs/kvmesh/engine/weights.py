@@ -5,7 +5,6 @@ Tests: tests/unit/engine/test_weights.py.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from torch import Tensor
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, RowFactors
 from kvmesh.engine.kv_plan import KvPlace
-from kvmesh.engine.weight_files import find_weight_files, open_weights
+from kvmesh.engine.weight_files import find_weight_files, identity_of, open_weights
 from kvmesh.kernels.linear import Linear, make_linear
 
 _OLDER_NAMES = (
@@ -27,8 +26,6 @@ _OLDER_NAMES = (
     *((f"{name}.", f"transformer.{name}.") for name in ("wte", "wpe", "h", "ln_f")),
     ("decoder.", "model.decoder."),
 )
-_SAMPLE_BYTES = 4096
-_SAMPLES_PER_FILE = 16
 
 
 class WeightFiles:
@@ -213,17 +210,5 @@ class LayerWeights:
 
 
 def fingerprint(config: ModelConfig, paths: tuple[Path, ...], dtype: str) -> str:
-    """Short identity of a model whose KV may be exchanged: same weights, same computation dtype.
-
-    Cheap and independent of where the folder lies: file names, sizes, and samples of their bytes
-    spread from the header to the end, so that two fine-tunes of one architecture differ.
-    """
-    digest = hashlib.sha256(f"{config!r} {dtype}".encode())
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    """Short identity of a model whose KV may be exchanged: same weights, same computation dtype."""
+    return identity_of(f"{config!r} {dtype}", paths)

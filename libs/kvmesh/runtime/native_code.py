@@ -16,7 +16,7 @@ def native_levels(engine: EngineSection) -> dict[str, str]:
     """
     native = load_native()
     levels = {TRANSFER: "" if native is None else native.level}
-    if engine.kind == "torch" and engine.device == "cpu":
+    if engine.kind == "kvmesh" and engine.device == "cpu":
         # It imports torch, as this engine has.
         from kvmesh.kernels.host_library import load_host_library  # noqa: PLC0415
 

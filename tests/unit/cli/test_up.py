@@ -20,7 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "decode": 1,
     "host": "127.0.0.1",
     "port": 8000,
-    "engine": "torch",
+    "engine": "kvmesh",
     "dtype": "",
     "device": "cpu",
     "num_blocks": 64,

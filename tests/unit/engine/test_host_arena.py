@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from kvmesh.engine.fake import HostMemory
 from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.host_memory import HostMemory
 
 BLOCK_BYTES = 24
 

@@ -99,3 +99,44 @@ async def test_a_preempted_sequence_goes_on_when_others_give_blocks_back() -> No
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_the_runner_hears_once_of_each_that_ended_or_lost_its_blocks() -> None:
+    class Listening(FakeRunner):
+        def __init__(self) -> None:
+            super().__init__(num_blocks=12)
+            self.told: list[str] = []
+
+        def forget(self, sequence_ids: SequenceOf[int]) -> None:
+            self.told += [f"forget {each}" for each in sequence_ids]
+
+        def execute(self, chunks: SequenceOf[SequenceChunk]) -> StepResult:
+            self.told += [f"from {each.sequence_id}" for each in chunks if not each.start]
+            return super().execute(chunks)
+
+    runner = Listening()
+    core = EngineCore(runner.spec, 12, growth_tokens=0)
+    loop = EngineLoop(core, runner)
+    specs = [make_spec([100 * number + at for at in range(60)], 60) for number in range(1, 3)]
+    sequences = [core.admit_decode(spec) for spec in specs]
+    for sequence in sequences:
+        assert isinstance(sequence, Sequence)
+        core.run(sequence)
+    task = asyncio.create_task(loop.run())
+    async with asyncio.timeout(10):
+        while core.has_work:
+            await asyncio.sleep(0)
+    older, younger = (each.sequence_id for each in sequences if isinstance(each, Sequence))
+    # The younger one lost its blocks, and came back when the older one had given its own back.
+    assert core.statistics().preemptions_total == 1
+    assert runner.told == [
+        f"from {older}",
+        f"from {younger}",
+        f"forget {younger}",
+        f"forget {older}",
+    ]
+    assert core.take_gone() == [younger]
+    assert core.take_gone() == []
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

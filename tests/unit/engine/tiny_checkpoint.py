@@ -25,9 +25,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(seed: int = 0, head_dim: int = 8) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    hidden, kv_rows, intermediate = 32, 16, 48
+    hidden, query_rows, kv_rows, intermediate = 32, 4 * head_dim, 2 * head_dim, 48
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.3
@@ -38,10 +38,10 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         out |= {
             f"{prefix}.input_layernorm.weight": torch.ones(hidden),
             f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
-            f"{prefix}.self_attn.q_proj.weight": random(hidden, hidden),
+            f"{prefix}.self_attn.q_proj.weight": random(query_rows, hidden),
             f"{prefix}.self_attn.k_proj.weight": random(kv_rows, hidden),
             f"{prefix}.self_attn.v_proj.weight": random(kv_rows, hidden),
-            f"{prefix}.self_attn.o_proj.weight": random(hidden, hidden),
+            f"{prefix}.self_attn.o_proj.weight": random(hidden, query_rows),
             f"{prefix}.mlp.gate_proj.weight": random(intermediate, hidden),
             f"{prefix}.mlp.up_proj.weight": random(intermediate, hidden),
             f"{prefix}.mlp.down_proj.weight": random(hidden, intermediate),

@@ -16,12 +16,12 @@ from tests.native import needs_host_library, needs_transfer_library
 @needs_host_library
 @needs_transfer_library
 def test_levels_of_a_worker_on_the_cpu() -> None:
-    levels = native_levels(EngineSection(kind="torch", device="cpu"))
+    levels = native_levels(EngineSection(kind="kvmesh", device="cpu"))
     assert set(levels) == {"kernels", "transfer"}
     assert all(levels.values())
 
 
-@pytest.mark.parametrize(("kind", "device"), [("fake", "cpu"), ("torch", "cuda")])
+@pytest.mark.parametrize(("kind", "device"), [("fake", "cpu"), ("kvmesh", "cuda")])
 def test_kernels_are_of_the_cpu(kind: str, device: str) -> None:
     assert set(native_levels(EngineSection(kind=kind, device=device))) == {"transfer"}
 
@@ -29,7 +29,7 @@ def test_kernels_are_of_the_cpu(kind: str, device: str) -> None:
 def test_what_is_missing_has_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_code, "load_native", lambda: None)
     monkeypatch.setattr(host_library, "load_host_library", lambda: None)
-    levels = native_levels(EngineSection(kind="torch", device="cpu"))
+    levels = native_levels(EngineSection(kind="kvmesh", device="cpu"))
     assert levels == {"kernels": "", "transfer": ""}
 
 

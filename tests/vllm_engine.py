@@ -1,0 +1,49 @@
+"""vLLM in a test's own process, where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import save_file
+
+from kvmesh.core.config import default_environment
+from kvmesh.engine.vllm_check import engine_environment, installation_problems
+from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
+
+if TYPE_CHECKING:
+    from kvmesh.engine.vllm_runner import VllmRunner
+
+BLOCK_SIZE = 32
+_PROBLEMS = installation_problems()
+
+needs_vllm = pytest.mark.skipif(bool(_PROBLEMS), reason="; ".join(_PROBLEMS))
+"""For tests that load vLLM; `make test-vllm` runs them where it is."""
+
+
+def write_vllm_checkpoint(folder: Path, **config: Any) -> Path:
+    """A tiny random checkpoint whose heads are of a size that vLLM computes."""
+    write_checkpoint(folder, head_dim=32, max_position_embeddings=1024, **config)
+    save_file(tensors(head_dim=32), folder / "model.safetensors")
+    return folder
+
+
+def load_vllm(folder: Path, *, num_blocks: int, dtype: str, max_tokens: int = 512) -> VllmRunner:
+    """The runner, on one thread."""
+    default_environment(engine_environment(1))
+    from kvmesh.engine.vllm_internals import EngineRequest
+    from kvmesh.engine.vllm_runner import VllmRunner
+
+    request = EngineRequest(
+        folder=folder,
+        device="cpu",
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=0,
+        max_tokens=max_tokens,
+        max_sequences=64,
+        graphs=False,
+    )
+    return VllmRunner.load(request, "tiny")
