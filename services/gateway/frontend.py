@@ -109,12 +109,12 @@ class Frontend:
         """Refuses at once what would be refused at its deadline."""
         tenant = Tenant() if caller.ticket is None else caller.ticket.tenant
         patience_s = (caller.ttft_ms or self.limits.ttft_deadline_ms) / 1000
-        crowd = self._mesh.crowd
-        if tenant.limits.priority > 0 or not crowd.is_hopeless(
-            tenant.name, patience_s, num_choices
-        ):
+        lanes = self._mesh.lanes
+        crowd, lag = lanes.of(self._mesh.router.group_of(caller.scenario)).crowd, lanes.lag
+        is_hopeless = crowd.is_hopeless(tenant.name, patience_s, num_choices)
+        if tenant.limits.priority > 0 or not (is_hopeless or lag.is_hopeless(patience_s)):
             return
-        wait_s = max(crowd.wait_s(tenant.name, num_choices), crowd.lag_s)
+        wait_s = max(crowd.wait_s(tenant.name, num_choices), lag.now_s)
         refusal = Refusal(
             RefusalReason.BUSY,
             f"{crowd.num_waiting} requests wait for workers, about {wait_s:.1f} s; "

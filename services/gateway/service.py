@@ -19,7 +19,7 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.model_source import find_model
-from kvmesh.policy.crowd import Crowd
+from kvmesh.policy.crowd import Lag
 from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.listening_port import ListeningPort
@@ -36,9 +36,9 @@ from services.gateway.fronts.http import HttpFront, http_refusal
 from services.gateway.fronts.http_direct import DirectHttp
 from services.gateway.fronts.http_guard import ConnectionGuard, Factory
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.lanes import Lanes
 from services.gateway.request.mesh import Mesh
 from services.gateway.request.routing import Router, candidate_of
-from services.gateway.request.turnstile import Turnstile
 from services.gateway.shared_redis import open_journal, open_redis
 from services.gateway.tenants.admission import Admission
 from services.gateway.tenants.tenancy import open_tenancy
@@ -68,8 +68,7 @@ class Gateway:
     sessions: WorkerSessions
     admission: Admission
     metrics: GatewayMetrics
-    turns: Turnstile
-    crowd: Crowd
+    lanes: Lanes
     plans: PlanStock
 
 
@@ -118,7 +117,8 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     fleet.on_change(router.note_fleet)
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
-    context.spawn(_watch_lag(mesh.crowd), "lag watch")
+    fleet.on_change(lambda _: mesh.lanes.keep(router.groups))
+    context.spawn(_watch_lag(mesh.lanes.lag), "lag watch")
     context.spawn(_speed_up(tokenizer.encoder, folder, metrics), "tokenizer")
     requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
     if config.server.admin.port >= 0:
@@ -139,7 +139,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     guard = ConnectionGuard(config.http, metrics)
     http_port = await _serve_http(front, config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd, plans)
+    return Gateway(http_port, sessions, admission, metrics, mesh.lanes, plans)
 
 
 def _add_metrics(served_name: str, context: ServiceContext) -> GatewayMetrics:
@@ -156,13 +156,13 @@ def _schedulers(config: GatewayConfig) -> list[str]:
     return targets
 
 
-async def _watch_lag(crowd: Crowd) -> None:
+async def _watch_lag(lag: Lag) -> None:
     """Measures how late the event loop is."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
-        crowd.note_lag(loop.time() - due)
+        lag.note(loop.time() - due)
 
 
 async def _speed_up(encoder: TextEncoder, folder: Path, metrics: GatewayMetrics) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmesh.core.types import RequestId, RouteQuery
 
@@ -16,18 +17,37 @@ STALE_S = 0.75
 told longer ago is over."""
 
 
+class _Line(NamedTuple):
+    """Whose waiting requests are told together."""
+
+    gateway: Hashable
+    model: str
+    scenario: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Told:
-    model: str
     waiting: int
     reserved: int
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """Requests that look for workers.
+
+    Attributes:
+        reserved: with a reservation; they wait for prefill.
+        unreserved: without one.
+    """
+
+    reserved: int = 0
+    unreserved: int = 0
+
+
 @dataclass(slots=True)
 class _Asked:
     model: str
-    scenario: str
     remote: bool
     times: int
     at: float
@@ -38,25 +58,31 @@ class Demand:
     """Requests of one model that look for workers.
 
     Attributes:
-        reserved: with a reservation; they wait for prefill.
-        unreserved: without one.
+        scenarios: by the scenario that they name.
         remote, local: wait for prefill in that cluster. Requests that asked again after no worker
             took them tell how the rest are divided; most of a crowd wait for their turn to ask.
-        scenarios: requests that asked again, by their scenario; if none did, all that asked.
     """
 
-    reserved: int
-    unreserved: int
-    remote: float
-    local: float
-    scenarios: Mapping[str, float] = field(default_factory=dict)
+    scenarios: Mapping[str, Looking] = field(default_factory=dict)
+    remote: float = 0.0
+    local: float = 0.0
+
+    @property
+    def reserved(self) -> int:
+        """All that have a reservation."""
+        return sum(each.reserved for each in self.scenarios.values())
+
+    @property
+    def unreserved(self) -> int:
+        """All that have none."""
+        return sum(each.unreserved for each in self.scenarios.values())
 
 
 class DemandBoard:
-    """The last word of every gateway, and who asked more than once."""
+    """The last word of every gateway on each scenario, and who asked more than once."""
 
     def __init__(self) -> None:
-        self._told: dict[Hashable, _Told] = {}
+        self._told: dict[_Line, _Told] = {}
         self._asked: dict[RequestId, _Asked] = {}
         self._num_new: dict[str, int] = {}
 
@@ -68,16 +94,15 @@ class DemandBoard:
         Args:
             gateway: identity of the stream that it came over.
         """
-        self._told[gateway] = _Told(query.model, query.waiting, query.waiting_reserved, now)
+        line = _Line(gateway, query.model, query.scenario)
+        self._told[line] = _Told(query.waiting, query.waiting_reserved, now)
         asked = self._asked.get(query.request_id)
         if asked is not None:
             asked.times += 1
             asked.at = now
             return False
         was_refused = bool(query.avoid - query.lost)
-        self._asked[query.request_id] = _Asked(
-            query.model, query.scenario, False, 1 + was_refused, now
-        )
+        self._asked[query.request_id] = _Asked(query.model, False, 1 + was_refused, now)
         if query.avoid:
             return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
@@ -93,7 +118,7 @@ class DemandBoard:
 
     def forget(self, gateway: Hashable) -> None:
         """A gateway is gone."""
-        self._told.pop(gateway, None)
+        self._told = {line: each for line, each in self._told.items() if line.gateway != gateway}
 
     def take_new(self, model: str) -> int:
         """Requests that asked for the first time since the last call."""
@@ -105,22 +130,29 @@ class DemandBoard:
         Args:
             served: models that have workers. What came for others is not part of any rate.
         """
-        self._asked = {k: each for k, each in self._asked.items() if each.at > now - STALE_S}
+        since = now - STALE_S
+        self._asked = {k: each for k, each in self._asked.items() if each.at > since}
+        # Clients name scenarios as they like: what was told of one is not kept for ever.
+        self._told = {line: each for line, each in self._told.items() if each.at > since}
         self._num_new = {model: n for model, n in self._num_new.items() if model in served}
 
     def current(self, model: str, now: float) -> Demand:
         """What waits now."""
         since = now - STALE_S
-        told = [e for e in self._told.values() if e.model == model and e.at > since]
+        waiting: Counter[str] = Counter()
+        holding: Counter[str] = Counter()
+        for line, told in self._told.items():
+            if line.model == model and told.at > since:
+                waiting[line.scenario] += told.waiting
+                holding[line.scenario] += told.reserved
         asked = [e for e in self._asked.values() if e.model == model and e.at > since]
         again = [each for each in asked if each.times > 1]
-        reserved = sum(each.reserved for each in told)
+        reserved = holding.total()
         remote = sum(each.remote for each in again)
         crowd = max(reserved / len(again), 1.0) if again else 0.0
-        return Demand(
-            reserved,
-            sum(each.waiting for each in told) - reserved,
-            remote * crowd,
-            (len(again) - remote) * crowd,
-            Counter(each.scenario for each in again or asked),
-        )
+        scenarios = {
+            scenario: Looking(holding[scenario], count - holding[scenario])
+            for scenario, count in waiting.items()
+            if count
+        }
+        return Demand(scenarios, remote * crowd, (len(again) - remote) * crowd)

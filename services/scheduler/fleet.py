@@ -127,6 +127,7 @@ class Fleet:
         self._routed: OrderedDict[RequestId, _Routed] = OrderedDict()  # oldest first
         self._roles = dict.fromkeys(Role, 0)
         self._fingerprints: dict[str, set[str]] = {}
+        self._labels: dict[str, set[str]] = {}
         self._last_session = _RESTORED
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
         self._num_routes = 0
@@ -280,6 +281,13 @@ class Fleet:
             }
         return self._fingerprints[model]
 
+    def labels(self, model: str) -> set[str]:
+        """Scenarios that workers of `model` are there for; "" for those that serve any."""
+        if model not in self._labels:
+            infos = (member.info for member in self._members.values())
+            self._labels[model] = {info.scenario for info in infos if info.model == model}
+        return self._labels[model]
+
     def count_by_role(self) -> dict[Role, int]:
         """Number of members of every role."""
         return dict(self._roles)
@@ -325,6 +333,7 @@ class Fleet:
         if urgent:
             self.urgent_version = self.version
             self._fingerprints.clear()
+            self._labels.clear()
 
 
 def _worker_of(member: _Member) -> FleetWorker:

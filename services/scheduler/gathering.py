@@ -41,7 +41,7 @@ Decide = Callable[[Sequence[Waiting]], Sequence[tuple[Waiting, Outcome]]]
 
 
 class JointDecisions:
-    """Queries of one model that wait for each other.
+    """Queries of one group that wait for each other.
 
     Args:
         hold_s: how long one should wait although nobody else is on the way.

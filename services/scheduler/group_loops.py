@@ -36,7 +36,6 @@ class GroupLoops:
     def __init__(self) -> None:
         self._monitors: dict[GroupKey, RatioMonitor] = {}
         self._new: Counter[str] = Counter()
-        self._arrived: Counter[str] = Counter()
 
     def note_new(self, scenario: str) -> None:
         """A request was routed for the first time."""
@@ -46,14 +45,12 @@ class GroupLoops:
         """Takes the loads of a cycle.
 
         Args:
-            demand: requests at the gateways. If none of them asked lately, they are divided like
-                the arrivals of this window.
+            demand: requests at the gateways.
         """
         groups = by_group(_movable(workers))
         new, self._new = self._new, Counter()
-        self._arrived += new
         arrived = shares_of_groups(new, sizes_of(groups))
-        waiting = waiting_by_group(groups, demand, self._arrived)
+        waiting = waiting_by_group(groups, demand)
         for key, members in groups.items():
             loads = [each.load for each in members]
             counts = StageCounts(
@@ -70,7 +67,6 @@ class GroupLoops:
     def end_window(self, workers: Sequence[FleetWorker]) -> Iterator[GroupStep]:
         """What the rule says of each group that had enough requests."""
         groups = by_group(_movable(workers))
-        self._arrived.clear()
         for key in self._monitors.keys() - groups.keys():
             del self._monitors[key]
         for key, members in sorted(groups.items()):
@@ -100,22 +96,17 @@ def sizes_of(groups: Groups) -> dict[GroupKey, int]:
     return {key: len(members) for key, members in groups.items()}
 
 
-def waiting_by_group(
-    groups: Groups, demand: Demand, arrived: Mapping[str, float] | None = None
-) -> dict[GroupKey, Waiting]:
-    """What requests at the gateways wait for in each group.
-
-    Args:
-        arrived: requests by scenario, which divide the waiting ones if none of these asked lately.
-    """
-    shares = shares_of_groups(demand.scenarios or arrived or {}, sizes_of(groups))
+def waiting_by_group(groups: Groups, demand: Demand) -> dict[GroupKey, Waiting]:
+    """What requests at the gateways wait for in each group."""
+    sizes = sizes_of(groups)
+    reserved, unreserved = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0.0)
+    for scenario, looking in demand.scenarios.items():
+        for key, share in shares_of_groups({scenario: 1}, sizes).items():
+            reserved[key] += looking.reserved * share
+            unreserved[key] += looking.unreserved * share
     return {
-        key: split_waiting(
-            demand.reserved * share,
-            demand.unreserved * share,
-            [each.load for each in groups[key]],
-        )
-        for key, share in shares.items()
+        key: split_waiting(reserved[key], unreserved[key], [each.load for each in members])
+        for key, members in groups.items()
     }
 
 

@@ -24,6 +24,7 @@ from kvmesh.core.types import (
 from kvmesh.core.values import changed
 from kvmesh.policy.composition import Composition, OffloadState, decide_route
 from kvmesh.policy.explain import describe_decision
+from kvmesh.policy.groups import serving_label
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, Wish
@@ -101,7 +102,7 @@ class Router:
         self._decisions = decisions
         self._planner = planner
         self._reads = RecentReads()
-        self._joint: dict[str, JointDecisions] = {}
+        self._joint: dict[tuple[str, str], JointDecisions] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -164,16 +165,19 @@ class Router:
     async def _outcome(self, query: RouteQuery) -> RoutePlan | Refusal:
         if self._settings.policy.joint is None:
             return self._decide(query, await self._known_blocks(query))
-        # One for each model: nothing is gained by waiting for requests of another.
-        decisions = self._joint.get(query.model)
+        # One for each model and scenario: nothing is gained by waiting for requests that other
+        # workers serve.
+        labels = self._fleet.labels(query.model)
+        group = query.model, serving_label(query.scenario, labels)
+        decisions = self._joint.get(group)
         if decisions is None:
             decisions = JointDecisions(self._hold_s, self._decide_together)
-            self._joint[query.model] = decisions
+            self._joint[group] = decisions
         try:
             return await decisions.decided(self._looked_up(query))
         finally:
-            if not decisions.num_waiting and self._joint.get(query.model) is decisions:
-                del self._joint[query.model]
+            if not decisions.num_waiting and self._joint.get(group) is decisions:
+                del self._joint[group]
 
     async def _looked_up(self, query: RouteQuery) -> Waiting:
         known = await self._known_blocks(query)
@@ -191,7 +195,7 @@ class Router:
     def _decide_together(
         self, waiting: Sequence[Waiting]
     ) -> list[tuple[Waiting, RoutePlan | Refusal]]:
-        """Decides on queries of one model together; first told is whose prompt comes first."""
+        """Decides on queries of one group together; first told is whose prompt comes first."""
         started, now = time.perf_counter(), self._clock.now()
         # By name, so that the order of arrival decides nothing.
         members = sorted(waiting, key=lambda each: each.query.request_id)

@@ -64,7 +64,7 @@ class Stack:
                 and gateway.sessions.num_open == 0
                 and gateway.sessions.num_held == 0
                 and gateway.admission.num_open == 0
-                and gateway.crowd.num_waiting == 0
+                and gateway.lanes.num_waiting == 0
                 and gateway.metrics.value("kvmesh_gateway_requests_open") == 0
             )
         )

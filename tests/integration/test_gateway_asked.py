@@ -143,7 +143,7 @@ async def test_who_leaves_while_the_scheduler_thinks_leaves_nothing(
     monkeypatch.setattr(Router, "route", silent)
     asking = asyncio.ensure_future(ask(stack))
     await asked.wait()
-    assert stack.gateway.crowd.num_waiting == 1
+    assert stack.gateway.lanes.num_waiting == 1
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await stack.idle()

@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from kvmesh.policy.crowd import MIN_WAITING
+from kvmesh.policy.crowd import MIN_WAITING, Crowd
+from kvmesh.policy.groups import GroupKey
 from services.gateway.tenants.access import KeyRing
-from tests.integration.gateway_fake_worker import MODEL
+from tests.integration.gateway_fake_worker import LAYOUT, MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
 CALLER = KeyRing().check("Bearer key").name
@@ -27,9 +28,15 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
         yield stack
 
 
+def _only_crowd(stack: Stack) -> Crowd:
+    """Of the one group that the fake mesh has."""
+    fingerprint = LAYOUT.model_fingerprint
+    return stack.gateway.lanes.of(GroupKey(MODEL, fingerprint, "", "")).crowd
+
+
 def _crowd(stack: Stack, interval_s: float) -> None:
     """Many requests wait, and one is served each `interval_s`."""
-    crowd = stack.gateway.crowd
+    crowd = _only_crowd(stack)
     for _ in range(2 * MIN_WAITING):
         crowd.enter(CALLER)
     for number in range(64):
@@ -38,8 +45,9 @@ def _crowd(stack: Stack, interval_s: float) -> None:
 
 
 def _disperse(stack: Stack) -> None:
+    crowd = _only_crowd(stack)
     for _ in range(2 * MIN_WAITING):
-        stack.gateway.crowd.leave(CALLER, 0.0, placed=False)
+        crowd.leave(CALLER, 0.0, placed=False)
 
 
 async def test_a_queue_longer_than_the_patience_refuses_at_once(stack: Stack) -> None:
@@ -67,10 +75,10 @@ async def test_who_has_the_patience_or_priority_waits(stack: Stack) -> None:
 
 
 async def test_a_gateway_that_is_late_refuses_until_it_is_not(stack: Stack) -> None:
-    stack.gateway.crowd.note_lag(1e6)
+    stack.gateway.lanes.lag.note(1e6)
     with pytest.raises(openai.InternalServerError):
         await stack.client.completions.create(**PROMPT)
-    while stack.gateway.crowd.lag_s > 1:  # it measures itself all the time
+    while stack.gateway.lanes.lag.now_s > 1:  # it measures itself all the time
         await asyncio.sleep(0)
     await stack.client.completions.create(**PROMPT)
     await stack.idle()

@@ -190,9 +190,9 @@ async def test_a_flood_of_one_tenant_does_not_starve_another(tmp_path: Path) -> 
         worker = stack.mesh.workers["p1"]
         worker.does.reject_offers = -1
         flood = [asyncio.create_task(ask(stack, "flood")) for _ in range(60)]
-        await stack.mesh.until(lambda: stack.gateway.turns.num_waiting == 60)
+        await stack.mesh.until(lambda: stack.gateway.lanes.num_queued == 60)
         polite = [asyncio.create_task(ask(stack, "polite")) for _ in range(3)]
-        await stack.mesh.until(lambda: stack.gateway.turns.num_waiting == 63)
+        await stack.mesh.until(lambda: stack.gateway.lanes.num_queued == 63)
         del worker.offers[:]
         worker.does.reject_offers = 0
         answers = await asyncio.gather(*flood, *polite)
@@ -201,7 +201,7 @@ async def test_a_flood_of_one_tenant_does_not_starve_another(tmp_path: Path) -> 
         assert order.count("flood") == 60
         # Not after the 60; a few are out of order, since heads race and their number grows.
         assert max(at for at, name in enumerate(order) if name == "polite") < 20
-        assert stack.gateway.turns.num_waiting == 0
+        assert stack.gateway.lanes.num_queued == 0
 
 
 async def test_tenants_of_the_configuration_are_held_to_the_defaults(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Whether a request that comes now can still be served in time, or is better refused at once.
 
-Requests that wait for workers leave the queue at the pace at which workers take them. Where more of
-one tenant wait than can leave within a request's patience, one more would only wait to be refused,
-and cost the gateway the time that the others need. Tests: tests/unit/policy/test_crowd.py.
+Requests that wait for the workers of a group leave its queue at the pace at which these take them.
+Where more of one tenant wait than can leave within a request's patience, one more would only wait
+to be refused, and cost the gateway the time that the others need.
+Tests: tests/unit/policy/test_crowd.py.
 """
 
 from __future__ import annotations
@@ -21,13 +22,33 @@ _LAG_GAIN = 1 / 4
 _PEAK_KEPT = 0.97
 
 
+class Lag:
+    """Event-loop lag of one process.
+
+    Attributes:
+        now_s: smoothed.
+        peak_s: the largest of the last second or so.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.peak_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Something was done so long after it was due."""
+        self.now_s += _LAG_GAIN * (seconds - self.now_s)
+        self.peak_s = max(seconds, _PEAK_KEPT * self.peak_s)
+
+    def is_hopeless(self, patience_s: float) -> bool:
+        """Whether the process alone makes a request late."""
+        return self.now_s > max(patience_s, MIN_LAG_S)
+
+
 class Crowd:
-    """Who waits, and how fast the waiting are served; learned while many wait.
+    """The requests of one group that wait, and how fast they are served; learned while many wait.
 
     Attributes:
         num_waiting: requests that look for workers now.
-        lag_s: how late the process is with what it has to do, smoothed.
-        peak_lag_s: how late it has been of late, at most.
     """
 
     def __init__(self) -> None:
@@ -35,8 +56,6 @@ class Crowd:
         self.num_waiting = 0
         self._interval_s = 0.0
         self._last_busy_at: float | None = None
-        self.lag_s = 0.0
-        self.peak_lag_s = 0.0
 
     def enter(self, tenant: str) -> None:
         """A request begins to look for workers."""
@@ -60,11 +79,6 @@ class Crowd:
         if placed or not busy:
             self._last_busy_at = now if busy else None
 
-    def note_lag(self, seconds: float) -> None:
-        """Something was done so long after it was due."""
-        self.lag_s += _LAG_GAIN * (seconds - self.lag_s)
-        self.peak_lag_s = max(seconds, _PEAK_KEPT * self.peak_lag_s)
-
     def wait_s(self, tenant: str, count: int = 1) -> float:
         """How long more requests of a tenant would wait, at least; 0 while nobody knows.
 
@@ -80,7 +94,7 @@ class Crowd:
 
     def is_hopeless(self, tenant: str, patience_s: float, count: int = 1) -> bool:
         """Whether one of so many more requests would not be served within its patience."""
-        return self.wait_s(tenant, count) > patience_s or self.lag_s > max(patience_s, MIN_LAG_S)
+        return self.wait_s(tenant, count) > patience_s
 
     def _pace(self, seconds: float) -> None:
         if not self._interval_s:

@@ -5,7 +5,7 @@ Source: P/D-Serve 3.2. Tests: tests/unit/policy/test_groups.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.types import WorkerInfo
@@ -18,6 +18,8 @@ class GroupKey:
     Attributes:
         fingerprint: of the checkpoint; KV is never exchanged between two.
         scenario: that the group serves; empty: any that has no group of its own.
+        cluster: where it is; empty for what is kept of all groups of a scenario, between which
+            every route chooses anew.
     """
 
     model: str
@@ -34,6 +36,18 @@ class GroupKey:
     def name(self) -> str:
         """For people; unique among the groups of one checkpoint."""
         return f"{self.scenario or 'any'}@{self.cluster}"
+
+
+def serving_label(scenario: str, labels: Collection[str]) -> str:
+    """Which groups serve a scenario: its own, else those of any scenario.
+
+    Args:
+        labels: scenarios of the groups that there are.
+
+    Returns:
+        A label; empty: groups without one, and where there are none any worker.
+    """
+    return scenario if scenario in labels else ""
 
 
 def shares_of_groups(
@@ -64,8 +78,5 @@ def shares_of_groups(
 
 def _serving(scenario: str, groups: Iterable[GroupKey]) -> list[GroupKey]:
     groups = list(groups)
-    for label in (scenario, ""):
-        found = [key for key in groups if key.scenario == label]
-        if found:
-            return found
-    return groups
+    label = serving_label(scenario, {key.scenario for key in groups})
+    return [key for key in groups if key.scenario == label] or groups

@@ -27,6 +27,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fetch_route import Decoders, fetch_words, weigh_fetches
+from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
@@ -152,7 +153,8 @@ def plan_without_scheduler(
     )
     # Keyed by the request: gateways that start out equal do not all take the same worker.
     rng = random.Random(query.request_id)
-    return plan_route(FleetView(views), query, None, 0.0, rng, LEAST_CONNECTIONS)
+    view, _ = restrict_to_group(FleetView(views), query)
+    return plan_route(view, query, None, 0.0, rng, LEAST_CONNECTIONS)
 
 
 _WORKER_ID = attrgetter("info.worker_id")

@@ -30,7 +30,7 @@ from kvmesh.policy.forwarding import (
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
-from kvmesh.sim.turns import Turns
+from kvmesh.sim.turns import Lanes
 from kvmesh.sim.worker import SimWorker
 
 
@@ -69,7 +69,7 @@ class Desk:
         fetch: brings a prefix to a worker before it computes.
         searching: requests that look for workers now.
         connections: of the gateway; some policies offer in their order, not the plan's.
-        turns: of the gateway's requests that wait.
+        lanes: of the gateway's requests that wait.
     """
 
     events: EventQueue
@@ -81,7 +81,7 @@ class Desk:
     searching: dict[SimRequest, Placing]
     connections: Connections
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
-    turns: Turns = field(default_factory=Turns)
+    lanes: Lanes = field(default_factory=Lanes)
 
 
 class Placing:
@@ -94,6 +94,7 @@ class Placing:
     def __init__(self, desk: Desk, request: SimRequest, avoid: frozenset[WorkerId]) -> None:
         self._desk = desk
         self._request = request
+        self._turns = desk.lanes.of(request)
         self._started_at = desk.events.now()
         self._failed = avoid
         self._refused: dict[WorkerId, float] = {}
@@ -116,13 +117,13 @@ class Placing:
     def start(self) -> None:
         """Begins to ask."""
         self._desk.searching[self._request] = self
-        self._desk.turns.enter(self._request)
+        self._turns.enter(self._request)
         # The message that brought it here counts the way to the workers.
         if self._is_my_turn():
             self._round()
 
     def _is_my_turn(self) -> bool:
-        if self._desk.turns.wait(self._request, self._called):
+        if self._turns.wait(self._request, self._called):
             return True
         self._deadline = self._desk.events.at(self._request.deadline_s, self._late)
         return False
@@ -199,9 +200,9 @@ class Placing:
 
     def _pause(self) -> None:
         desk = self._desk
-        desk.turns.missed(self._request)
+        self._turns.missed(self._request)
         # All together ask at the same rate, whether few look for workers at a time or all do.
-        longest = backoff_s(self._num_rounds, len(desk.searching)) * desk.turns.share
+        longest = backoff_s(self._num_rounds, self._turns.num_looking) * self._turns.share
         self._num_rounds += 1
         # One is asked after the other; the way to the first is behind us.
         answers = max(2 * self._num_refused - 1, 0) * desk.fleet.message_s
@@ -259,7 +260,7 @@ class Placing:
             return False
         self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
-        self._desk.turns.leave(self._request, placed=True)
+        self._turns.leave(self._request, placed=True)
         self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
         if source is not None:
             self._desk.fetch(worker, outcome, source)
@@ -291,5 +292,5 @@ class Placing:
         if self._reserved is not None:
             self._drop()
         self._desk.searching.pop(self._request, None)
-        self._desk.turns.leave(self._request, placed=False)
+        self._turns.leave(self._request, placed=False)
         self._desk.refused(self._request, reason)

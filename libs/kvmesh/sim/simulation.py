@@ -27,6 +27,7 @@ from kvmesh.sim.router import Decide, SimRouter
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
 from kvmesh.sim.systems import System
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.turns import Lanes
 from kvmesh.sim.worker import SimWorker
 
 
@@ -152,6 +153,7 @@ class Simulation:
             {},
             Connections(),
             self.fetches.begin,
+            Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}

@@ -7,18 +7,41 @@ Tests: tests/unit/sim/test_turns.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvmesh.policy.fair_share import Claim, FairQueue
+from kvmesh.policy.groups import serving_label
 from kvmesh.sim.requests import SimRequest
 
 Call = Callable[[], object]
 
 
+class Lanes:
+    """The turns of each group: `services/gateway/request/lanes.py`.
+
+    Args:
+        labels: scenarios that have workers of their own.
+    """
+
+    def __init__(self, labels: Collection[str] = ()) -> None:
+        self._labels = frozenset(labels)
+        self._turns: dict[str, Turns] = {}
+
+    def of(self, request: SimRequest) -> Turns:
+        """Those of the group that serves a request."""
+        label = serving_label(request.trace.scenario, self._labels)
+        return self._turns.setdefault(label, Turns())
+
+
 class Turns:
-    """All requests of the gateway that wait."""
+    """All requests of the gateway that wait for the workers of one group.
+
+    Attributes:
+        num_looking: requests that look for workers, in the queue or not.
+    """
 
     def __init__(self) -> None:
+        self.num_looking = 0
         self._queue = FairQueue()
         self._queued: set[SimRequest] = set()
         self._heads: list[SimRequest] = []
@@ -32,6 +55,7 @@ class Turns:
 
     def enter(self, request: SimRequest) -> None:
         """A request begins to look."""
+        self.num_looking += 1
         if self._queued:
             self._join(request)
 
@@ -55,6 +79,7 @@ class Turns:
 
     def leave(self, request: SimRequest, *, placed: bool) -> None:
         """It looks no more, and has its workers or is refused."""
+        self.num_looking -= 1
         if request not in self._queued:
             return
         (self._queue.placed if placed else self._queue.left)(request)

@@ -14,6 +14,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from services.gateway.errors import Stage
 from services.gateway.request.actions import Kind, Move, Taken
+from services.gateway.request.lanes import Lane, Waiting
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.request.phases import Phases
 from services.gateway.request.record import RequestRecord
@@ -41,7 +42,12 @@ class Ledger:
         request: with its own span as the parent of others.
         cached_tokens: prompt tokens whose KV was there when the request came; None before the
             first token.
+        lane: of the group whose workers its last search asked.
+        waiting: what that search is counted in.
     """
+
+    lane: Lane
+    waiting: Waiting
 
     def __init__(
         self, mesh: Mesh, request: GenerationRequest, ticket: Ticket | None, now: float
@@ -77,8 +83,10 @@ class Ledger:
         """It looks for workers."""
         assert not self._is_searching, "one search at a time"
         self._is_searching = True
-        self._mesh.crowd.enter(self.request.tenant.name)
-        self._mesh.waiting.count += 1
+        mesh, scenario = self._mesh, self.request.scenario
+        self.lane = mesh.lanes.of(mesh.router.group_of(scenario))
+        self.lane.crowd.enter(self.request.tenant.name)
+        self.waiting = mesh.lanes.enter(scenario)
 
     def routed(self, plan: RoutePlan, now: float) -> None:
         """There is a plan."""
@@ -130,7 +138,7 @@ class Ledger:
         """The first token of an attempt that sent so many came."""
         if self.cached_tokens is None:
             self.cached_tokens = self._trace.cached_tokens = first.cached_tokens
-        self._mesh.prefill_times.note(num_sent, now - self._taken_at)
+        self.lane.prefill_times.note(num_sent, now - self._taken_at)
         self._trace.note(Moment.FIRST_TOKEN, now, worker_id)
         self._phases.token(now)
         self._end_span("gateway.first_token", cached_tokens=first.cached_tokens)
@@ -192,8 +200,8 @@ class Ledger:
     def _end_search(self, now: float, *, placed: bool) -> None:
         if self._is_searching:
             self._is_searching = False
-            self._mesh.waiting.count -= 1
-            self._mesh.crowd.leave(self.request.tenant.name, now, placed=placed)
+            self._mesh.lanes.leave(self.request.scenario)
+            self.lane.crowd.leave(self.request.tenant.name, now, placed=placed)
 
     def _span_of(self, name: str) -> Span:
         """A span that may last over several questions."""

@@ -10,13 +10,11 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
 from kvmesh.core.values import quick
 from kvmesh.policy.connections import Connections
-from kvmesh.policy.crowd import Crowd
-from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.lanes import Lanes
 from services.gateway.request.routing import Router
-from services.gateway.request.turnstile import Turnstile
 from services.gateway.wire.worker_sessions import WorkerSessions
 
 
@@ -64,22 +62,6 @@ class Placed(NamedTuple):
         return f"{self.cause.value}; prefill={self.prefill_worker}; decode={self.decode_worker}"
 
 
-@dataclass(slots=True)
-class Waiting:
-    """How many requests of this gateway look for workers now.
-
-    Attributes:
-        paused: of these, those that found nobody and will ask again.
-        paused_reserved: of those, the ones with a reservation; they wait for prefill.
-        behind: of these, those that stand in the queue and have not asked yet.
-    """
-
-    count: int = 0
-    paused: int = 0
-    paused_reserved: int = 0
-    behind: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """What every request needs from the gateway."""
@@ -89,9 +71,6 @@ class Mesh:
     metrics: GatewayMetrics
     limits: LimitsConfig
     rng: random.Random
-    waiting: Waiting = field(default_factory=Waiting)
-    turns: Turnstile = field(default_factory=Turnstile)
+    lanes: Lanes = field(default_factory=Lanes)
     log: RequestLog = field(default_factory=RequestLog)
-    prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
-    crowd: Crowd = field(default_factory=Crowd)
     connections: Connections = field(default_factory=Connections)

@@ -17,6 +17,7 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.core.values import changed
+from kvmesh.policy.groups import GroupKey, serving_label
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, PlanStock, Wish, kind_of
 from kvmesh.policy.routing import plan_without_scheduler
 from kvmesh.telemetry.logs import event_logger
@@ -81,6 +82,36 @@ def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | No
     return ModelFacts(fingerprint, block_size, longest)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Whom a scenario's requests ask.
+
+    Attributes:
+        group: of its workers in all clusters, since each route chooses one.
+    """
+
+    group: GroupKey
+    facts: ModelFacts
+
+
+def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, Served]:
+    """What the groups of each scenario serve, by its label; "" is there if any worker is.
+
+    Where no group is general, the label "" stands for all workers, as it does for routes.
+    """
+    served = served_workers(workers, model)
+    members: dict[str, list[FleetWorker]] = {}
+    for worker in served:
+        members.setdefault(worker.info.scenario, []).append(worker)
+    members.setdefault("", list(served))
+    found: dict[str, Served] = {}
+    for label, each in members.items():
+        facts = model_facts(tuple(each), model)
+        if facts is not None:
+            found[label] = Served(GroupKey(model, facts.fingerprint, label, ""), facts)
+    return found
+
+
 def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
     """Why the fleet cannot serve a model; empty if it can."""
     awake = [each for each in served_workers(workers, model) if not each.load.draining]
@@ -143,15 +174,42 @@ class Router:
         self._seats: frozenset[_Seat] = frozenset()
         self._exchanges: set[asyncio.Task[None]] = set()
         self._alone = False
-        self._facts: tuple[tuple[FleetWorker, ...], ModelFacts | None] = ((), None)
+        self._served_of: tuple[FleetWorker, ...] = ()
+        self._facts: ModelFacts | None = None
+        self._served: dict[str, Served] = {}
 
     @property
     def facts(self) -> ModelFacts | None:
         """What the fleet says about the model; None while no worker is known."""
+        self._look()
+        return self._facts
+
+    @property
+    def groups(self) -> set[GroupKey]:
+        """All groups that serve the model."""
+        self._look()
+        return {each.group for each in self._served.values()}
+
+    def facts_of(self, scenario: str) -> ModelFacts | None:
+        """What the workers that serve a scenario agree on; None while no worker is known."""
+        served = self._served_for(scenario)
+        return None if served is None else served.facts
+
+    def group_of(self, scenario: str) -> GroupKey:
+        """Whose workers a scenario's requests ask."""
+        served = self._served_for(scenario)
+        return GroupKey(self._model, "", "", "") if served is None else served.group
+
+    def _served_for(self, scenario: str) -> Served | None:
+        self._look()
+        return self._served.get(serving_label(scenario, self._served))
+
+    def _look(self) -> None:
         workers = self._fleet.workers
-        if self._facts[0] is not workers:  # once per view, not twice per request
-            self._facts = (workers, model_facts(workers, self._model))
-        return self._facts[1]
+        if self._served_of is not workers:  # once per view, not twice per request
+            self._served_of = workers
+            self._facts = model_facts(workers, self._model)
+            self._served = served_by_label(workers, self._model)
 
     @property
     def not_ready(self) -> str:
@@ -247,5 +305,5 @@ class Router:
             self._stock.clear()
 
     def _kind(self, query: RouteQuery) -> PlanKind | None:
-        facts = self.facts
+        facts = self.facts_of(query.scenario)
         return None if facts is None else kind_of(query, facts.max_model_len)

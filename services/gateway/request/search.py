@@ -111,14 +111,15 @@ class Search:
         self._facts: ModelFacts | None = None
         self._spec: SequenceSpec | None = None
         self._now = asyncio.get_running_loop().time
+        ledger.searches()
+        self._lane, self._waiting = ledger.lane, ledger.waiting
         self._deadline = self._deadline_now()
         self.plan: RoutePlan | None = None
-        ledger.searches()
 
     def at_once(self) -> None:
         """Asks the workers of a plan that was made before the request came, if there is one."""
-        mesh, facts = self._mesh, self._mesh.router.facts
-        if facts is None or mesh.turns.num_waiting > 0 or mesh.waiting.paused > 0:
+        facts = self._mesh.router.facts_of(self._request.scenario)
+        if facts is None or self._lane.turns.num_waiting > 0 or self._waiting.paused > 0:
             return
         remaining_s = self._deadline - self._now()
         plan = self._planned(self._query(remaining_s)) if remaining_s > 0 else None
@@ -138,12 +139,12 @@ class Search:
             return
         # A client that is reading already waits for nobody.
         claim = None if self._again_until is not None else claim_of(self._request)
-        with self._mesh.turns.enter(claim) as turn:
-            self._mesh.waiting.behind += 1
+        with self._lane.turns.enter(claim) as turn:
+            self._waiting.behind += 1
             try:
                 await self._my_turn(turn)
             finally:
-                self._mesh.waiting.behind -= 1
+                self._waiting.behind -= 1
             while True:
                 plan = await self._route()
                 if plan is None:
@@ -177,7 +178,7 @@ class Search:
     # --- asking the scheduler ---
 
     async def _route(self) -> RoutePlan | None:
-        facts = self._mesh.router.facts
+        facts = self._mesh.router.facts_of(self._request.scenario)
         if facts is None:
             message = f"no worker for {self._request.model} is known"
             self.refused(Stage.GATEWAY, Refusal(RefusalReason.NO_WORKERS, message), None)
@@ -214,7 +215,7 @@ class Search:
 
     def _query(self, remaining_s: float) -> RouteQuery:
         """The question to the scheduler, without the hashes."""
-        request, counts = self._request, self._mesh.waiting
+        request, counts = self._request, self._waiting
         waits = self._num_rounds > 0  # it asks again, since nobody took it
         held = counts.paused_reserved + (waits and self._asker.holds)
         waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.behind)
@@ -266,9 +267,10 @@ class Search:
         if self._again_until is not None:
             return self._again_until
         mesh, request = self._mesh, self._request
-        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
+        times, lag = self._lane.prefill_times, mesh.lanes.lag
+        patience_s = times.patience_s(len(request.prompt_ids), request.ttft_s)
         # It has waited for this process as long as this is late, and its first token may have to.
-        late_s = min(mesh.crowd.lag_s + mesh.crowd.peak_lag_s, patience_s / 2)
+        late_s = min(lag.now_s + lag.peak_s, patience_s / 2)
         longest_s = mesh.limits.request_timeout_s
         return self._arrived_at + min(longest_s, patience_s - late_s)
 
@@ -287,11 +289,10 @@ class Search:
         """A short jittered wait after a full round, longer each time, and then for its turn."""
         turn.missed()
         # All together ask at the same rate, whether few look for workers at a time or all do.
-        share = self._mesh.turns.share
-        longest_s = backoff_s(self._num_rounds, self._mesh.waiting.count) * share
+        lane, waiting, holds = self._lane, self._waiting, self._asker.holds
+        longest_s = backoff_s(self._num_rounds, lane.crowd.num_waiting) * lane.turns.share
         self._num_rounds += 1
         wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
-        waiting, holds = self._mesh.waiting, self._asker.holds
         waiting.paused += 1
         waiting.paused_reserved += holds
         try:

@@ -1,4 +1,4 @@
-"""Whose turn it is to look for workers, for the requests of this gateway.
+"""Whose turn it is to look for the workers of one group, for the requests of this gateway.
 
 As long as nobody looks in vain everybody looks at once. A request that found no worker joins the
 fair queue, and so do all that come after it, until the queue is empty again.
@@ -43,7 +43,7 @@ class Turn:
 
 
 class Turnstile:
-    """All waiting requests of a gateway."""
+    """The requests of a gateway that wait for the workers of one group."""
 
     def __init__(self) -> None:
         self._queue = FairQueue()

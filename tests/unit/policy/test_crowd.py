@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.policy.crowd import MIN_LAG_S, MIN_WAITING, Crowd
+from kvmesh.policy.crowd import MIN_LAG_S, MIN_WAITING, Crowd, Lag
 
 MANY = 3 * MIN_WAITING
 
@@ -70,24 +70,24 @@ def test_those_that_give_up_are_not_served() -> None:
 
 
 def test_a_process_that_is_late_itself_takes_nothing_on() -> None:
-    crowd = Crowd()
+    lag = Lag()
     for _ in range(40):
-        crowd.note_lag(2.0)
-    assert crowd.is_hopeless("a", 1.0)
+        lag.note(2.0)
+    assert lag.is_hopeless(1.0)
     for _ in range(9):
-        crowd.note_lag(0.1)
-    assert 0.2 < crowd.lag_s < MIN_LAG_S
-    assert not crowd.is_hopeless("a", 0.02)  # a busy moment
+        lag.note(0.1)
+    assert 0.2 < lag.now_s < MIN_LAG_S
+    assert not lag.is_hopeless(0.02)  # a busy moment
     for _ in range(40):
-        crowd.note_lag(0.0)
-    assert not crowd.is_hopeless("a", 1.0)
+        lag.note(0.0)
+    assert not lag.is_hopeless(1.0)
 
 
 def test_the_worst_lag_is_remembered_for_a_while() -> None:
-    crowd = Crowd()
-    crowd.note_lag(0.2)
+    lag = Lag()
+    lag.note(0.2)
     for _ in range(20):
-        crowd.note_lag(0.01)
-    assert 0.08 < crowd.peak_lag_s < 0.14
-    crowd.note_lag(0.3)
-    assert crowd.peak_lag_s == 0.3
+        lag.note(0.01)
+    assert 0.08 < lag.peak_s < 0.14
+    lag.note(0.3)
+    assert lag.peak_s == 0.3

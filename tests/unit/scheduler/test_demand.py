@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.types import RequestId, WorkerId
-from services.scheduler.demand import STALE_S, Demand, DemandBoard
+from services.scheduler.demand import STALE_S, Demand, DemandBoard, Looking
 from tests.unit.policy.fleet_examples import query
 
 
@@ -19,10 +19,23 @@ def test_last_word_of_every_gateway_counts_for_its_model() -> None:
     assert board.current("m", 0.2).reserved == 2
 
 
+def test_what_waits_is_known_by_scenario() -> None:
+    board = DemandBoard()
+    board.note_query("g1", query(scenario="chat", waiting=5, waiting_reserved=2), 0.0)
+    board.note_query("g1", query(scenario="doc", waiting=9, waiting_reserved=9), 0.0)
+    board.note_query("g2", query(scenario="chat", waiting=1), 0.0)
+    board.note_query("g2", query(scenario="other"), 0.0)
+    demand = board.current("m", 0.1)
+    assert demand.scenarios == {"chat": Looking(2, 4), "doc": Looking(9, 0)}
+    assert (demand.reserved, demand.unreserved) == (11, 4)
+    board.prune({"m"}, STALE_S)
+    assert not board._told, "clients name scenarios as they like"
+
+
 def test_what_was_told_long_ago_is_over() -> None:
     board = DemandBoard()
     board.note_query("g", query(waiting=5), 0.0)
-    assert board.current("m", STALE_S) == Demand(0, 0, 0, 0)
+    assert board.current("m", STALE_S) == Demand()
 
 
 def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:

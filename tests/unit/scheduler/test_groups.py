@@ -6,7 +6,7 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.pdserve import MIN_PER_ROLE
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
-from services.scheduler.demand import Demand
+from services.scheduler.demand import Demand, Looking
 from services.scheduler.group_loops import GroupLoops
 from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info
@@ -87,7 +87,7 @@ def test_who_waits_counts_in_seconds_in_which_nobody_comes() -> None:
         if second == WINDOW_S - 1:
             for _ in range(MIN_REQUESTS):
                 loops.note_new("")
-        loops.observe(workers, Demand(4 * PER_ROLE, 0, 0.0, 0.0), 1.0)
+        loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0)
     (found,) = loops.end_window(workers)
     assert found.step.grow is Role.PREFILL
 

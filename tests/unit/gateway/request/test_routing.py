@@ -21,6 +21,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.plans_ahead import AHEAD_S, PlanKind, PlansAhead, PlanStock, Wish
 from services.gateway.request.routing import (
     Router,
@@ -244,3 +245,34 @@ async def test_a_router_without_a_stock_wishes_for_nothing() -> None:
         assert router.planned(QUERY) is None
         await router.route(QUERY, "", 1.0)
     assert all(wish is not None and wish.count == 0 for wish in source.wishes)
+
+
+def test_a_scenario_is_served_by_its_group_else_by_a_general_one() -> None:
+    chat = worker("c", Role.PREFILL, scenario="chat", max_model_len=64)
+    fleet = Fleet((P, chat))
+    router = Router("tiny", fleet, Source(None), dict, 1.0)
+    assert router.group_of("chat") == GroupKey("tiny", "fp", "chat", "")
+    assert router.group_of("other") == router.group_of("") == GroupKey("tiny", "fp", "", "")
+    longest = [each.max_model_len for label in ("chat", "") if (each := router.facts_of(label))]
+    assert longest == [64, 512]
+    assert router.groups == {router.group_of("chat"), router.group_of("")}
+    fleet.workers = (chat,)
+    assert router.facts_of("other") == router.facts_of("chat"), "better from elsewhere than not"
+    fleet.workers = ()
+    assert router.facts_of("chat") is None
+    assert router.group_of("chat") == GroupKey("tiny", "", "", "")
+
+
+def test_a_group_has_a_checkpoint_of_its_own() -> None:
+    """What most workers of other groups hold says nothing of this group."""
+    newer = replace(LAYOUT, model_fingerprint="newer")
+    others = [worker(f"d{n}", Role.DECODE, scenario="doc", layout=newer) for n in range(3)]
+    router = Router(
+        "tiny",
+        Fleet((worker("c", Role.PREFILL, scenario="chat"), *others)),
+        Source(None),
+        dict,
+        1.0,
+    )
+    facts = [router.facts_of(each) for each in ("chat", "doc")]
+    assert [each.fingerprint for each in facts if each] == ["fp", "newer"]
