@@ -110,7 +110,10 @@ class Frontend:
         tenant = Tenant() if caller.ticket is None else caller.ticket.tenant
         patience_s = (caller.ttft_ms or self.limits.ttft_deadline_ms) / 1000
         lanes = self._mesh.lanes
-        crowd, lag = lanes.of(self._mesh.router.group_of(caller.scenario)).crowd, lanes.lag
+        served = self._mesh.router.served(caller.scenario, 0.0)
+        if served is None:
+            return
+        crowd, lag = lanes.of(served.group).crowd, lanes.lag
         is_hopeless = crowd.is_hopeless(tenant.name, patience_s, num_choices)
         if tenant.limits.priority > 0 or not (is_hopeless or lag.is_hopeless(patience_s)):
             return
@@ -123,6 +126,11 @@ class Frontend:
         )
         self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
         raise StageRefusedError(refusal, Stage.GATEWAY)
+
+    def _checkpoint(self, caller: Caller) -> str:
+        """Which checkpoint serves a call, with all its choices; empty while none is known."""
+        served = self._mesh.router.served(caller.scenario, self._mesh.rng.random())
+        return "" if served is None else served.group.fingerprint
 
     async def prepare(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None = None
@@ -151,6 +159,7 @@ class Frontend:
         ticket = caller.ticket
         tenant = Tenant() if ticket is None else ticket.tenant
         call = await with_tokens(self.tokenizer, call)
+        checkpoint = self._checkpoint(caller) if delivered is None else delivered.checkpoint
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
@@ -172,6 +181,7 @@ class Frontend:
                     traceparent=caller.traceparent,
                     tenant=tenant,
                     rank=call.priority,
+                    checkpoint=checkpoint,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         if delivered is not None:

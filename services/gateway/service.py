@@ -117,7 +117,6 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     fleet.on_change(router.note_fleet)
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
-    fleet.on_change(lambda _: mesh.lanes.keep(router.groups))
     context.spawn(_watch_lag(mesh.lanes.lag), "lag watch")
     context.spawn(_speed_up(tokenizer.encoder, folder, metrics), "tokenizer")
     requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
@@ -132,12 +131,10 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     journal = open_journal(config, context, redis, metrics)
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission, journal)
     context.on_drain(admission.drain)
-
     servicer = InferenceServicer(frontend)
     context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
     front = HttpFront(frontend, config.http, int(time.time()))
-    guard = ConnectionGuard(config.http, metrics)
-    http_port = await _serve_http(front, config, guard, context)
+    http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
     return Gateway(http_port, sessions, admission, metrics, mesh.lanes, plans)
 

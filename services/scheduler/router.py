@@ -248,7 +248,8 @@ class Router:
             return None
         found: list[PrefixMatch] = []
         # One namespace, except while a model's checkpoint is being replaced.
-        for fingerprint in sorted(self._fleet.fingerprints(query.model)):
+        served = self._fleet.fingerprints(query.model)
+        for fingerprint in sorted(served & {query.fingerprint} if query.fingerprint else served):
             answer = await self._prefixes.match(
                 fingerprint, query.block_hashes, self._settings.match_timeout_s
             )

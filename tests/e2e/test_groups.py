@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.api_client import ApiClient
-from tests.e2e.test_live_policies import decisions, tokens
-from tests.mesh_processes import Flags, Mesh, running_mesh
+from tests.e2e.test_live_policies import tokens
+from tests.mesh_processes import Flags, running_mesh
 
 CHAT = ("prefill-0", "decode-0", "decode-1")
 DOC = ("prefill-1", "decode-2", "decode-3")
-PREFILL_STEP_S, DECODE_STEP_S = 0.5, 0.05
-"""Long beside what a busy machine adds to a request."""
+STEP_S = {"prefill-0": 0.5, "decode-0": 0.05, "decode-1": 0.05} | dict.fromkeys(DOC, 0.8)
+"""Long beside what a busy machine adds to a request; doc's decode workers are no quick help."""
 
 PROMPT_TOKENS, ANSWER_TOKENS = 400, 4
 NUM_ASKED = 12
@@ -29,7 +29,7 @@ def flags(policy: str) -> dict[str, Flags]:
     scenarios = {
         name: {
             "worker.scenario": scenario,
-            "engine.fake-step-s": PREFILL_STEP_S if name[0] == "p" else DECODE_STEP_S,
+            "engine.fake-step-s": STEP_S[name],
         }
         for scenario, members in (("chat", CHAT), ("doc", DOC))
         for name in members
@@ -39,7 +39,6 @@ def flags(policy: str) -> dict[str, Flags]:
         "routing.aggregate-tokens": 256,
         "planning.roles": "apply",
         "planning.monitor-s": 3.0,
-        "server.admin.port": 0,
     }
     return {
         "scheduler": scheduler,
@@ -57,6 +56,7 @@ async def ask(client: ApiClient, scenario: str, seed: int) -> tuple[float, set[s
         max_tokens=ANSWER_TOKENS,
     )
     assert answer.ok, answer.error
+    assert not answer.headers["x-kvmesh-decision"].startswith("no_pair"), "its roles are its own"
     return time.monotonic() - started, {answer.prefill_worker, answer.decode_worker}
 
 
@@ -68,12 +68,6 @@ async def one_after_the_other(client: ApiClient, seeds: itertools.count[int]) ->
         assert workers <= set(CHAT)
         times.append(took_s)
     return times
-
-
-async def orders(mesh: Mesh) -> list[str]:
-    """Workers that were ordered to take another role."""
-    fleet = (await decisions(mesh, limit="1000"))["fleet"]
-    return [each["worker_id"] for each in fleet if each.get("outcome") == "applied"]
 
 
 @pytest.mark.slow
@@ -107,8 +101,6 @@ async def test_a_group_at_ten_times_its_load_is_not_noticed_by_another(
             finally:
                 stop.set()
         alone += await one_after_the_other(client, seeds)
-        moved = await orders(mesh)
         await mesh.idle()
     assert max(served) > 4 * max(beside), "group doc is overloaded"
     assert max(beside) <= 1.2 * max(alone), (beside, alone)
-    assert set(moved) <= set(DOC), "no group lends its workers to another"

@@ -68,7 +68,12 @@ class FakeMesh:
         return token_id, FinishReason.LENGTH if last else None
 
     def plan(self, query: RouteQuery) -> RoutePlan:
-        ranked = sorted(self.workers.values(), key=lambda each: each.info.worker_id in query.avoid)
+        able = [
+            worker
+            for worker in self.workers.values()
+            if query.fingerprint in ("", worker.info.layout.model_fingerprint)
+        ]
+        ranked = sorted(able, key=lambda each: each.info.worker_id in query.avoid)
         sides: dict[Role, list[Candidate]] = {Role.PREFILL: [], Role.DECODE: []}
         for worker in ranked:
             info = worker.info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import aiohttp
 import openai
 import pytest
 
-from kvmesh.core.types import Placement
-from tests.integration.gateway_fake_worker import MODEL, Behaviour
+from kvmesh.core.types import Placement, Role
+from tests.integration.gateway_fake_worker import LAYOUT, MODEL, Behaviour
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
 
 SAYS = "the mesh moves blocks from prefill to decode and the stream goes on"
@@ -199,4 +200,61 @@ async def test_goes_on_without_a_scheduler(tmp_path: Path) -> None:
         num_queries = len(stack.mesh.queries)
         assert (await stream_text(stack))[0] == SAYS
         assert len(stack.mesh.queries) == num_queries
+        await stack.idle()
+
+
+async def _two_checkpoints(stack: Stack, newer: set[str]) -> None:
+    """Some workers have another checkpoint, and take nothing new for now."""
+    for name in newer:
+        worker = stack.mesh.workers[name]
+        layout = replace(LAYOUT, model_fingerprint="another")
+        worker.info = replace(worker.info, layout=layout)
+    await _wake(stack, newer, awake=False)
+
+
+async def _wake(stack: Stack, names: set[str], *, awake: bool) -> None:
+    for name in names:
+        stack.mesh.workers[name].load = replace(stack.mesh.workers[name].load, draining=not awake)
+    seen = stack.mesh.fleet_seen
+    stack.mesh.changed.set()
+    await stack.mesh.until(lambda: stack.mesh.fleet_seen > seen)
+
+
+async def test_a_stream_stays_with_its_checkpoint(tmp_path: Path) -> None:
+    roles = TWO_PAIRS | {"d3": Role.DECODE}
+    async with gateway_stack(tmp_path, roles, SAYS) as stack:
+        await _two_checkpoints(stack, {"p2", "d2"})
+        stack.mesh.workers["d1"].does.stall_decode_after = 5
+        asked = asyncio.create_task(stream_text(stack))
+        await stack.mesh.until(lambda: len(stack.mesh.workers["d1"].running) == 1)
+        await _wake(stack, {"p2", "d2"}, awake=True)
+        await stack.mesh.workers["d1"].kill()
+        text, token_ids, _ = await asked
+        assert text == SAYS
+        assert token_ids == [*stack.mesh.output, stack.mesh.eos]
+        assert {query.fingerprint for query in stack.mesh.queries} == {LAYOUT.model_fingerprint}
+        assert not stack.mesh.workers["d2"].reserves
+        assert stack.mesh.workers["d3"].reserves
+        specs = stack.mesh.workers["p1"].specs
+        assert {spec.fingerprint for spec in specs} == {LAYOUT.model_fingerprint}
+        await stack.idle()
+
+
+async def test_a_stream_ends_rather_than_go_on_with_another_checkpoint(tmp_path: Path) -> None:
+    limits = {"ttft_deadline_ms": 500}
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits=limits) as stack:
+        await _two_checkpoints(stack, {"p2", "d2"})
+        stack.mesh.workers["d1"].does.stall_decode_after = 5
+        asked = asyncio.create_task(stream_text(stack))
+        await stack.mesh.until(lambda: len(stack.mesh.workers["d1"].running) == 1)
+        await _wake(stack, {"p2", "d2"}, awake=True)
+        for name in ("d1", "p1"):
+            await stack.mesh.workers.pop(name).kill()
+        stack.mesh.changed.set()
+        with pytest.raises(openai.APIError, match="checkpoint tiny-fingerprint"):
+            await asked
+        assert not stack.mesh.workers["d2"].reserves
+        # A request without tokens is served by whoever is there.
+        assert (await stream_text(stack))[0] == SAYS
+        assert stack.mesh.queries[-1].fingerprint == "another"
         await stack.idle()

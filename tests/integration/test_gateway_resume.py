@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,6 +166,24 @@ async def test_what_the_journal_lacks_the_id_has(
     # And from there to a third.
     again = events_of(raw)
     assert again[0].last_id.partition(":")[0] != events[0].last_id.partition(":")[0]
+
+
+async def test_another_checkpoint_does_not_go_on_with_a_stream(tmp_path: Path) -> None:
+    with redis_process(tmp_path) as redis:
+        async with stacks(tmp_path, redis, limits={"ttft_deadline_ms": 500}) as (one, other):
+            _, raw, _ = await post(one, "completions", TEXT)
+            for worker in other.mesh.workers.values():
+                layout = replace(worker.info.layout, model_fingerprint="another")
+                worker.info = replace(worker.info, layout=layout)
+            seen = other.mesh.fleet_seen
+            other.mesh.changed.set()
+            await other.mesh.until(lambda: other.mesh.fleet_seen > seen)
+            last_id = events_of(raw)[9].last_id
+            status, raw, headers = await post(other, "completions", None, last_id)
+            assert (status, headers["x-kvmesh-refusal"]) == (503, "gateway-no_workers")
+            assert b"no worker of checkpoint tiny-fingerprint" in raw
+            # A new stream is served.
+            assert (await post(other, "completions", TEXT))[0] == 200
 
 
 async def test_a_stream_that_is_cut_goes_on_while_it_runs(two: tuple[Stack, Stack]) -> None:

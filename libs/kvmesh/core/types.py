@@ -243,12 +243,14 @@ class SequenceSpec:
         token_ids: the client's prompt, then tokens generated before (a stream that moved).
         num_prompt_tokens: how many of them are the client's prompt.
         root_hash: parent of the first block hash; model, tenant salt and adapter are in it.
+        fingerprint: of the checkpoint that all its tokens come from; empty: any.
     """
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
     root_hash: BlockHash
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +414,7 @@ class RouteQuery:
         waiting: requests of the asking gateway that look for workers now.
         waiting_reserved: of these, those that wait for prefill, with a reservation or behind one.
         lost: of the workers to avoid, those that lost work of this request.
+        fingerprint: of the checkpoint that is to serve it; empty: any of the model.
     """
 
     request_id: RequestId
@@ -426,6 +429,7 @@ class RouteQuery:
     waiting: int = 0
     waiting_reserved: int = 0
     lost: frozenset[WorkerId] = frozenset()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,10 @@ class EngineCore:
 
     def _check_fit(self, spec: SequenceSpec) -> Refusal | None:
         num_tokens = len(spec.token_ids)
+        here = self.spec.layout.model_fingerprint
+        if spec.fingerprint not in ("", here):
+            text = f"its checkpoint is {spec.fingerprint}, this worker's is {here}"
+            return Refusal(RefusalReason.STALE, text)
         if num_tokens + 1 > self.max_model_len:
             limit = self.max_model_len
             text = f"{num_tokens} tokens leave no room to generate in a context of {limit}"

@@ -20,8 +20,9 @@ def restrict_to_group(
 ) -> tuple[FleetView, GroupChoice | None]:
     """The workers among which the route policy chooses.
 
-    A group is who shares a scenario and a cluster; workers without a scenario serve any that has
-    no group of its own. A group counts if someone in it takes new requests and can hold this one.
+    A group is who shares a checkpoint, a scenario and a cluster; workers without a scenario serve
+    any that has no group of its own. A group counts if someone in it takes new requests and can
+    hold this one.
 
     Args:
         remote: name of the offload cluster, whose workers prefill for all groups.
@@ -29,7 +30,9 @@ def restrict_to_group(
     Returns:
         The group's part of the view and why it was chosen. The whole view if nobody serves the
         scenario: better an answer from elsewhere than none. None where no worker has a label.
+        Workers of another checkpoint than the one asked for are never among them.
     """
+    view = _of_checkpoint(view, query)
     for worker in view.workers:
         if worker.info.scenario:
             break
@@ -50,6 +53,17 @@ def restrict_to_group(
     chosen = members[choice.group.name]
     chosen += [worker for worker in view.workers if remote and worker.info.cluster == remote]
     return dataclasses.replace(view, workers=tuple(chosen)), choice
+
+
+def _of_checkpoint(view: FleetView, query: RouteQuery) -> FleetView:
+    wanted = query.fingerprint
+    for worker in view.workers:
+        if wanted and worker.info.layout.model_fingerprint != wanted:
+            break
+    else:
+        return view
+    kept = [each for each in view.workers if each.info.layout.model_fingerprint == wanted]
+    return dataclasses.replace(view, workers=tuple(kept))
 
 
 def _takes(worker: WorkerView, query: RouteQuery) -> bool:

@@ -44,12 +44,14 @@ class PlanKind(NamedTuple):
 
     Attributes:
         num_tokens: longest prompt; the shortest has more than half of it.
+        fingerprint: of the checkpoint; empty: any.
     """
 
     model: str
     scenario: str
     placement: Placement
     num_tokens: int
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def kind_of(query: RouteQuery, longest: int) -> PlanKind | None:
     if query.avoid or query.waiting:
         return None
     num_tokens = min((1 << query.num_tokens.bit_length()) - 1, longest)
-    return PlanKind(query.model, query.scenario, query.placement, num_tokens)
+    return PlanKind(query.model, query.scenario, query.placement, num_tokens, query.fingerprint)
 
 
 @dataclass(slots=True)

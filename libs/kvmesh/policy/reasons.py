@@ -73,6 +73,8 @@ def no_workers(
         found = f"all {len(served)} workers of it are draining"
     elif everyone:
         found = f"served are {', '.join(sorted({worker.info.model for worker in everyone}))}"
+    elif query.fingerprint:
+        found = f"none of checkpoint {query.fingerprint} is left"
     else:
         found = "no worker is registered"
     return Refusal(

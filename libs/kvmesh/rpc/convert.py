@@ -133,6 +133,7 @@ def fill_sequence_spec(message: types_pb2.SequenceSpec, spec: SequenceSpec) -> N
     message.num_prompt_tokens = spec.num_prompt_tokens
     fill_sampling_params(message.sampling, spec.sampling)
     message.root_hash = spec.root_hash
+    message.model_fingerprint = spec.fingerprint
 
 
 def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
@@ -156,6 +157,7 @@ def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
         num_prompt_tokens=message.num_prompt_tokens,
         sampling=sampling_params_from_proto(message.sampling),
         root_hash=BlockHash(message.root_hash),
+        fingerprint=message.model_fingerprint,
     )
 
 

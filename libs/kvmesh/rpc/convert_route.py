@@ -104,6 +104,7 @@ def route_query_to_proto(
         waiting=query.waiting,
         waiting_reserved=query.waiting_reserved,
         lost_worker_ids=sorted(query.lost),
+        model_fingerprint=query.fingerprint,
     )
     if wish is not None:
         message.num_ahead = wish.count
@@ -122,6 +123,7 @@ def wish_from_proto(message: scheduler_service_pb2.RouteRequest) -> Wish | None:
         message.scenario,
         placement_from_proto(message.placement),
         message.ahead_tokens,
+        message.model_fingerprint,
     )
     return Wish(kind, message.num_ahead, message.ahead_used, message.ahead_used_tokens)
 
@@ -141,6 +143,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         waiting=message.waiting,
         waiting_reserved=message.waiting_reserved,
         lost=frozenset(WorkerId(name) for name in message.lost_worker_ids),
+        fingerprint=message.model_fingerprint,
     )
 
 
@@ -181,6 +184,7 @@ def fill_plans_ahead(message: scheduler_service_pb2.PlansAhead, ahead: PlansAhea
     message.scenario = kind.scenario
     message.placement = placement_to_proto(kind.placement)
     message.num_tokens = kind.num_tokens
+    message.model_fingerprint = kind.fingerprint
     for plan in ahead.plans:
         fill_route_plan(message.plans.add(), plan)
 
@@ -192,5 +196,6 @@ def plans_ahead_from_proto(message: scheduler_service_pb2.PlansAhead) -> PlansAh
         message.scenario,
         placement_from_proto(message.placement),
         message.num_tokens,
+        message.model_fingerprint,
     )
     return PlansAhead(kind, tuple(map(route_plan_from_proto, message.plans)))

@@ -224,12 +224,15 @@ class ResumePoint(_message.Message):
     PROMPT_SUM_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """The seed that was used."""
     prompt_sum: _builtins.int
     """Checksum of the prompt's token ids: a gateway with another tokenizer refuses."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was already cached, for the usage."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of the checkpoint that they come from; the rest comes from the same one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens that came, in order."""
@@ -241,10 +244,11 @@ class ResumePoint(_message.Message):
         prompt_sum: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_sum", b"prompt_sum", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "model_fingerprint", b"model_fingerprint", "prompt_sum", b"prompt_sum", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,7 @@ class RouteRequest(_message.Message):
     AHEAD_USED_FIELD_NUMBER: _builtins.int
     AHEAD_USED_TOKENS_FIELD_NUMBER: _builtins.int
     LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -76,6 +77,8 @@ class RouteRequest(_message.Message):
     """Requests since the last question of this gateway that took a plan made beforehand."""
     ahead_used_tokens: _builtins.int
     """Tokens of their prompts together."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of the checkpoint that is to serve it; empty: any of the model."""
     @_builtins.property
     def avoid_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that just failed or refused this request."""
@@ -110,10 +113,11 @@ class RouteRequest(_message.Message):
         ahead_used: _builtins.int = ...,
         ahead_used_tokens: _builtins.int = ...,
         lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_tokens", b"ahead_tokens", "ahead_used", b"ahead_used", "ahead_used_tokens", b"ahead_used_tokens", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "more", b"more", "num_ahead", b"num_ahead", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_tokens", b"ahead_tokens", "ahead_used", b"ahead_used", "ahead_used_tokens", b"ahead_used_tokens", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_ahead", b"num_ahead", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,6 +226,7 @@ class PlansAhead(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     PLANS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     scenario: _builtins.str
@@ -230,6 +235,8 @@ class PlansAhead(_message.Message):
     """Placement override."""
     num_tokens: _builtins.int
     """Longest prompt that they are for, in tokens."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of their workers' checkpoint; empty: any of the model."""
     @_builtins.property
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutePlan]:
         """To be used in this order."""
@@ -242,10 +249,11 @@ class PlansAhead(_message.Message):
         placement: _types_pb2.PlacementMode.ValueType = ...,
         num_tokens: _builtins.int = ...,
         plans: _abc.Iterable[Global___RoutePlan] | None = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_tokens", b"num_tokens", "placement", b"placement", "plans", b"plans", "scenario", b"scenario"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_tokens", b"num_tokens", "placement", b"placement", "plans", b"plans", "scenario", b"scenario"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

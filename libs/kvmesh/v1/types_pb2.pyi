@@ -503,10 +503,13 @@ class SequenceSpec(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     ROOT_HASH_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the client's prompt."""
     root_hash: _builtins.bytes
     """Parent of the first block hash: model, tenant salt and adapter are in it."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of the checkpoint that its tokens come from; a worker of another one refuses it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The client's prompt and, for a stream that moved, the tokens generated before."""
@@ -522,10 +525,11 @@ class SequenceSpec(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         sampling: Global___SamplingParams | None = ...,
         root_hash: _builtins.bytes = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "root_hash", b"root_hash", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "root_hash", b"root_hash", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

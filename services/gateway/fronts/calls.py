@@ -204,6 +204,7 @@ class Calls:
             seed=choices[0].call.seed or 0,
             prompt_sum=prompt_sum(choices),
             num_choices=len(choices),
+            checkpoint=choices[0].request.checkpoint,
             scenario=caller.scenario,
             placement=caller.placement.value,
             body=asked.body,

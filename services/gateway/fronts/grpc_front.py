@@ -108,7 +108,8 @@ class InferenceServicer(InferenceServiceServicer):
             check_room("resume.token_ids", len(point.token_ids), self._frontend.max_model_len)
             behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
             # Whoever says so may be right or not: what is computed again is charged again.
-            delivered = Delivered(point.seed, point.prompt_sum, False, (behind,))
+            checkpoint = point.model_fingerprint
+            delivered = Delivered(point.seed, point.prompt_sum, False, checkpoint, (behind,))
         (choice,) = await self._frontend.prepare(call, caller, delivered)
         return choice
 
@@ -155,7 +156,12 @@ class _ResponseSink:
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self._cached_tokens, self._prompt_logprobs = cached_tokens, prompt_logprobs
         seed, checksum = self._choice.call.seed or 0, prompt_sum([self._choice])
-        self._point = ResumePoint(seed=seed, prompt_sum=checksum, cached_tokens=cached_tokens)
+        self._point = ResumePoint(
+            seed=seed,
+            prompt_sum=checksum,
+            cached_tokens=cached_tokens,
+            model_fingerprint=self._choice.request.checkpoint,
+        )
 
     def replay(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

@@ -58,12 +58,14 @@ class Delivered(NamedTuple):
         seed: of the call.
         prompt_sum: of the prompts that the call had; see `prompt_sum`.
         is_paid: the prompt was charged before.
+        checkpoint: fingerprint of the one that generated it.
         choices: None where it has nothing.
     """
 
     seed: int
     prompt_sum: int
     is_paid: bool
+    checkpoint: str
     choices: tuple[Behind | None, ...]
 
 

@@ -64,6 +64,7 @@ class Head:
         seed: of the call.
         prompt_sum: of the prompts' token ids; another sum, another model or day.
         num_choices: generations.
+        checkpoint: fingerprint of the one that serves it.
         body: as the client sent it.
     """
 
@@ -74,6 +75,7 @@ class Head:
     seed: int
     prompt_sum: int
     num_choices: int
+    checkpoint: str
     scenario: str
     placement: str
     body: bytes
@@ -149,7 +151,9 @@ def delivered_of(given: GivenId, kept: Kept) -> Delivered:
         cached = kept.cached_tokens[choice] if place.cached is None else place.cached
         behind = Behind(so_far, cached, place.is_complete)
         choices.append(behind if place.is_opened else None)
-    return Delivered(kept.head.seed, kept.head.prompt_sum, True, tuple(choices))
+    return Delivered(
+        kept.head.seed, kept.head.prompt_sum, True, kept.head.checkpoint, tuple(choices)
+    )
 
 
 @dataclass(slots=True, eq=False)

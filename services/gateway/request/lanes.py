@@ -6,13 +6,16 @@ one's. Tests: tests/unit/gateway/request/test_lanes.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvmesh.policy.crowd import Crowd, Lag
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.prefill_times import PrefillTimes
 from services.gateway.request.turnstile import Turnstile
+
+MAX_LANES = 256
+"""Groups whose estimates are kept while nobody waits for them; each new checkpoint is another one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,10 @@ class Lanes:
         """The lane of one group."""
         lane = self._lanes.get(group)
         if lane is None:
+            if len(self._lanes) >= MAX_LANES:
+                self._forget_idle()
             lane = self._lanes[group] = Lane()
         return lane
-
-    def keep(self, groups: Collection[GroupKey]) -> None:
-        """Forgets groups that are no more and for which nobody waits."""
-        self._lanes = {
-            group: lane
-            for group, lane in self._lanes.items()
-            if group in groups or lane.crowd.num_waiting
-        }
 
     def enter(self, scenario: str) -> Waiting:
         """A request begins to look; what it is counted in until `leave`."""
@@ -92,3 +89,7 @@ class Lanes:
         waiting.count -= 1
         if not waiting.count:
             del self._waiting[scenario]
+
+    def _forget_idle(self) -> None:
+        busy = {key: lane for key, lane in self._lanes.items() if lane.crowd.num_waiting}
+        self._lanes = busy

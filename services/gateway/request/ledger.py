@@ -10,6 +10,7 @@ from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, Refusal, RoutePlan, WorkerId
 from kvmesh.core.values import changed
+from kvmesh.policy.groups import GroupKey
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from services.gateway.errors import Stage
@@ -79,14 +80,13 @@ class Ledger:
 
     # --- the search for workers ---
 
-    def searches(self) -> None:
-        """It looks for workers."""
+    def searches(self, group: GroupKey) -> None:
+        """It looks for workers of a group."""
         assert not self._is_searching, "one search at a time"
         self._is_searching = True
-        mesh, scenario = self._mesh, self.request.scenario
-        self.lane = mesh.lanes.of(mesh.router.group_of(scenario))
+        self.lane = self._mesh.lanes.of(group)
         self.lane.crowd.enter(self.request.tenant.name)
-        self.waiting = mesh.lanes.enter(scenario)
+        self.waiting = self._mesh.lanes.enter(self.request.scenario)
 
     def routed(self, plan: RoutePlan, now: float) -> None:
         """There is a plan."""

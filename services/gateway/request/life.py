@@ -106,6 +106,7 @@ class Life:
         self._wants_more = True
         self._has_scores = self._request.sampling.num_logprobs >= 0
         self._avoid: frozenset[WorkerId] = frozenset()
+        self._checkpoint = self._request.checkpoint
         self._num_moves = 0
         self._sessions: dict[int, WorkerSession] = {}
         self._reservation: Reserved | None = None
@@ -141,6 +142,7 @@ class Life:
             arrived_at=self._arrived_at,
             again_until=again_until,
             avoid=self._avoid,
+            fingerprint=self._checkpoint,
         )
 
     def begin(self) -> None:
@@ -357,6 +359,7 @@ class Life:
         plan = self._search.plan
         assert plan is not None, "workers of a plan were asked"
         self._answer = True
+        self._checkpoint = self._search.fingerprint
         self.ledger.taken(taken, self._attempt.num_offers, self._loop.time())
         placement, prefill, decode = taken.placement, taken.prefill_worker, taken.decode_worker
         self._worker = prefill

@@ -26,6 +26,8 @@ class GenerationRequest:
     Attributes:
         request_id: unique among all requests in the mesh.
         ttft_s: longest wait until a worker takes it.
+        checkpoint: fingerprint of the one that is to serve it, while there are workers of it; it
+            alone may go on with tokens that it has generated.
         traceparent: parent of its spans.
         tenant: whose it is; it shares workers fairly with others.
         rank: among the tenant's requests that wait; lower goes first.
@@ -42,6 +44,7 @@ class GenerationRequest:
     traceparent: str = ""
     tenant: Tenant = Tenant()
     rank: int = 0
+    checkpoint: str = ""
 
 
 class Placed(NamedTuple):

@@ -84,31 +84,46 @@ def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | No
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Whom a scenario's requests ask.
+    """Whom a scenario's requests ask: workers of one checkpoint.
 
     Attributes:
         group: of its workers in all clusters, since each route chooses one.
+        num_awake: workers that take new requests; 0 as well where a role has none.
     """
 
     group: GroupKey
     facts: ModelFacts
+    num_awake: int
 
 
-def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, Served]:
+def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[Served]]:
     """What the groups of each scenario serve, by its label; "" is there if any worker is.
 
-    Where no group is general, the label "" stands for all workers, as it does for routes.
+    Where no group is general, the label "" stands for all workers, as it does for routes. A label
+    has several entries while a checkpoint is being replaced, in the order of their names.
     """
     served = served_workers(workers, model)
     members: dict[str, list[FleetWorker]] = {}
     for worker in served:
         members.setdefault(worker.info.scenario, []).append(worker)
-    members.setdefault("", list(served))
-    found: dict[str, Served] = {}
-    for label, each in members.items():
-        facts = model_facts(tuple(each), model)
-        if facts is not None:
-            found[label] = Served(GroupKey(model, facts.fingerprint, label, ""), facts)
+    if served:
+        members.setdefault("", list(served))
+    return {label: _by_checkpoint(each, model, label) for label, each in members.items()}
+
+
+def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[Served]:
+    checkpoints: dict[str, list[FleetWorker]] = {}
+    for worker in workers:
+        checkpoints.setdefault(worker.info.layout.model_fingerprint, []).append(worker)
+    found = []
+    for fingerprint, each in sorted(checkpoints.items()):
+        members = tuple(each)
+        facts = model_facts(members, model)
+        assert facts is not None, "a checkpoint is there because a worker has it"
+        awake = sum(not worker.load.draining for worker in members)
+        is_able = not missing_role(members, model)
+        group = GroupKey(model, fingerprint, label, "")
+        found.append(Served(group, facts, awake if is_able else 0))
     return found
 
 
@@ -176,7 +191,7 @@ class Router:
         self._alone = False
         self._served_of: tuple[FleetWorker, ...] = ()
         self._facts: ModelFacts | None = None
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, list[Served]] = {}
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -184,25 +199,34 @@ class Router:
         self._look()
         return self._facts
 
-    @property
-    def groups(self) -> set[GroupKey]:
-        """All groups that serve the model."""
+    def served(self, scenario: str, draw: float) -> Served | None:
+        """Whom a new request asks; None while no worker is known.
+
+        Args:
+            draw: from 0 to 1, chooses between checkpoints: each gets requests by its workers.
+        """
         self._look()
-        return {each.group for each in self._served.values()}
+        found = self._served.get(serving_label(scenario, self._served), [])
+        able = [each for each in found if each.num_awake] or found
+        place = draw * sum(each.num_awake for each in able)
+        for each in able:
+            place -= each.num_awake
+            if place < 0:
+                return each
+        return able[-1] if able else None
 
-    def facts_of(self, scenario: str) -> ModelFacts | None:
-        """What the workers that serve a scenario agree on; None while no worker is known."""
-        served = self._served_for(scenario)
-        return None if served is None else served.facts
+    def served_as_before(self, scenario: str, fingerprint: str) -> Served | None:
+        """Whom a request asks that has tokens of a checkpoint; None while nobody has that.
 
-    def group_of(self, scenario: str) -> GroupKey:
-        """Whose workers a scenario's requests ask."""
-        served = self._served_for(scenario)
-        return GroupKey(self._model, "", "", "") if served is None else served.group
-
-    def _served_for(self, scenario: str) -> Served | None:
+        Better workers of another scenario than another checkpoint.
+        """
         self._look()
-        return self._served.get(serving_label(scenario, self._served))
+        label = serving_label(scenario, self._served)
+        for found in (self._served.get(label, []), *self._served.values()):
+            for each in found:
+                if each.group.fingerprint == fingerprint:
+                    return each
+        return None
 
     def _look(self) -> None:
         workers = self._fleet.workers
@@ -305,5 +329,5 @@ class Router:
             self._stock.clear()
 
     def _kind(self, query: RouteQuery) -> PlanKind | None:
-        facts = self.facts_of(query.scenario)
+        facts = self.facts
         return None if facts is None else kind_of(query, facts.max_model_len)

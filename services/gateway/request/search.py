@@ -33,13 +33,14 @@ from kvmesh.policy.forwarding import (
     rounds_per_route,
     waiting_told,
 )
+from kvmesh.policy.groups import GroupKey
 from kvmesh.telemetry.tracing import start_span
 from services.gateway.errors import Stage
 from services.gateway.request.attempt import NEVER
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.request.refusals import Refusals
-from services.gateway.request.routing import ModelFacts
+from services.gateway.request.routing import Served
 from services.gateway.request.turnstile import Turn
 
 
@@ -81,9 +82,12 @@ class Search:
         deadline: then the request has run for too long.
         again_until: set if its client is reading already: when the search has to end.
         avoid: workers that lost this request before.
+        fingerprint: of the checkpoint that is to serve it. One that has generated tokens serves
+            the rest, whatever becomes of the request; else another one may where this is gone.
 
     Attributes:
         plan: whose workers are asked now.
+        fingerprint: of their checkpoint.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Search:
         arrived_at: float,
         again_until: float | None = None,
         avoid: frozenset[WorkerId] = frozenset(),
+        fingerprint: str = "",
     ) -> None:
         self._mesh = mesh
         self._ledger = ledger
@@ -108,23 +113,25 @@ class Search:
         self._refusals = Refusals()
         self._num_rounds = 0
         self._has_looked = self._has_asked = False
-        self._facts: ModelFacts | None = None
+        self.fingerprint = fingerprint
+        self._is_bound = len(token_ids) > len(self._request.prompt_ids)
+        self._served: Served | None = None
         self._spec: SequenceSpec | None = None
         self._now = asyncio.get_running_loop().time
-        ledger.searches()
+        self._choose()
+        group = GroupKey(self._request.model, self.fingerprint, "", "")
+        ledger.searches(group if self._served is None else self._served.group)
         self._lane, self._waiting = ledger.lane, ledger.waiting
         self._deadline = self._deadline_now()
         self.plan: RoutePlan | None = None
 
     def at_once(self) -> None:
         """Asks the workers of a plan that was made before the request came, if there is one."""
-        facts = self._mesh.router.facts_of(self._request.scenario)
-        if facts is None or self._lane.turns.num_waiting > 0 or self._waiting.paused > 0:
+        if self._served is None or self._lane.turns.num_waiting > 0 or self._waiting.paused > 0:
             return
         remaining_s = self._deadline - self._now()
         plan = self._planned(self._query(remaining_s)) if remaining_s > 0 else None
         if plan is not None:
-            self._facts = facts
             self._ledger.routed(plan, self._now())
             self._ask(plan)
 
@@ -162,12 +169,14 @@ class Search:
     def sequence(self) -> SequenceSpec:
         """What workers are asked to work on."""
         if self._spec is None:
-            assert self._facts is not None, "a plan comes before its sequence is sent"
-            root = root_hash(self._facts.fingerprint, cache_salt=self._request.cache_salt)
+            assert self._served is not None, "a plan comes before its sequence is sent"
+            root = root_hash(self.fingerprint, cache_salt=self._request.cache_salt)
             prompt, sampling = self._request.prompt_ids, self._request.sampling
             if len(self._token_ids) > len(prompt):  # the prompt was scored before
                 sampling = replace(sampling, num_prompt_logprobs=-1)
-            self._spec = SequenceSpec(self._token_ids, len(prompt), sampling, root)
+            self._spec = SequenceSpec(
+                self._token_ids, len(prompt), sampling, root, self.fingerprint
+            )
         return self._spec
 
     @property
@@ -175,22 +184,35 @@ class Search:
         """Time left for a worker to begin."""
         return as_ms(self._deadline - self._now())
 
+    def _choose(self) -> None:
+        """Chooses a checkpoint, and stays with it while it can serve the request."""
+        router, scenario = self._mesh.router, self._request.scenario
+        found = router.served_as_before(scenario, self.fingerprint)
+        is_free = not (self._is_bound and self.fingerprint)
+        if is_free and (found is None or not found.num_awake):
+            found = router.served(scenario, self._mesh.rng.random())
+        if found is None or self._served is None or found.facts != self._served.facts:
+            self._spec = None
+        self._served = found
+        if found is not None:
+            self.fingerprint = found.group.fingerprint
+
     # --- asking the scheduler ---
 
     async def _route(self) -> RoutePlan | None:
-        facts = self._mesh.router.facts_of(self._request.scenario)
-        if facts is None:
-            message = f"no worker for {self._request.model} is known"
+        self._choose()
+        if self._served is None:
+            which = f" of checkpoint {self.fingerprint}" if self._is_bound else ""
+            message = f"no worker{which} for {self._request.model} is known"
             self.refused(Stage.GATEWAY, Refusal(RefusalReason.NO_WORKERS, message), None)
             return None
-        if facts != self._facts:
-            self._facts, self._spec = facts, None
         remaining_s = self._remaining_s()
         query = self._query(remaining_s)
         with start_span("gateway.route", self._request.traceparent) as span:
             plan: RoutePlan | Refusal | None = self._planned(query)
             if plan is None:
-                hashes = chain_hashes(self.sequence.root_hash, self._token_ids, facts.block_size)
+                block_size = self._served.facts.block_size
+                hashes = chain_hashes(self.sequence.root_hash, self._token_ids, block_size)
                 query = changed(query, block_hashes=tuple(hashes))
                 plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
             if isinstance(plan, Refusal):
@@ -232,6 +254,7 @@ class Search:
             waiting=waiting,
             waiting_reserved=waiting_reserved,
             lost=self._failed,
+            fingerprint=self.fingerprint,
         )
 
     # --- asking workers ---

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from kvmesh.core.types import Placement, Role, RoutePlan, WorkerId
+from kvmesh.core.types import Placement, Refusal, RefusalReason, Role, RoutePlan, WorkerId
 from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
 from kvmesh.policy.explain import DecisionFacts, describe_decision
 from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import GroupReason
 from kvmesh.policy.view import FleetView, WorkerView
-from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
+from tests.unit.policy.fleet_examples import LAYOUT, NOW, fleet, query, worker
 
 POLICY = COMPOSITIONS["forwarding"]
 
@@ -121,3 +122,22 @@ def test_without_an_offload_cluster_no_worker_is_added() -> None:
     view = fleet(*pair("chat"), worker("homeless", cluster=""), *pair(""))
     kept, _ = restrict_to_group(view, query(scenario="chat"))
     assert {each.worker_id for each in kept.workers} == {"chat-east-p", "chat-east-d"}
+
+
+def test_a_request_with_a_checkpoint_asks_nobody_of_another() -> None:
+    newer = dataclasses.replace(LAYOUT, model_fingerprint="newer")
+    west = pair("", "west")
+    upgraded = [
+        dataclasses.replace(each, info=dataclasses.replace(each.info, layout=newer))
+        for each in west
+    ]
+    view = fleet(*pair(""), *upgraded)
+    for fingerprint, cluster in ((LAYOUT.model_fingerprint, "east"), ("newer", "west")):
+        made = decide_route(
+            POLICY, view, query(320, fingerprint=fingerprint), {}, NOW, OffloadState()
+        )
+        assert chosen(made) == {f"any-{cluster}-p", f"any-{cluster}-d"}
+    gone = decide_route(POLICY, view, query(fingerprint="gone"), {}, NOW, OffloadState()).route
+    assert isinstance(gone, Refusal)
+    assert "none of checkpoint gone is left" in gone.message
+    assert gone.reason is RefusalReason.NO_WORKERS

@@ -28,7 +28,7 @@ from services.gateway.request.journal import (
 )
 from services.gateway.request.mesh import GenerationRequest
 
-HEAD = Head("text_completion", "me", "name", 7, 2**64 - 1, 5, 2, "", "auto", b'{"a":\n1}')
+HEAD = Head("text_completion", "me", "name", 7, 2**64 - 1, 5, 2, "fp", "", "auto", b'{"a":\n1}')
 
 
 def test_a_stream_is_read_as_it_was_written() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvmesh.policy.fair_share import Claim
 from kvmesh.policy.groups import GroupKey
-from services.gateway.request.lanes import Lanes
+from services.gateway.request.lanes import MAX_LANES, Lanes
 
 CHAT, DOC = (GroupKey("m", "f", scenario, "") for scenario in ("chat", "doc"))
 
@@ -27,15 +27,14 @@ async def test_a_crowd_before_one_group_keeps_nobody_from_another() -> None:
     assert chat.crowd.wait_s("t") == 0.0
 
 
-def test_a_group_that_is_gone_is_forgotten_when_nobody_waits_for_it() -> None:
+def test_groups_that_nobody_waits_for_are_not_kept_for_ever() -> None:
     lanes = Lanes()
-    doc = lanes.of(DOC)
+    doc, chat = lanes.of(DOC), lanes.of(CHAT)
     doc.crowd.enter("t")
-    lanes.keep({CHAT})
+    for number in range(MAX_LANES):
+        lanes.of(GroupKey("m", f"checkpoint {number}", "", ""))
     assert lanes.of(DOC) is doc
-    doc.crowd.leave("t", 0.0, placed=True)
-    lanes.keep({CHAT})
-    assert lanes.of(DOC) is not doc
+    assert lanes.of(CHAT) is not chat
 
 
 def test_what_a_group_has_taken_is_no_estimate_of_another() -> None:

@@ -248,31 +248,50 @@ async def test_a_router_without_a_stock_wishes_for_nothing() -> None:
 
 
 def test_a_scenario_is_served_by_its_group_else_by_a_general_one() -> None:
-    chat = worker("c", Role.PREFILL, scenario="chat", max_model_len=64)
-    fleet = Fleet((P, chat))
+    chat = worker("c", Role.HYBRID, scenario="chat", max_model_len=64)
+    fleet = Fleet((P, D, chat))
     router = Router("tiny", fleet, Source(None), dict, 1.0)
-    assert router.group_of("chat") == GroupKey("tiny", "fp", "chat", "")
-    assert router.group_of("other") == router.group_of("") == GroupKey("tiny", "fp", "", "")
-    longest = [each.max_model_len for label in ("chat", "") if (each := router.facts_of(label))]
-    assert longest == [64, 512]
-    assert router.groups == {router.group_of("chat"), router.group_of("")}
+    served = {scenario: router.served(scenario, 0.0) for scenario in ("chat", "other", "")}
+    for scenario, label in (("chat", "chat"), ("other", ""), ("", "")):
+        found = served[scenario]
+        assert found is not None
+        assert found.group == GroupKey("tiny", "fp", label, "")
+        assert found.facts.max_model_len == (64 if label else 512)
     fleet.workers = (chat,)
-    assert router.facts_of("other") == router.facts_of("chat"), "better from elsewhere than not"
+    elsewhere = router.served("other", 0.0)
+    assert elsewhere is not None, "better from elsewhere than not"
+    assert elsewhere.facts.max_model_len == 64
     fleet.workers = ()
-    assert router.facts_of("chat") is None
-    assert router.group_of("chat") == GroupKey("tiny", "", "", "")
+    assert router.served("chat", 0.0) is None
+
+
+NEWER = replace(LAYOUT, model_fingerprint="newer")
 
 
 def test_a_group_has_a_checkpoint_of_its_own() -> None:
     """What most workers of other groups hold says nothing of this group."""
-    newer = replace(LAYOUT, model_fingerprint="newer")
-    others = [worker(f"d{n}", Role.DECODE, scenario="doc", layout=newer) for n in range(3)]
-    router = Router(
-        "tiny",
-        Fleet((worker("c", Role.PREFILL, scenario="chat"), *others)),
-        Source(None),
-        dict,
-        1.0,
-    )
-    facts = [router.facts_of(each) for each in ("chat", "doc")]
-    assert [each.fingerprint for each in facts if each] == ["fp", "newer"]
+    others = [worker(f"d{n}", Role.HYBRID, scenario="doc", layout=NEWER) for n in range(3)]
+    fleet = Fleet((worker("c", Role.HYBRID, scenario="chat"), *others))
+    router = Router("tiny", fleet, Source(None), dict, 1.0)
+    served = [router.served(each, 0.5) for each in ("chat", "doc")]
+    assert [each.group.fingerprint for each in served if each] == ["fp", "newer"]
+
+
+def test_while_a_checkpoint_is_replaced_each_gets_requests_by_its_workers() -> None:
+    newer = [worker(f"n{n}", Role.HYBRID, layout=NEWER) for n in range(3)]
+    fleet = Fleet((H, *newer))
+    router = Router("tiny", fleet, Source(None), dict, 1.0)
+
+    def drawn() -> list[str]:
+        found = [router.served("", (number + 0.5) / 8) for number in range(8)]
+        return [each.group.fingerprint for each in found if each]
+
+    assert drawn() == ["fp"] * 2 + ["newer"] * 6
+    draining = FleetWorker(H.info, WorkerLoad(draining=True))
+    fleet.workers = (draining, *newer)
+    assert drawn() == ["newer"] * 8, "the other one takes nothing new"
+    assert router.served_as_before("", "fp") is not None
+    fleet.workers = tuple(newer)
+    assert router.served_as_before("", "fp") is None
+    fleet.workers = (worker("p", Role.PREFILL), *newer)
+    assert drawn() == ["newer"] * 8, "alone it can finish nothing"
