@@ -105,6 +105,33 @@ class Frontend:
         """
         return Admitted(self._keys, self._admission, self.metrics, authorization)
 
+    async def turn(self, arrived_at: float, ttft_ms: int) -> None:
+        """Waits until a call may begin; first of all, since nothing is computed before.
+
+        Args:
+            arrived_at: when it came to this machine, in seconds on the loop's clock.
+            ttft_ms: its limit; 0 takes the default.
+
+        Raises:
+            StageRefusedError: it could not be served in time any more.
+        """
+        doorstep = self._mesh.doorstep
+        patience_s = (ttft_ms or self.limits.ttft_deadline_ms) / 1000
+        if not doorstep.is_hopeless(patience_s):
+            waited_s = await doorstep.enter(arrived_at)
+            if waited_s <= patience_s:
+                return
+        raise self._busy(
+            f"requests wait for {doorstep.age_s:.1f} s until this gateway begins with them; "
+            f"this one has {patience_s:g} s",
+            doorstep.age_s,
+        )
+
+    def _busy(self, message: str, wait_s: float) -> StageRefusedError:
+        refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=round(wait_s * 1000))
+        self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
+        return StageRefusedError(refusal, Stage.GATEWAY)
+
     def _check_crowd(self, caller: Caller, num_choices: int) -> None:
         """Refuses at once what would be refused at its deadline."""
         tenant = Tenant() if caller.ticket is None else caller.ticket.tenant
@@ -118,14 +145,11 @@ class Frontend:
         if tenant.limits.priority > 0 or not (is_hopeless or lag.is_hopeless(patience_s)):
             return
         wait_s = max(crowd.wait_s(tenant.name, num_choices), lag.now_s)
-        refusal = Refusal(
-            RefusalReason.BUSY,
+        raise self._busy(
             f"{crowd.num_waiting} requests wait for workers, about {wait_s:.1f} s; "
             f"this one has {patience_s:g} s",
-            retry_after_ms=round(wait_s * 1000),
+            wait_s,
         )
-        self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
-        raise StageRefusedError(refusal, Stage.GATEWAY)
 
     def _checkpoint(self, caller: Caller) -> str:
         """Which checkpoint serves a call, with all its choices; empty while none is known."""
@@ -174,6 +198,7 @@ class Frontend:
                     model=self.served_name,
                     prompt_ids=token_ids,
                     sampling=choice_sampling(sampling, seed, number),
+                    arrived_at=caller.arrived_at,
                     ttft_s=ttft_ms / 1000,
                     cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,

@@ -25,12 +25,12 @@ from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import server_context
 from kvmesh.runtime.app import ServiceContext
-from kvmesh.runtime.http_connection import HttpConnection
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
+from services.gateway.fronts.arrivals import Arrivals, DatedConnection
 from services.gateway.fronts.grpc_front import InferenceServicer
 from services.gateway.fronts.http import HttpFront, http_refusal
 from services.gateway.fronts.http_direct import DirectHttp
@@ -134,7 +134,8 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     servicer = InferenceServicer(frontend)
     context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
     front = HttpFront(frontend, config.http, int(time.time()))
-    http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
+    guard = ConnectionGuard(config.http, metrics)
+    http_port = await _serve_http(front, Arrivals(), config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
     return Gateway(http_port, sessions, admission, metrics, mesh.lanes, plans)
 
@@ -174,7 +175,11 @@ def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_
 
 
 async def _serve_http(
-    front: HttpFront, gateway: GatewayConfig, guard: ConnectionGuard, context: ServiceContext
+    front: HttpFront,
+    arrivals: Arrivals,
+    gateway: GatewayConfig,
+    guard: ConnectionGuard,
+    context: ServiceContext,
 ) -> int:
     config = gateway.http
     tls = server_context(config.tls, "http.tls", ca_signs=False)
@@ -183,10 +188,12 @@ async def _serve_http(
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
     assert runner.server is not None, "set up"
-    direct = DirectHttp(front.calls, config, front.is_draining)
+    direct = DirectHttp(front.calls, arrivals, config, front.is_draining)
     context.stack.push_async_callback(direct.close)
     loop = asyncio.get_running_loop()
-    connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s, http_refusal)
+    connection = partial(
+        DatedConnection, arrivals, runner.server, loop, config.idle_timeout_s, http_refusal
+    )
     try:
         port = await _listen(tls, guard, direct.wrap(connection), gateway, context)
     except OSError as error:

@@ -65,9 +65,9 @@ async def test_who_was_taken_first_is_worked_on_and_waits(
 ) -> None:
     takes(stack, 1)
     asking = asyncio.create_task(texts_of(stack, **body))
-    workers = stack.mesh.workers.values()
-    await stack.mesh.until(lambda: any(worker.running for worker in workers))
-    await stack.mesh.until(lambda: not any(worker.running for worker in workers))
+    workers = stack.mesh.workers
+    await stack.mesh.until(lambda: workers["p1"].does.takes_offers == 0)
+    await stack.mesh.until(lambda: not any(w.prefilling or w.running for w in workers.values()))
     takes(stack, -1)
     texts = await asking
     assert texts[0] == texts[1] != ""

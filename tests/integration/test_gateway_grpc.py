@@ -266,7 +266,7 @@ async def test_refusal_has_who_and_when(stack: Stack, stub: InferenceServiceAsyn
     worker = stack.mesh.workers["d1"]
     worker.does.refuse_reserves, worker.does.reserve_reason = -1, RefusalReason.NO_BLOCKS
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(stub, GenerateRequest(text="a", ttft_deadline_ms=40))
+        await collect(stub, GenerateRequest(text="a", ttft_deadline_ms=300))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     found = trailers(caught.value)
     assert (found["kvmesh-refusal"], found["retry-after-ms"]) == ("decode-no_blocks", "1500")

@@ -93,7 +93,7 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]  # aiohttp always closes
         """Answers what has been asked in full, then closes; a part of a request ends at once."""
         transport = self.transport
-        if transport is None or not can_half_close(transport) or not self._is_asked_in_full:
+        if transport is None or not can_half_close(transport) or not self.is_asked_in_full:
             return None
         self.close()  # after the answer
         self._probe = HalfClosedProbe(transport, self._interim)
@@ -101,7 +101,7 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
         return True
 
     @property
-    def _is_asked_in_full(self) -> bool:
+    def is_asked_in_full(self) -> bool:
         """Whether a request is under way, all of it is here and its client understands probes."""
         if not self.is_busy or self._newest is None:
             return False

@@ -59,10 +59,13 @@ class Exchange(EventSink, Protocol):
     """One HTTP request and the way back to its client.
 
     Attributes:
+        arrived_at: when the last of it came to this machine, in seconds on the loop's clock; known
+            when the body is here.
         request_id: goes into the answer's headers; a body may bring another one.
     """
 
     request_id: str
+    arrived_at: float
 
     @property
     def headers(self) -> Headers:
@@ -109,6 +112,7 @@ class Calls:
         headers = exchange.headers
         async with self._frontend.admit(headers.get("authorization", "")) as ticket:
             body = await exchange.body()
+            await self._frontend.turn(exchange.arrived_at, ttft_ms_of(headers))
             if last := headers.get(HEADER, ""):
                 return await self._go_on(endpoint, parse_id(last), body, exchange, ticket)
             return await self._answer(self._asked(endpoint, body, exchange, ticket), exchange)
@@ -156,7 +160,7 @@ class Calls:
         call = self._call(endpoint, parse_json(body))
         if call.request_id and not given_request_id(headers):
             exchange.request_id = clean_request_id(call.request_id)
-        caller = caller_of(headers, exchange.request_id, ticket)
+        caller = caller_of(headers, exchange.arrived_at, exchange.request_id, ticket)
         return _Asked(endpoint, call, caller, body, int(time.time()))
 
     def _asked_again(
@@ -181,6 +185,7 @@ class Calls:
             raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
         exchange.request_id = head.request_id
         caller = Caller(
+            exchange.arrived_at,
             head.request_id,
             head.scenario,
             Placement(head.placement),
@@ -224,17 +229,18 @@ class Calls:
         return completion_call(parse_body(CompletionBody, content), frontend.limits, defaults)
 
 
-def caller_of(headers: Headers, request_id: str, ticket: Ticket) -> Caller:
+def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Ticket) -> Caller:
     """What the headers say.
 
     Raises:
         InvalidRequestError: a header has a value that is not allowed.
     """
     return Caller(
+        arrived_at=arrived_at,
         request_id=request_id,
         scenario=parse_scenario(headers.get("x-kvmesh-scenario", "")),
         placement=parse_placement(headers.get("x-kvmesh-placement", "")),
-        ttft_ms=parse_ttft_ms(headers.get("x-slo-ttft-ms", "")),
+        ttft_ms=ttft_ms_of(headers),
         traceparent=headers.get("traceparent", ""),
         ticket=ticket,
     )
@@ -267,12 +273,13 @@ def parse_placement(text: str) -> Placement:
     return _PLACEMENTS.get(text, Placement.AUTO)
 
 
-def parse_ttft_ms(text: str) -> int:
+def ttft_ms_of(headers: Headers) -> int:
     """The deadline header's value; 0 without one.
 
     Raises:
         InvalidRequestError: not a whole number of milliseconds in range.
     """
+    text = headers.get("x-slo-ttft-ms", "")
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_TTFT_MS):

@@ -65,8 +65,11 @@ class InferenceServicer(InferenceServiceServicer):
         request_id = clean_request_id(request.request_id)
         try:
             async with self._frontend.admit(metadata.get("authorization", "")) as ticket:
+                arrived_at = asyncio.get_running_loop().time()
                 await context.send_initial_metadata((("x-request-id", request_id),))
-                choice = await self._prepare(request, request_id, metadata, ticket)
+                await self._frontend.turn(arrived_at, request.ttft_deadline_ms)
+                caller = _caller(request, arrived_at, request_id, metadata, ticket)
+                choice = await self._prepare(request, caller)
                 async for response in self._responses(choice, request_id):
                     yield response
         except KvMeshError as error:
@@ -84,9 +87,7 @@ class InferenceServicer(InferenceServiceServicer):
         model = Model(name=frontend.served_name, max_model_len=frontend.max_model_len)
         return ListModelsResponse(models=[model])
 
-    async def _prepare(
-        self, request: GenerateRequest, request_id: str, metadata: dict[str, str], ticket: Ticket
-    ) -> Choice:
+    async def _prepare(self, request: GenerateRequest, caller: Caller) -> Choice:
         chat = self._frontend.tokenizer.chat
         limits = self._frontend.limits
         families = (chat.tool_family, chat.reasoning_family)
@@ -94,14 +95,6 @@ class InferenceServicer(InferenceServiceServicer):
             # Before they are made Python's: a message holds 30 million of them.
             check_room("tokens", len(request.tokens.token_ids), self._frontend.max_model_len)
         call = call_from_proto(request, limits.max_stop, *families)
-        caller = Caller(
-            request_id=request_id,
-            scenario=request.scenario,
-            placement=placement_of(request),
-            ttft_ms=request.ttft_deadline_ms,
-            traceparent=metadata.get("traceparent", ""),
-            ticket=ticket,
-        )
         delivered: Delivered | None = None
         if request.HasField("resume"):
             point = request.resume
@@ -124,6 +117,24 @@ class InferenceServicer(InferenceServiceServicer):
         finally:
             for life in lives:
                 life.close()
+
+
+def _caller(
+    request: GenerateRequest,
+    arrived_at: float,
+    request_id: str,
+    metadata: dict[str, str],
+    ticket: Ticket,
+) -> Caller:
+    return Caller(
+        arrived_at=arrived_at,
+        request_id=request_id,
+        scenario=request.scenario,
+        placement=placement_of(request),
+        ttft_ms=request.ttft_deadline_ms,
+        traceparent=metadata.get("traceparent", ""),
+        ticket=ticket,
+    )
 
 
 class _ResponseSink:

@@ -33,6 +33,7 @@ from services.gateway.api.token_routes import (
 from services.gateway.config import HttpConfig
 from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
 from services.gateway.frontend import Frontend, clean_request_id
+from services.gateway.fronts.arrivals import DatedConnection
 from services.gateway.fronts.calls import (
     PATHS,
     Calls,
@@ -40,6 +41,7 @@ from services.gateway.fronts.calls import (
     caller_of,
     given_request_id,
     parse_json,
+    ttft_ms_of,
 )
 from services.gateway.fronts.openapi import openapi_page
 from services.gateway.metrics import TENANT
@@ -121,7 +123,9 @@ class HttpFront:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         async with self._frontend.admit(_authorization(request)) as ticket:
-            body = parse_body(ResponsesBody, await self._json(request), RESPONSES_UNSUPPORTED)
+            raw, arrived_at = await self._raw(request), _arrived_at(request)
+            await self._frontend.turn(arrived_at, ttft_ms_of(request.headers))
+            body = parse_body(ResponsesBody, parse_json(raw), RESPONSES_UNSUPPORTED)
             tokenizer = self._frontend.tokenizer
             families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
             defaults = tokenizer.sampling_defaults
@@ -130,7 +134,7 @@ class HttpFront:
             if call.request_id and not given_request_id(request.headers):
                 request[_REQUEST_ID] = clean_request_id(call.request_id)
             request_id = request[_REQUEST_ID]
-            caller = caller_of(request.headers, request_id, ticket)
+            caller = caller_of(request.headers, arrived_at, request_id, ticket)
             choices = await self._frontend.prepare(call, caller)
             lives = self._frontend.begin(choices)
             exchange = _AiohttpExchange(request, self._config)
@@ -216,8 +220,11 @@ class HttpFront:
 
     # --- errors ---
 
+    async def _raw(self, request: web.Request) -> bytes:
+        return await _body(request, self._config.body_timeout_s)
+
     async def _json(self, request: web.Request) -> Any:
-        return parse_json(await _body(request, self._config.body_timeout_s))
+        return parse_json(await self._raw(request))
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -245,6 +252,7 @@ class _AiohttpExchange:
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._sending: asyncio.Task[None] | None = None
         self.response = web.StreamResponse()
+        self.arrived_at = 0.0
 
     @property
     def request_id(self) -> str:
@@ -263,7 +271,9 @@ class _AiohttpExchange:
         return self._sending is not None
 
     async def body(self) -> bytes:
-        return await _body(self._request, self._config.body_timeout_s)
+        body = await _body(self._request, self._config.body_timeout_s)
+        self.arrived_at = _arrived_at(self._request)
+        return body
 
     def begin(self, headers: Mapping[str, str], data: bytes) -> None:
         self.response.headers.update(headers)
@@ -299,6 +309,12 @@ class _AiohttpExchange:
 
 def _answered(whole: Whole) -> web.Response:
     return web.Response(body=whole.content, headers=whole.headers, content_type=JSON, charset=UTF_8)
+
+
+def _arrived_at(request: web.Request) -> float:
+    connection = request.protocol
+    assert isinstance(connection, DatedConnection), "of this gateway's port"
+    return connection.arrival()
 
 
 def _authorization(request: web.Request) -> str:

@@ -32,6 +32,7 @@ from services.gateway.errors import (
     plain_http_error,
 )
 from services.gateway.frontend import clean_request_id
+from services.gateway.fronts.arrivals import Arrivals
 from services.gateway.fronts.calls import Calls, Headers, given_request_id
 from services.gateway.fronts.http_guard import Factory
 from services.gateway.fronts.http_head import PlainHead, plain_head
@@ -56,11 +57,19 @@ class DirectHttp:
     """All connections of an HTTP port.
 
     Args:
+        arrivals: dates requests.
         is_draining: whether connections are to end with their next answer.
     """
 
-    def __init__(self, calls: Calls, config: HttpConfig, is_draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        arrivals: Arrivals,
+        config: HttpConfig,
+        is_draining: Callable[[], bool],
+    ) -> None:
         self.calls = calls
+        self.arrivals = arrivals
         self.config = config
         self.is_draining = is_draining
         self._open: set[_Connection] = set()
@@ -98,6 +107,7 @@ class _Connection(HttpProtocol):
         self._transport: asyncio.Transport | None = None
         self._writer: JoinedWriter | None = None
         self._buffer = bytearray()
+        self._arrived_at = 0.0  # the last bytes of a request; 0.0 before the first ones
         self._head: PlainHead | None = None  # its body is still to come
         self._task: asyncio.Task[None] | None = None
         self._exchange: _DirectExchange | None = None
@@ -124,6 +134,14 @@ class _Connection(HttpProtocol):
         if self._inner is not None:
             self._inner.data_received(data)
             return
+        if self._task is None:
+            assert self._transport is not None, "connected"
+            arrivals = self._front.arrivals
+            self._arrived_at = (
+                arrivals.of_known(self._transport)
+                if self._arrived_at
+                else arrivals.of(self._transport)
+            )
         self._buffer += data
         if self._task is None:
             self._next()
@@ -196,7 +214,9 @@ class _Connection(HttpProtocol):
         del self._buffer[:end]
         assert self._writer is not None, "connected"
         is_draining = self._front.is_draining
-        self._exchange = _DirectExchange(self, self._writer, head, body, is_draining)
+        self._exchange = _DirectExchange(
+            self, self._writer, head, body, self._arrived_at, is_draining
+        )
         self._task = self._loop.create_task(self._answer(self._exchange, head))
         self._task.add_done_callback(self._ended)
 
@@ -233,6 +253,7 @@ class _Connection(HttpProtocol):
         if self._idle is None:
             self._idle = loop.call_later(self._front.config.idle_timeout_s, self._look_idle)
         if self._buffer:
+            self._arrived_at = loop.time()  # not when it came: it could not begin before
             self._next()
         if not self._is_reading:
             self._is_reading = True
@@ -302,12 +323,14 @@ class _DirectExchange:
         writer: JoinedWriter,
         head: PlainHead,
         body: bytes,
+        arrived_at: float,
         is_draining: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._writer = writer
         self._head = head
         self._body = body
+        self.arrived_at = arrived_at
         self.request_id = clean_request_id(given_request_id(head.headers))
         self._is_draining = is_draining
         self.has_begun = False

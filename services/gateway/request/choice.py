@@ -23,12 +23,14 @@ class Caller:
     """What the transport says about a call, apart from its body.
 
     Attributes:
+        arrived_at: when the call came to this machine, in seconds on the loop's clock.
         request_id: the caller's; empty makes one.
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         traceparent: the caller's trace context.
         ticket: from `Frontend.admit`; what the call uses is charged to its tenant.
     """
 
+    arrived_at: float
     request_id: str = ""
     scenario: str = ""
     placement: Placement = Placement.AUTO

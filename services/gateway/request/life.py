@@ -96,9 +96,9 @@ class Life:
     ) -> None:
         self._mesh = mesh
         self._loop = asyncio.get_running_loop()
-        self._arrived_at = now = self._loop.time()
-        self._deadline = now + mesh.limits.request_timeout_s
-        self.ledger = Ledger(mesh, request, ticket, now)
+        self._arrived_at = arrived_at = request.arrived_at
+        self._deadline = arrived_at + mesh.limits.request_timeout_s
+        self.ledger = Ledger(mesh, request, ticket, arrived_at)
         self._request = self.ledger.request
         self.receiver: Receiver | None = None
         self.is_read = False

@@ -13,6 +13,7 @@ from kvmesh.policy.connections import Connections
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.doorstep import Doorstep
 from services.gateway.request.lanes import Lanes
 from services.gateway.request.routing import Router
 from services.gateway.wire.worker_sessions import WorkerSessions
@@ -25,6 +26,7 @@ class GenerationRequest:
 
     Attributes:
         request_id: unique among all requests in the mesh.
+        arrived_at: when it came to this machine, in seconds on the loop's clock.
         ttft_s: longest wait until a worker takes it.
         checkpoint: fingerprint of the one that is to serve it, while there are workers of it; it
             alone may go on with tokens that it has generated.
@@ -37,6 +39,7 @@ class GenerationRequest:
     model: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    arrived_at: float
     ttft_s: float
     cache_salt: str = ""
     scenario: str = ""
@@ -75,5 +78,6 @@ class Mesh:
     limits: LimitsConfig
     rng: random.Random
     lanes: Lanes = field(default_factory=Lanes)
+    doorstep: Doorstep = field(default_factory=Doorstep)
     log: RequestLog = field(default_factory=RequestLog)
     connections: Connections = field(default_factory=Connections)

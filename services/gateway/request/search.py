@@ -292,8 +292,8 @@ class Search:
         mesh, request = self._mesh, self._request
         times, lag = self._lane.prefill_times, mesh.lanes.lag
         patience_s = times.patience_s(len(request.prompt_ids), request.ttft_s)
-        # It has waited for this process as long as this is late, and its first token may have to.
-        late_s = min(lag.now_s + lag.peak_s, patience_s / 2)
+        # Its first token may have to wait for this process.
+        late_s = min(lag.peak_s, patience_s / 2)
         longest_s = mesh.limits.request_timeout_s
         return self._arrived_at + min(longest_s, patience_s - late_s)
 

@@ -5,7 +5,7 @@ import pytest
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Placement
 from services.gateway.frontend import MAX_REQUEST_ID_CHARS, clean_request_id, usage_of
-from services.gateway.fronts.calls import parse_placement, parse_scenario, parse_ttft_ms
+from services.gateway.fronts.calls import parse_placement, parse_scenario, ttft_ms_of
 
 
 def test_request_ids_can_go_into_logs_and_headers() -> None:
@@ -33,12 +33,12 @@ def test_a_scenario_is_text() -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "3600001", "\u0661"])
 def test_bad_deadlines(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="milliseconds"):
-        parse_ttft_ms(text)
+        ttft_ms_of({"x-slo-ttft-ms": text})
 
 
 def test_deadlines() -> None:
-    assert parse_ttft_ms("") == 0
-    assert parse_ttft_ms("250") == 250
+    assert ttft_ms_of({}) == 0
+    assert ttft_ms_of({"x-slo-ttft-ms": "250"}) == 250
 
 
 def test_cached_tokens_never_exceed_the_prompt() -> None:

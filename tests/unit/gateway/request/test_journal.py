@@ -89,7 +89,7 @@ def _journal(store: FakeStore, max_bytes: int = 1000, timeout_s: float = 5.0) ->
 
 def _choices(count: int) -> list[Choice]:
     call = ApiCall(Endpoint.COMPLETION, "m", (TextPrompt("x"),), SamplingParams())
-    request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
+    request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 0.0, 1.0)
     return [Choice(number, 0, request, call) for number in range(count)]
 
 

@@ -1,0 +1,96 @@
+"""When the bytes that are read now came to this machine, which may be long before.
+
+While this process is late, bytes wait in the kernel, and connections wait to be taken in. What a
+client was promised counts from there. Linux tells how long ago a connection's last bytes came
+(tcp(7), `TCP_INFO`). Tests: tests/integration/test_gateway_arrivals.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from kvmesh.runtime.http_connection import HttpConnection
+
+LATE_S = 0.01
+"""Bytes that cannot have waited for longer than this are not asked about: that costs 5 us."""
+
+# struct tcp_info of linux/tcp.h, up to the milliseconds since bytes came last.
+_INFO_BYTES = 56
+_last_data_ms = struct.Struct("I").unpack_from
+_LAST_DATA_AT = 52
+
+
+class Arrivals:
+    """Of all connections of a gateway."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._read_at = self._now()
+        self._gap_s = 0.0
+
+    def of_known(self, transport: asyncio.BaseTransport) -> float:
+        """As `of`, cheaper: for a connection that was read before."""
+        read_at = self._now()
+        if read_at != self._read_at:  # the clock of uvloop stands still while it reads
+            self._gap_s, self._read_at = read_at - self._read_at, read_at
+        # What was there before was read before.
+        return read_at if self._gap_s < LATE_S else self.of(transport)
+
+    def of(self, transport: asyncio.BaseTransport) -> float:
+        """When the last bytes of a connection came, in seconds on the loop's clock.
+
+        To be asked when they are read.
+        """
+        read_at = self._now()
+        sock = transport.get_extra_info("socket")
+        try:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        except OSError:  # closed meanwhile, or no TCP
+            return read_at
+        if len(info) < _INFO_BYTES:
+            return read_at
+        waited_ms: int = _last_data_ms(info, _LAST_DATA_AT)[0]
+        return min(read_at, time.monotonic() - waited_ms / 1000)
+
+
+class DatedConnection(HttpConnection):
+    """A connection of aiohttp's server that knows when its newest request came.
+
+    Args:
+        arrivals: dates it.
+    """
+
+    __slots__ = ("_arrivals", "_arrived_at")
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        server: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        idle_timeout_s: float,
+        refusal: Callable[[int, str], web.Response],
+    ) -> None:
+        super().__init__(server, loop, idle_timeout_s, refusal)
+        self._arrivals = arrivals
+        self._arrived_at: float | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if not self.is_asked_in_full:
+            assert self.transport is not None, "connected"
+            self._arrived_at = self._arrivals.of(self.transport)
+        super().data_received(data)
+
+    def arrival(self) -> float:
+        """When the request came that is begun now, in seconds on the loop's clock.
+
+        One that came while the one before it was answered could not begin before.
+        """
+        arrived_at, self._arrived_at = self._arrived_at, None
+        return self._loop.time() if arrived_at is None else arrived_at
