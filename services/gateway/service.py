@@ -134,8 +134,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     servicer = InferenceServicer(frontend)
     context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
     front = HttpFront(frontend, config.http, int(time.time()))
-    guard = ConnectionGuard(config.http, metrics)
-    http_port = await _serve_http(front, Arrivals(), config, guard, context)
+    http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
     return Gateway(http_port, sessions, admission, metrics, mesh.lanes, plans)
 
@@ -175,13 +174,9 @@ def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_
 
 
 async def _serve_http(
-    front: HttpFront,
-    arrivals: Arrivals,
-    gateway: GatewayConfig,
-    guard: ConnectionGuard,
-    context: ServiceContext,
+    front: HttpFront, gateway: GatewayConfig, guard: ConnectionGuard, context: ServiceContext
 ) -> int:
-    config = gateway.http
+    config, arrivals = gateway.http, Arrivals()
     tls = server_context(config.tls, "http.tls", ca_signs=False)
     # A client that goes away cancels its handler, and with it the work in the mesh.
     runner = web.AppRunner(front.app(), handler_cancellation=True, shutdown_timeout=HTTP_CLOSE_S)
