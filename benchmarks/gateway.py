@@ -22,6 +22,8 @@ import uvloop
 
 from benchmarks.gateway_phases import (
     CAPACITY,
+    CROWD_LIMIT_MS,
+    CROWD_S,
     SHORT_TOKENS,
     STREAM_TOKENS,
     TTFT_LIMIT_MS,
@@ -53,6 +55,9 @@ NOTES = (
     " spread: largest less smallest of what the row is for, as a share of the median\n"
     f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
     f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
+    f"- crowd: the same for {CROWD_S:g} s with a limit of {CROWD_LIMIT_MS} ms, each request on a"
+    " connection of its own, every tenth for two choices; the loader is a process of its own, and"
+    " its times count from before it connects\n"
     "- workers hold no KV and publish none, so no prefix is looked up, except where it is said,"
     " and many requests find a plan that the scheduler made before they came (docs/adr/0012);"
     " Dynamo and the routers take turns\n"

@@ -8,11 +8,12 @@ Tests: tests/unit/benchmarks/test_gateway_load.py.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -56,12 +57,12 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
-        """Send to first text."""
+        """From the wish to send, before a connection is made, to the first text."""
         return self.first_at - self.sent_at
 
     @property
     def duration_s(self) -> float:
-        """Send to end."""
+        """From the wish to send to the end."""
         return self.ended_at - self.sent_at
 
 
@@ -116,10 +117,13 @@ class Connection(asyncio.Protocol):
         # Not a subclass under uvloop, but all that is needed of one.
         self._transport = cast("asyncio.Transport", transport)
 
-    def send(self, payload: bytes, *, keep: bool = False) -> asyncio.Future[Reply]:
+    def send(
+        self, payload: bytes, *, keep: bool = False, wanted_at: float | None = None
+    ) -> asyncio.Future[Reply]:
         """Sends a request.
 
         Args:
+            wanted_at: its times count from then; None: from now.
             keep: keep the whole body for `stream_text`.
 
         Returns:
@@ -128,7 +132,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None, "connected"
         self._head, self._left, self._tail, self._keep = b"", -1, b"", keep
         self._kept.clear()
-        self._reply = Reply(time.perf_counter())
+        self._reply = Reply(time.perf_counter() if wanted_at is None else wanted_at)
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(payload)
         return self._ended
@@ -203,9 +207,9 @@ class Loader:
     _idle: list[Connection] = field(default_factory=list)
     _all: list[Connection] = field(default_factory=list)
 
-    async def connection(self) -> Connection:
+    async def connection(self, *, is_new: bool = False) -> Connection:
         """An idle connection, or a new one."""
-        while self._idle:
+        while self._idle and not is_new:
             known = self._idle.pop()
             if known.usable:
                 return known
@@ -215,14 +219,28 @@ class Loader:
         return made
 
     async def one(
-        self, payload: bytes, *, keep: bool = False, longest_s: float = LONGEST_S
+        self,
+        payload: bytes,
+        *,
+        keep: bool = False,
+        longest_s: float = LONGEST_S,
+        is_alone: bool = False,
     ) -> Reply:
-        """One request; what takes longer than `longest_s` is cut."""
-        connection = await self.connection()
+        """One request; what takes longer than `longest_s` is cut.
+
+        Args:
+            is_alone: it has a connection of its own, which ends with it.
+        """
+        wanted_at = time.perf_counter()
+        connection = await self.connection(is_new=is_alone)
         cut = asyncio.get_running_loop().call_later(longest_s, connection.close)
-        reply = await connection.send(payload, keep=keep)
+        reply = await connection.send(payload, keep=keep, wanted_at=wanted_at)
         cut.cancel()
-        self._idle.append(connection)
+        if is_alone:
+            connection.close()
+            self._all.remove(connection)
+        else:
+            self._idle.append(connection)
         return reply
 
     async def closed_loop(self, payload: bytes, concurrency: int, seconds: float) -> list[Reply]:
@@ -238,16 +256,29 @@ class Loader:
         return replies
 
     async def open_loop(
-        self, payload: bytes, rate: float, seconds: float, *, seed: int, longest_s: float
+        self,
+        payload: bytes | Sequence[bytes],
+        rate: float,
+        seconds: float,
+        *,
+        seed: int,
+        longest_s: float,
+        are_alone: bool = False,
     ) -> list[Reply]:
-        """Poisson arrivals, whatever comes back; what takes longer than `longest_s` is cut."""
+        """Poisson arrivals, whatever comes back; what takes longer than `longest_s` is cut.
+
+        Args:
+            payload: several take turns.
+            are_alone: each request has a connection of its own.
+        """
+        payloads = itertools.cycle([payload] if isinstance(payload, bytes) else payload)
         rng = random.Random(seed)
         loop = asyncio.get_running_loop()
         replies: list[Reply] = []
         running: set[asyncio.Task[None]] = set()
 
         async def single() -> None:
-            replies.append(await self.one(payload, longest_s=longest_s))
+            replies.append(await self.one(next(payloads), longest_s=longest_s, is_alone=are_alone))
 
         due = time.perf_counter()
         until = due + seconds

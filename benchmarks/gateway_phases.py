@@ -24,6 +24,10 @@ TTFT_LIMIT_MS = 1000
 PREFILL_S = 0.04
 OVERLOAD_LONGEST_S = 5.0
 """Then a client gives up: it counts as failed."""
+CROWD_LIMIT_MS = 5000
+CROWD_S = 20.0
+CROWD_LONGEST_S = 40.0
+"""Long enough to see what is late."""
 CAPACITY = NUM_WORKERS / PREFILL_S
 """Prompts per second that the workers can take in the overload phases."""
 
@@ -52,7 +56,9 @@ class Bench:
     loader: Loader
     plan: Plan
 
-    def payload(self, num_tokens: int, *, stream: bool, headers: str = "") -> bytes:
+    def payload(
+        self, num_tokens: int, *, stream: bool, headers: str = "", num_choices: int = 1
+    ) -> bytes:
         """A request of this bench."""
         body = {
             "model": MODEL,
@@ -60,6 +66,7 @@ class Bench:
             "max_tokens": num_tokens,
             "stream": stream,
             "ignore_eos": True,
+            **({"n": num_choices} if num_choices > 1 else {}),
         }
         return request_bytes(self.system.endpoint, body, headers)
 
@@ -173,6 +180,42 @@ async def overload(bench: Bench, factor: int) -> Row:
     )
 
 
+async def crowd(bench: Bench, factor: int) -> Row:
+    """Overload as many strangers make it: a connection each, and every tenth wants two choices.
+
+    All times are the clients': from before they connect.
+    """
+    await bench.system.behave(prefill_s=PREFILL_S, slots=1, step_s=0.005)
+    headers = f"x-slo-ttft-ms: {CROWD_LIMIT_MS}\r\n"
+    one = bench.payload(8, stream=True, headers=headers)
+    two = bench.payload(8, stream=True, headers=headers, num_choices=2)
+    replies, _, front, everything = await bench.measured(
+        lambda: bench.loader.open_loop(
+            [*[one] * 9, two],
+            factor * CAPACITY / 1.1,
+            CROWD_S,
+            seed=bench.plan.seed,
+            longest_s=CROWD_LONGEST_S,
+            are_alone=True,
+        )
+    )
+    await bench.settle()
+    done = [reply for reply in replies if reply.ok]
+    refused = [reply for reply in replies if reply.status in (429, 503)]
+    in_time = [reply for reply in done if reply.ttft_s * 1000 <= CROWD_LIMIT_MS]
+    return bench.row(
+        f"crowd {factor}x",
+        **{"per s": round(len(in_time) / CROWD_S)},
+        **_cpu(len(replies), front, everything),
+        **_percentiles([reply.ttft_s for reply in done]),
+        failed=len(replies) - len(done) - len(refused),
+        served=len(done),
+        late=len(done) - len(in_time),
+        refused=len(refused),
+        **{"refused p99 ms": _ms([reply.duration_s for reply in refused], 99)},
+    )
+
+
 async def killed_worker(bench: Bench, num_streams: int = 24) -> Row:
     """One worker dies under streams: how many of them does a client see break?"""
     await bench.system.behave(step_s=0.02)
@@ -213,6 +256,7 @@ PHASES = (
     Phase(tokens, "per s"),
     Phase(lambda bench: overload(bench, 4), "per s", 2),
     Phase(lambda bench: overload(bench, 7), "per s", 2),
+    Phase(lambda bench: crowd(bench, 7), "per s", 1),
     Phase(killed_worker, "failed", 1),  # it costs each system a worker
 )
 

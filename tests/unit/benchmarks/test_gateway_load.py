@@ -156,3 +156,27 @@ def test_what_is_added_is_less_what_the_loader_sees_alone() -> None:
     assert found["added first token p99 ms"].value == 3.8
     without = {target.name: target for target in targets_of([ours])}
     assert without["added first token p50 ms"].value is None, "not known without the row"
+
+
+async def test_a_crowd_has_a_connection_for_each_request() -> None:
+    asked: list[bytes] = []
+    num_connections = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        while head := await reader.read(1 << 16):
+            asked.append(head)
+            writer.write(_SSE + _STREAM + _DONE)
+
+    async with _server(handle) as loader:
+        payloads = [request_bytes(loader.endpoint, {"n": count}) for count in (1, 2)]
+        replies = await loader.open_loop(
+            payloads, 1000.0, 0.02, seed=1, longest_s=20.0, are_alone=True
+        )
+        assert all(reply.ok and reply.ttft_s > 0 for reply in replies)
+        assert sorted(asked) == sorted(payloads[number % 2] for number in range(len(replies)))
+        assert num_connections == len(replies) > 2
+        again = await loader.one(payloads[0]), await loader.one(payloads[0])
+        assert all(reply.ok for reply in again)
+        assert num_connections == len(replies) + 1
