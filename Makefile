@@ -141,12 +141,15 @@ kernel-registers: setup ## registers, spills and shared memory of every kernel b
 up: setup-local ## start a local stack: make up MODEL=dir-or-org/name PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
-.PHONY: up-vllm e2e-vllm
+.PHONY: up-vllm e2e-vllm bench-vllm
 up-vllm: $(VLLM_VENV)/.made ## the same with vLLM as its engine, in .venv-vllm
 	$(VLLM_PY) -m kvmesh.cli up --engine vllm $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) $(ARGS)
 
 e2e-vllm: $(VLLM_VENV)/.tests ## tests of vLLM below our scheduler: runner, whole mesh, kill loops
 	OMP_NUM_THREADS=1 GRPC_VERBOSITY=ERROR $(VLLM_PY) -m pytest -q -W default -k vllm $(ARGS) tests/contract/test_runner_contract.py tests/vllm
+
+bench-vllm: $(VLLM_VENV)/.made ## our scheduler over vLLM against vllm.LLM, on one thread; writes bench/results/vllm.*
+	$(VLLM_PY) -m benchmarks.vllm $(ARGS)
 
 .PHONY: dist
 dist: setup ## wheel and sdist, in dist/

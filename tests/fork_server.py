@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmesh.core.config import child_environment
+from kvmesh.core.config import child_environment, default_environment
+from kvmesh.engine.vllm_check import engine_environment, installation_problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -146,6 +147,10 @@ def main() -> None:
     _die_with(parent)
     for name in _LOADED:
         importlib.import_module(name)
+    if not installation_problems():
+        # It is loaded for ten seconds and more, and only this environment has it.
+        default_environment(engine_environment(1))
+        importlib.import_module("kvmesh.engine.vllm_runner")
     gc.freeze()  # collections need not copy what all share
     module, *arguments = _serve(socket.socket(fileno=descriptor))
     sys.argv = [module, *arguments]

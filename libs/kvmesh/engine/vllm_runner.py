@@ -2,7 +2,7 @@
 
 Logits are vLLM's; what is chosen from them is chosen as by our own engine, so that a stream that
 moves goes on with the same tokens (docs/adr/0029-vllm-below-our-scheduler.md).
-Tests: tests/contract/test_runner_contract.py, tests/vllm.
+Tests: tests/contract/test_runner_contract.py, tests/vllm/test_equality.py.
 """
 
 from __future__ import annotations
