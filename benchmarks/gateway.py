@@ -58,8 +58,7 @@ NOTES = (
     f"- crowd: the same for {CROWD_S:g} s with a limit of {CROWD_LIMIT_MS} ms, each request on a"
     " connection of its own, every tenth for two choices; the loader is a process of its own, and"
     " its times count from before it connects\n"
-    "- workers hold no KV and publish none, so no prefix is looked up, except where it is said,"
-    " and many requests find a plan that the scheduler made before they came (docs/adr/0012);"
+    "- workers hold no KV and publish none, so no prefix is looked up, except where it is said;"
     " Dynamo and the routers take turns\n"
     "- failed: neither a whole answer nor a refusal with 429 or 503"
 ).split("\n- ")

@@ -264,9 +264,7 @@ async def live_mesh(
             server=server,
             http=HttpConfig(port=0),
             model=ModelConfig(path=str(folder), served_name=MODEL),
-            scheduler=SchedulerTargets(
-                targets=target, route_timeout_s=2 * PATIENCE_S, plans_ahead=0
-            ),
+            scheduler=SchedulerTargets(targets=target, route_timeout_s=2 * PATIENCE_S),
             limits=LimitsConfig(ttft_deadline_ms=60_000, stall_s=LEASE_S),
         )
         await stack.enter_async_context(serving("gateway", front, build_gateway))

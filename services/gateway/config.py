@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.engine.model_source import served_name
-from kvmesh.policy.plans_ahead import MAX_AHEAD
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -69,9 +68,6 @@ class SchedulerTargets:
 
     targets: str = option("127.0.0.1:7001", "host:port of the schedulers, comma-separated")
     route_timeout_s: float = positive(0.5, "longest wait for a route plan")
-    plans_ahead: int = option(
-        MAX_AHEAD, "most route plans made before their requests come; 0 asks for every request"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,32 +232,18 @@ class Frontend:
             raise GoneError("Last-Event-ID: nothing is kept of this stream")
         return kept
 
-    def begin(self, choices: Sequence[Choice]) -> list[Life]:
-        """Begins a call's generations, to be closed.
-
-        Workers are told at once where a plan is at hand; what follows is done meanwhile.
-        """
-        lives = [
-            Life(self._mesh, each.request, each.ticket, each.behind and each.behind.token_ids)
-            for each in choices
-        ]
-        for life in lives:
-            life.begin()
-        return lives
-
-    async def run(
-        self, lives: Sequence[Life], choices: Sequence[Choice], sinks: Sequence[Sink]
-    ) -> None:
+    async def run(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
         """Generates a call's choices as text, each into its sink; cancel it to end them.
-
-        Args:
-            lives: from `begin`, in the same turn of the loop.
 
         Raises:
             KvMeshError: as `Life.run` does. Before workers took all choices no sink was told
                 of any.
             GoneError: what its client has of a choice would have ended it.
         """
+        lives = [
+            Life(self._mesh, each.request, each.ticket, each.behind and each.behind.token_ids)
+            for each in choices
+        ]
         held = sinks
         if len(lives) > 1:
 
@@ -266,11 +252,15 @@ class Frontend:
                     life.is_read = True
 
             held = Gate(sinks, begins).held
-        for life, choice, sink, target in zip(lives, choices, sinks, held, strict=True):
-            life.receiver = delivery = Delivery(self.tokenizer, choice, life.ledger, target)
-            if choice.behind is not None:
-                delivery.replay(choice.behind, sink)
-        await together([life.run() for life in lives])
+        try:
+            for life, choice, sink, target in zip(lives, choices, sinks, held, strict=True):
+                life.receiver = delivery = Delivery(self.tokenizer, choice, life.ledger, target)
+                if choice.behind is not None:
+                    delivery.replay(choice.behind, sink)
+            await together([life.run() for life in lives])
+        finally:
+            for life in lives:
+                life.close()
 
 
 def usage_of(

@@ -20,7 +20,6 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.model_source import find_model
 from kvmesh.policy.crowd import Lag
-from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import server_context
@@ -61,7 +60,6 @@ class Gateway:
 
     Attributes:
         http_port: the bound HTTP port.
-        plans: made ahead for requests that have not come yet.
     """
 
     http_port: int
@@ -69,7 +67,6 @@ class Gateway:
     admission: Admission
     metrics: GatewayMetrics
     lanes: Lanes
-    plans: PlanStock
 
 
 async def build(config: GatewayConfig, context: ServiceContext) -> None:
@@ -103,18 +100,8 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     context.spawn(routes.run(), "route streams")
 
     metrics = _add_metrics(served_name, context)
-    plans = PlanStock(config.scheduler.plans_ahead)
-    router = Router(
-        served_name,
-        fleet,
-        routes,
-        sessions.in_flight,
-        config.scheduler.route_timeout_s,
-        stock=plans,
-    )
-    context.stack.push_async_callback(router.close)
-    routes.on_ahead = router.take_ahead
-    fleet.on_change(router.note_fleet)
+    timeout_s = config.scheduler.route_timeout_s
+    router = Router(served_name, fleet, routes, sessions.in_flight, timeout_s)
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
     context.spawn(_watch_lag(mesh.lanes.lag), "lag watch")
@@ -136,7 +123,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     front = HttpFront(frontend, config.http, int(time.time()))
     http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, sessions, admission, metrics, mesh.lanes, plans)
+    return Gateway(http_port, sessions, admission, metrics, mesh.lanes)
 
 
 def _add_metrics(served_name: str, context: ServiceContext) -> GatewayMetrics:

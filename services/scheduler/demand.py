@@ -89,7 +89,7 @@ class DemandBoard:
     def note_query(self, gateway: Hashable, query: RouteQuery, now: float) -> bool:
         """Takes a query in; False if the request was counted before.
 
-        Who has workers to avoid was: it asked then, or used a plan made ahead.
+        Who has workers to avoid was: it asked then, perhaps another scheduler.
 
         Args:
             gateway: identity of the stream that it came over.
@@ -107,10 +107,6 @@ class DemandBoard:
             return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
         return True
-
-    def note_used(self, model: str, count: int) -> None:
-        """So many requests came that did not have to ask: their plans were made ahead."""
-        self._num_new[model] = self._num_new.get(model, 0) + count
 
     def note_cluster(self, request_id: RequestId, remote: bool) -> None:
         """Notes which cluster was chosen to prefill a request."""

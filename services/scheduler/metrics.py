@@ -42,7 +42,6 @@ JOINT_SAVED_TOKENS = Counter(
     "kvmesh_scheduler_joint_saved_tokens",
     "Tokens by which first tokens are to come sooner than if each had been decided on alone",
 )
-PLANS_AHEAD = Counter("kvmesh_scheduler_plans_ahead", "Route plans made before their requests came")
 THRESHOLD_TOKENS = Gauge(
     "kvmesh_scheduler_threshold_tokens",
     "Uncached tokens above which prompts go to the remote cluster",

@@ -19,7 +19,6 @@ from kvmesh.policy.allocation_loop import Allocation
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.groups import GroupKey
-from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.role_loop import CYCLE_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, scale_signal
@@ -113,19 +112,6 @@ class Planner:
             uncached = query.num_tokens - plan.prefill[0].cached_tokens
             loops = self._loops(query.model)
             loops.note_prompt(uncached, query.max_new_tokens, query.scenario)
-
-    def note_used(self, query: RouteQuery, wish: Wish) -> None:
-        """Takes in requests that came since the last question and used plans made ahead.
-
-        They are taken to be as long as their mean, with as much to generate as `query`.
-        """
-        if not wish.used:
-            return
-        self.demand.note_used(query.model, wish.used)
-        loops, mean_tokens = self._loops(query.model), wish.used_tokens // wish.used
-        # A gateway has no more plans than that between two questions.
-        for _ in range(min(wish.used, MAX_AHEAD * MAX_KINDS)):
-            loops.note_prompt(mean_tokens, query.max_new_tokens, query.scenario)
 
     def _loops(self, model: str) -> ModelLoops:
         if model not in self._models:

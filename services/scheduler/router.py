@@ -17,7 +17,6 @@ from kvmesh.core.types import (
     Placement,
     PrefixMatch,
     Refusal,
-    RequestId,
     RoutePlan,
     RouteQuery,
 )
@@ -27,7 +26,6 @@ from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.groups import serving_label
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
-from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, Wish
 from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
@@ -128,35 +126,6 @@ class Router:
             _describe(span, query, outcome)
         metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
         return outcome
-
-    def plan_ahead(self, query: RouteQuery, wish: Wish, begin: int = 0) -> tuple[RoutePlan, ...]:
-        """Decides on requests like this one that may come next, as if they had come one by one.
-
-        None where prefixes are looked up: each request may have been cached somewhere else.
-
-        Args:
-            begin: number of the first one; a batch from there on is decided.
-        """
-        if self._prefixes is not None and self._fleet.fingerprints(query.model):
-            return ()
-        known: list[PrefixMatch] | None = None if self._prefixes is None else []
-        placement = wish.kind.placement
-        if placement is Placement.AUTO:
-            placement = self._settings.placement
-        plans: list[RoutePlan] = []
-        like = changed(query, num_tokens=wish.kind.num_tokens, block_hashes=(), placement=placement)
-        for number in range(begin, min(begin + BATCH, wish.count, MAX_AHEAD)):
-            name = RequestId(f"{query.request_id}+{number + 1}")
-            outcome = self._decide(changed(like, request_id=name), known)
-            if not isinstance(outcome, RoutePlan):
-                break
-            plans.append(outcome)
-        metrics.PLANS_AHEAD.inc(len(plans))
-        return tuple(plans)
-
-    def note_used(self, query: RouteQuery, wish: Wish) -> None:
-        """Takes requests that used plans made ahead into what the planner knows."""
-        self._planner.note_used(query, wish)
 
     def forget(self, gateway: Hashable) -> None:
         """A gateway is gone, and with it what waited there."""

@@ -17,19 +17,15 @@ from kvmesh.core.types import (
     Refusal,
     RefusalReason,
     RoutePlan,
-    RouteQuery,
     WorkerId,
 )
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
-from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.convert import refusal_to_proto
 from kvmesh.rpc.convert_detail import worker_order
 from kvmesh.rpc.convert_route import (
-    fill_plans_ahead,
     fill_route_plan,
     route_query_from_proto,
-    wish_from_proto,
 )
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.outbox import Outbox
@@ -149,45 +145,18 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     async def _answer(self, request: RouteRequest, answers: Outbox[RouteResponse]) -> None:
         outcome: RoutePlan | Refusal
-        wish: Wish | None = None
         try:
             query = route_query_from_proto(request)
-            wish = wish_from_proto(request)
         except ProtocolError as error:
             outcome = Refusal(RefusalReason.INVALID, str(error))
         else:
             outcome = await self._router.route(query, request.traceparent, answers)
-        correlation_id = request.correlation_id
-        answer = RouteResponse(correlation_id=correlation_id)
+        answer = RouteResponse(correlation_id=request.correlation_id)
         if isinstance(outcome, RoutePlan):
             fill_route_plan(answer.plan, outcome)
         else:
             answer.refusal.CopyFrom(refusal_to_proto(outcome))
         answers.put(answer)
-        if wish is not None:
-            self._router.note_used(query, wish)
-            if wish.count and isinstance(outcome, RoutePlan):
-                # Later, so that the answer leaves first: who asked waits for nothing else.
-                loop = asyncio.get_running_loop()
-                loop.call_soon(self._plan_ahead, correlation_id, query, wish, 0, answers)
-
-    def _plan_ahead(
-        self,
-        correlation_id: int,
-        query: RouteQuery,
-        wish: Wish,
-        begin: int,
-        answers: Outbox[RouteResponse],
-    ) -> None:
-        """Makes and sends the plans from number `begin` on, a batch in each turn of the loop."""
-        plans = self._router.plan_ahead(query, wish, begin)
-        if not plans:
-            return
-        answer = RouteResponse(correlation_id=correlation_id)
-        fill_plans_ahead(answer.ahead, PlansAhead(wish.kind, plans))
-        answers.put(answer)
-        loop, begin = asyncio.get_running_loop(), begin + len(plans)
-        loop.call_soon(self._plan_ahead, correlation_id, query, wish, begin, answers)
 
 
 async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None:

@@ -16,27 +16,23 @@ from kvmesh.core.types import (
     FinishReason,
     Placement,
     Refusal,
-    RequestId,
     Role,
     RoutePlan,
     RouteQuery,
     SequenceSpec,
     WorkerLoad,
 )
-from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.channels import bind_server, make_server
 from kvmesh.rpc.convert import refusal_to_proto
 from kvmesh.rpc.convert_route import (
-    fill_plans_ahead,
     fill_route_plan,
     route_query_from_proto,
-    wish_from_proto,
 )
 from kvmesh.rpc.convert_worker import fleet_worker_to_proto
 from kvmesh.rpc.outbox import parts
 from kvmesh.v1 import scheduler_service_pb2_grpc as scheduler_grpc
 from kvmesh.v1.scheduler_service_pb2 import RouteResponse, WatchFleetResponse
-from tests.integration.gateway_fake_worker import MODEL, FakeWorker
+from tests.integration.gateway_fake_worker import FakeWorker
 
 
 @dataclass
@@ -47,8 +43,6 @@ class FakeMesh:
     eos: int
     workers: dict[str, FakeWorker] = field(default_factory=dict)
     queries: list[RouteQuery] = field(default_factory=list)
-    plans_ahead: bool = False  # as where no prefixes are looked up
-    num_used_ahead: int = 0
     refuse_routes: Refusal | None = None
     placement: Placement = Placement.DISAGGREGATED
     port: int = 0
@@ -108,19 +102,6 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
         async for joined in requests:
             for message in parts(joined):
                 yield self.answer(message)
-                wish = wish_from_proto(message)
-                self.mesh.num_used_ahead += 0 if wish is None else wish.used
-                if wish is not None and wish.count and self.mesh.plans_ahead:
-                    yield self.ahead(message.correlation_id, wish)
-
-    def ahead(self, correlation_id: int, wish: Wish) -> RouteResponse:
-        query = RouteQuery(
-            RequestId("ahead"), MODEL, wish.kind.num_tokens, 1, placement=wish.kind.placement
-        )
-        plan = replace(self.mesh.plan(query), reason="made ahead")
-        response = RouteResponse(correlation_id=correlation_id)
-        fill_plans_ahead(response.ahead, PlansAhead(wish.kind, (plan,) * wish.count))
-        return response
 
     def answer(self, message: Any) -> RouteResponse:
         query = route_query_from_proto(message)

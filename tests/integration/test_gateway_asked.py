@@ -40,7 +40,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 async def stack(tmp_path: Path, begun: list[Any]) -> AsyncIterator[Stack]:
-    """Without plans made ahead."""
+    """Plans name one worker."""
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         yield stack

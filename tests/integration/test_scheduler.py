@@ -27,7 +27,6 @@ from kvmesh.core.types import (
 )
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
-from kvmesh.policy.plans_ahead import BATCH, PlanKind, PlansAhead, Wish
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert_worker import worker_info_to_proto
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
@@ -161,25 +160,6 @@ class TestRoutes:
             assert (first_names(avoiding), avoiding.cause) == (["d"], RouteCause.HELP)
             aggregated = await gateway.plan(query(placement=Placement.AGGREGATED))
             assert aggregated.decode == ()
-
-    async def test_plans_that_are_wished_for_come_after_the_answer(self) -> None:
-        kind = PlanKind("m", "", Placement.AUTO, 511)
-        async with scheduler() as context, mesh(address(context)) as gateway:
-            for name in ("a", "b"):
-                await gateway.join(worker_info(name, Role.HYBRID))
-            ahead: asyncio.Queue[PlansAhead] = asyncio.Queue()
-            gateway.routes.on_ahead = ahead.put_nowait
-            count = BATCH + 3
-            first = await gateway.routes.route(query(), "", SOON_S, Wish(kind, count))
-            assert isinstance(first, RoutePlan)
-            plans = [first]
-            async with asyncio.timeout(SOON_S):
-                while len(plans) < 1 + count:
-                    came = await ahead.get()
-                    assert came.kind == kind
-                    plans += came.plans
-            names = [first_names(plan)[0] for plan in plans]
-            assert (names.count("a"), names.count("b")) == (6, 6)  # each is load of its worker
 
     async def test_routes_go_on_without_a_kvmanager(self) -> None:
         hashes = (BlockHash(bytes(16)),)

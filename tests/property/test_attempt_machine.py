@@ -49,6 +49,7 @@ STAGES = st.sampled_from(
         "idle",
         "held",
         "asked",
+        "unfit",
         "chained",
         "taken",
         "early",
@@ -108,7 +109,9 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         if stage == "held":
             self.refuses(RefusalReason.BUSY, by_prefill=True)
             self.refuses(RefusalReason.BUSY, by_prefill=True)
-        if stage in ("asked", "held"):
+        while stage == "unfit" and self.asked is not None:
+            self.refuses(RefusalReason.TOO_LONG, by_prefill=False)
+        if stage in ("asked", "held", "unfit"):
             return
         if stage == "chained" and is_one:
             self.reserves(is_other=False)

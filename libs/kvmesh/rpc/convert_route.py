@@ -19,7 +19,6 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import join_hashes, split_hashes
-from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
     endpoint_to_proto,
@@ -86,10 +85,10 @@ def _candidate(
 
 
 def route_query_to_proto(
-    query: RouteQuery, correlation_id: int, traceparent: str = "", wish: Wish | None = None
+    query: RouteQuery, correlation_id: int, traceparent: str = ""
 ) -> scheduler_service_pb2.RouteRequest:
-    """RouteQuery as a message, with what it says about plans beforehand."""
-    message = scheduler_service_pb2.RouteRequest(
+    """RouteQuery as a message."""
+    return scheduler_service_pb2.RouteRequest(
         correlation_id=correlation_id,
         request_id=query.request_id,
         model=query.model,
@@ -106,26 +105,6 @@ def route_query_to_proto(
         lost_worker_ids=sorted(query.lost),
         model_fingerprint=query.fingerprint,
     )
-    if wish is not None:
-        message.num_ahead = wish.count
-        message.ahead_tokens = wish.kind.num_tokens
-        message.ahead_used = wish.used
-        message.ahead_used_tokens = wish.used_tokens
-    return message
-
-
-def wish_from_proto(message: scheduler_service_pb2.RouteRequest) -> Wish | None:
-    """What a question says about plans beforehand; None if it says nothing."""
-    if not message.ahead_tokens:
-        return None
-    kind = PlanKind(
-        message.model,
-        message.scenario,
-        placement_from_proto(message.placement),
-        message.ahead_tokens,
-        message.model_fingerprint,
-    )
-    return Wish(kind, message.num_ahead, message.ahead_used, message.ahead_used_tokens)
 
 
 def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> RouteQuery:
@@ -175,27 +154,3 @@ def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan
         # A newer scheduler may know more words; an older one says none.
         cause=_CAUSES.get(message.cause, RouteCause.LOAD),
     )
-
-
-def fill_plans_ahead(message: scheduler_service_pb2.PlansAhead, ahead: PlansAhead) -> None:
-    """Writes PlansAhead into an empty message, which may be part of another one."""
-    kind = ahead.kind
-    message.model = kind.model
-    message.scenario = kind.scenario
-    message.placement = placement_to_proto(kind.placement)
-    message.num_tokens = kind.num_tokens
-    message.model_fingerprint = kind.fingerprint
-    for plan in ahead.plans:
-        fill_route_plan(message.plans.add(), plan)
-
-
-def plans_ahead_from_proto(message: scheduler_service_pb2.PlansAhead) -> PlansAhead:
-    """PlansAhead from a message."""
-    kind = PlanKind(
-        message.model,
-        message.scenario,
-        placement_from_proto(message.placement),
-        message.num_tokens,
-        message.model_fingerprint,
-    )
-    return PlansAhead(kind, tuple(map(route_plan_from_proto, message.plans)))

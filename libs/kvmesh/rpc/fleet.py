@@ -7,7 +7,6 @@ Tests: tests/integration/test_scheduler.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -17,15 +16,10 @@ import grpc
 from kvmesh.core.details import FleetWorker, ModelDetail
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Refusal, RoutePlan, RouteQuery
-from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.rpc.convert_detail import model_detail_from_proto
-from kvmesh.rpc.convert_route import (
-    plans_ahead_from_proto,
-    route_plan_from_proto,
-    route_query_to_proto,
-)
+from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
 from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet_view import FleetMirror
@@ -42,7 +36,6 @@ _CLOSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 log = event_logger(__name__)
 
 FleetCallback = Callable[[tuple[FleetWorker, ...]], None]
-AheadCallback = Callable[[PlansAhead], None]
 
 
 class FleetWatch:
@@ -151,14 +144,10 @@ class RouteClient:
 
     Args:
         targets: `host:port` of every scheduler replica, the preferred one first.
-
-    Attributes:
-        on_ahead: called with plans that were wished for, on the event loop; must not block.
     """
 
     def __init__(self, targets: Sequence[str], access: MeshAccess = NO_ACCESS) -> None:
-        self.on_ahead: AheadCallback = lambda _: None
-        self._lines = [_RouteLine(target, access, self._take_ahead) for target in targets]
+        self._lines = [_RouteLine(target, access) for target in targets]
 
     @property
     def connected(self) -> bool:
@@ -185,13 +174,11 @@ class RouteClient:
         query: RouteQuery,
         traceparent: str = "",
         timeout_s: float = 1.0,
-        wish: Wish | None = None,
     ) -> RoutePlan | Refusal:
         """Asks the first scheduler that is connected, and the next ones if it fails to answer.
 
         Args:
             timeout_s: for all schedulers together.
-            wish: for plans beforehand, which come to `on_ahead` after the answer.
 
         Raises:
             LostError: no scheduler answered.
@@ -200,24 +187,18 @@ class RouteClient:
         reason = "no scheduler is connected"
         for line in connected:
             try:
-                return await line.ask(query, traceparent, timeout_s / len(connected), wish)
+                return await line.ask(query, traceparent, timeout_s / len(connected))
             except LostError as error:
-                # The next one is told of used plans too, whether or not this one has read of them:
-                # every scheduler counts for itself, and nobody adds up what they counted.
                 reason = str(error)
         raise LostError(reason)
-
-    def _take_ahead(self, ahead: PlansAhead) -> None:
-        self.on_ahead(ahead)
 
 
 class _RouteLine:
     """The route stream to one scheduler."""
 
-    def __init__(self, target: str, access: MeshAccess, on_ahead: AheadCallback) -> None:
+    def __init__(self, target: str, access: MeshAccess) -> None:
         self._target = target
         self._access = access
-        self._on_ahead = on_ahead
         self._answers: Correlator[RouteRequest, RouteResponse] = Correlator(
             lambda response: response.correlation_id
         )
@@ -238,11 +219,11 @@ class _RouteLine:
             await self._stream.run()
 
     async def ask(
-        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None
+        self, query: RouteQuery, traceparent: str, timeout_s: float
     ) -> RoutePlan | Refusal:
         assert self._stream is not None, "up, so there is a stream"
         correlation_id = self._answers.next_id()
-        question = route_query_to_proto(query, correlation_id, traceparent, wish)
+        question = route_query_to_proto(query, correlation_id, traceparent)
         answer = await self._answers.ask(self._stream, correlation_id, question, timeout_s)
         try:
             if answer.WhichOneof("outcome") == "plan":
@@ -253,12 +234,7 @@ class _RouteLine:
 
     def _receive(self, message: RouteResponse) -> None:
         for answer in parts(message):
-            if answer.HasField("ahead"):
-                # Whoever cannot read them does without: the next request asks.
-                with contextlib.suppress(ProtocolError):
-                    self._on_ahead(plans_ahead_from_proto(answer.ahead))
-            else:
-                self._answers.receive(answer)
+            self._answers.receive(answer)
 
     def _on_down(self, reason: str) -> None:
         self.up.clear()

@@ -39,10 +39,6 @@ class RouteRequest(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     WAITING_RESERVED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
-    NUM_AHEAD_FIELD_NUMBER: _builtins.int
-    AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
-    AHEAD_USED_FIELD_NUMBER: _builtins.int
-    AHEAD_USED_TOKENS_FIELD_NUMBER: _builtins.int
     LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
@@ -69,14 +65,6 @@ class RouteRequest(_message.Message):
     """Requests of this gateway that look for workers now."""
     waiting_reserved: _builtins.int
     """Of these, those that wait for prefill: they hold a reservation, or stand behind those that do."""
-    num_ahead: _builtins.int
-    """Plans wanted beforehand, for requests like this one that may come next; 0: none."""
-    ahead_tokens: _builtins.int
-    """Longest prompt that those plans are for, in tokens."""
-    ahead_used: _builtins.int
-    """Requests since the last question of this gateway that took a plan made beforehand."""
-    ahead_used_tokens: _builtins.int
-    """Tokens of their prompts together."""
     model_fingerprint: _builtins.str
     """Fingerprint of the checkpoint that is to serve it; empty: any of the model."""
     @_builtins.property
@@ -108,16 +96,12 @@ class RouteRequest(_message.Message):
         waiting: _builtins.int = ...,
         waiting_reserved: _builtins.int = ...,
         more: _abc.Iterable[Global___RouteRequest] | None = ...,
-        num_ahead: _builtins.int = ...,
-        ahead_tokens: _builtins.int = ...,
-        ahead_used: _builtins.int = ...,
-        ahead_used_tokens: _builtins.int = ...,
         lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_tokens", b"ahead_tokens", "ahead_used", b"ahead_used", "ahead_used_tokens", b"ahead_used_tokens", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_ahead", b"num_ahead", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,59 +200,14 @@ class RoutePlan(_message.Message):
 Global___RoutePlan: _TypeAlias = RoutePlan  # noqa: Y015
 
 @_typing.final
-class PlansAhead(_message.Message):
-    """Plans for requests that have not come yet; each is for one request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    SCENARIO_FIELD_NUMBER: _builtins.int
-    PLACEMENT_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    PLANS_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Model name."""
-    scenario: _builtins.str
-    """Scenario name."""
-    placement: _types_pb2.PlacementMode.ValueType
-    """Placement override."""
-    num_tokens: _builtins.int
-    """Longest prompt that they are for, in tokens."""
-    model_fingerprint: _builtins.str
-    """Fingerprint of their workers' checkpoint; empty: any of the model."""
-    @_builtins.property
-    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutePlan]:
-        """To be used in this order."""
-
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        scenario: _builtins.str = ...,
-        placement: _types_pb2.PlacementMode.ValueType = ...,
-        num_tokens: _builtins.int = ...,
-        plans: _abc.Iterable[Global___RoutePlan] | None = ...,
-        model_fingerprint: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_tokens", b"num_tokens", "placement", b"placement", "plans", b"plans", "scenario", b"scenario"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PlansAhead: _TypeAlias = PlansAhead  # noqa: Y015
-
-@_typing.final
 class RouteResponse(_message.Message):
-    """Answers a RouteRequest; plans wanted beforehand come in a second answer."""
+    """Answers a RouteRequest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
-    AHEAD_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Of the question."""
@@ -281,10 +220,6 @@ class RouteResponse(_message.Message):
         """Why there is no plan."""
 
     @_builtins.property
-    def ahead(self) -> Global___PlansAhead:
-        """Where to run requests like it; it follows a plan."""
-
-    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteResponse]:
         """Further ones that were ready at the same time, in order; they have no `more` of their own."""
 
@@ -294,14 +229,13 @@ class RouteResponse(_message.Message):
         correlation_id: _builtins.int = ...,
         plan: Global___RoutePlan | None = ...,
         refusal: _types_pb2.Refusal | None = ...,
-        ahead: Global___PlansAhead | None = ...,
         more: _abc.Iterable[Global___RouteResponse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "correlation_id", b"correlation_id", "more", b"more", "outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "more", b"more", "outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["plan", "refusal", "ahead"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["plan", "refusal"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 

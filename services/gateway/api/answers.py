@@ -19,7 +19,6 @@ from services.gateway.errors import answer_for
 from services.gateway.frontend import Frontend, usage_of
 from services.gateway.request.choice import Choice
 from services.gateway.request.journal import Entry
-from services.gateway.request.life import Life
 from services.gateway.request.mesh import Placed
 from services.gateway.tools.reasoning import thinking_at
 from services.gateway.tools.thinking_count import ThinkingCount
@@ -146,23 +145,20 @@ class Answer:
             thinking,
         )
 
-    async def whole(self, lives: Sequence[Life]) -> Whole:
+    async def whole(self) -> Whole:
         """The answer as one body."""
         sinks = [_WholeSink(self, index) for index in range(len(self.texts))]
-        await self._frontend.run(lives, self._choices, sinks)
+        await self._frontend.run(self._choices, sinks)
         headers = self.headers(sinks[0].where)
         body = self.responses.whole(self.texts, self.usage())
         return Whole(headers, dumps(body).encode())
 
-    async def stream(
-        self, lives: Sequence[Life], out: EventSink, entry: Entry | None = None
-    ) -> None:
+    async def stream(self, out: EventSink, entry: Entry | None = None) -> None:
         """The answer as server-sent events.
 
         The status line waits for the first tokens: until then a refusal is still possible.
 
         Args:
-            lives: of the choices that are not complete.
             entry: of the journal, where this is a stream that another gateway may go on with.
         """
         stream = _Stream(self, out, entry)
@@ -174,7 +170,7 @@ class Answer:
                 stream.was_complete(choice.index)
         choices = [choice for choice in self._choices if choice.is_open]
         try:
-            await self._frontend.run(lives, choices, [sinks[each.index] for each in choices])
+            await self._frontend.run(choices, [sinks[each.index] for each in choices])
         except KvMeshError as error:
             if not stream.has_begun:
                 raise

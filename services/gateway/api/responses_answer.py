@@ -17,7 +17,6 @@ from services.gateway.api.token_scores import chosen_score
 from services.gateway.errors import answer_for
 from services.gateway.frontend import Frontend, usage_of
 from services.gateway.request.choice import Choice
-from services.gateway.request.life import Life
 from services.gateway.request.mesh import Placed
 from services.gateway.tools.reasoning import Thoughts, thinking_at
 from services.gateway.tools.thinking_count import ThinkingCount
@@ -55,18 +54,18 @@ class ResponsesAnswer:
         self._where: Placed
         self._out: EventSink | None = None
 
-    async def whole(self, lives: Sequence[Life]) -> Whole:
+    async def whole(self) -> Whole:
         """The answer as one body."""
-        await self._frontend.run(lives, self._choices, [self])
+        await self._frontend.run(self._choices, [self])
         # The last event has the whole response.
         body = dumps(self._last[-1]["response"])
         return Whole(placement_headers(self._where), body.encode())
 
-    async def stream(self, lives: Sequence[Life], out: EventSink) -> None:
+    async def stream(self, out: EventSink) -> None:
         """The answer as events; until the first tokens a refusal is still possible."""
         self._out = out
         try:
-            await self._frontend.run(lives, self._choices, [self])
+            await self._frontend.run(self._choices, [self])
         except KvMeshError as error:
             if not out.has_begun:
                 raise

@@ -140,18 +140,15 @@ class Calls:
     async def _answer(self, asked: _Asked, exchange: Exchange) -> Whole | None:
         frontend = self._frontend
         choices = await frontend.prepare(asked.call, asked.caller, asked.delivered)
-        lives = frontend.begin([choice for choice in choices if choice.is_open])
         entry: Entry | None = None
         try:
             answer = Answer(frontend, choices, exchange.request_id, asked.created)
             if not asked.call.stream:
-                return await answer.whole(lives)
+                return await answer.whole()
             entry = self._entry(asked, choices)
-            await answer.stream(lives, exchange, entry)
+            await answer.stream(exchange, entry)
             return None
         finally:
-            for life in lives:
-                life.close()
             if entry is not None:
                 entry.close()
 

@@ -107,16 +107,11 @@ class InferenceServicer(InferenceServiceServicer):
         return choice
 
     async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
-        lives = self._frontend.begin([choice])
-        try:
-            sink = _ResponseSink(choice, self._frontend.tokenizer, request_id)
-            work = self._frontend.run(lives, [choice], [sink])
-            async with aclosing(pulled(work, sink.responses)) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            for life in lives:
-                life.close()
+        sink = _ResponseSink(choice, self._frontend.tokenizer, request_id)
+        work = self._frontend.run([choice], [sink])
+        async with aclosing(pulled(work, sink.responses)) as responses:
+            async for response in responses:
+                yield response
 
 
 def _caller(

@@ -136,18 +136,12 @@ class HttpFront:
             request_id = request[_REQUEST_ID]
             caller = caller_of(request.headers, arrived_at, request_id, ticket)
             choices = await self._frontend.prepare(call, caller)
-            lives = self._frontend.begin(choices)
-            exchange = _AiohttpExchange(request, self._config)
-            try:
-                answer = ResponsesAnswer(self._frontend, body, choices, request_id)
-                if not call.stream:
-                    return _answered(await answer.whole(lives))
-                async with contextlib.aclosing(exchange):
-                    await answer.stream(lives, exchange)
-                return exchange.response
-            finally:
-                for life in lives:
-                    life.close()
+            answer = ResponsesAnswer(self._frontend, body, choices, request_id)
+            if not call.stream:
+                return _answered(await answer.whole())
+            async with contextlib.aclosing(_AiohttpExchange(request, self._config)) as exchange:
+                await answer.stream(exchange)
+            return exchange.response
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""

@@ -116,7 +116,6 @@ class Ledger:
             mesh.connections.rejected(worker_id)
         for span in self._spans.values():
             span.event("refused", worker=worker_id, reason=reason)
-        mesh.router.note_refused()
 
     def taken(self, taken: Taken, num_offers: int, now: float) -> None:
         """Workers took it."""

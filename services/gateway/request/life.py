@@ -3,7 +3,7 @@
 What workers say is taken as it comes off the wire, told to the attempt, and what that wants done is
 done here. A task wakes when a search has an answer and when the request ends, not for tokens.
 Every exit, whatever it is, cancels what is still open at workers.
-Tests: tests/integration/test_gateway_at_once.py, test_gateway_moves.py.
+Tests: tests/integration/test_gateway_one_worker.py, test_gateway_moves.py.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Receiver(Protocol):
 
 
 class Life:
-    """One request; `begin` asks at once if a plan is at hand, `run` leads it to its end.
+    """One request; `run` leads it to its end, `close` ends it.
 
     Args:
         delivered: tokens that its client has from another gateway.
 
     Attributes:
-        receiver: has to be set in the turn of the loop in which it began.
+        receiver: has to be set before `run`.
         is_read: its client has been sent tokens, of this generation or of another one of its call.
         ledger: what is noted of it.
     """
@@ -144,10 +144,6 @@ class Life:
             avoid=self._avoid,
             fingerprint=self._checkpoint,
         )
-
-    def begin(self) -> None:
-        """Asks the workers of a plan that was made before the request came, if there is one."""
-        self._search.at_once()
 
     async def run(self) -> None:
         """Leads it to its end.

@@ -1,13 +1,11 @@
 """Where the gateway gets route plans from, and what it knows about the fleet.
 
-Asks the scheduler, which also makes plans ahead; without one it ranks the last known fleet itself.
+Asks the scheduler; without one it ranks the last known fleet itself.
 Tests: tests/unit/gateway/request/test_routing.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,16 +14,11 @@ from typing import Protocol
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
-from kvmesh.core.values import changed
 from kvmesh.policy.groups import GroupKey, serving_label
-from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, PlanStock, Wish, kind_of
 from kvmesh.policy.routing import plan_without_scheduler
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
-
-_Seat = tuple[WorkerId, int, Role, bool]
-"""A worker, its life, its role, and whether it drains."""
 
 
 class Fleet(Protocol):
@@ -41,7 +34,7 @@ class RouteSource(Protocol):
     """Whoever makes route plans."""
 
     async def route(
-        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None = None
+        self, query: RouteQuery, traceparent: str, timeout_s: float
     ) -> RoutePlan | Refusal:
         """A plan or a refusal; raises LostError without an answer."""
         ...
@@ -165,8 +158,6 @@ class Router:
         source: the scheduler.
         in_flight: this gateway's open attempts per worker.
         timeout_s: longest wait for the scheduler.
-        clock: seconds, only ever forward; for the age of plans made ahead.
-        stock: plans made ahead; the default wants none.
     """
 
     def __init__(
@@ -176,18 +167,12 @@ class Router:
         source: RouteSource,
         in_flight: Callable[[], Mapping[WorkerId, int]],
         timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        stock: PlanStock | None = None,
     ) -> None:
         self._model = model
         self._fleet = fleet
         self._source = source
         self._in_flight = in_flight
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._stock = PlanStock(0) if stock is None else stock
-        self._seats: frozenset[_Seat] = frozenset()
-        self._exchanges: set[asyncio.Task[None]] = set()
         self._alone = False
         self._served_of: tuple[FleetWorker, ...] = ()
         self._facts: ModelFacts | None = None
@@ -245,46 +230,6 @@ class Router:
         """Of native code, see the function of this name."""
         return missing_native(self._fleet.workers, self._model)
 
-    def planned(self, query: RouteQuery) -> RoutePlan | None:
-        """The scheduler's plan for such a request, made before it came; None: `route` asks.
-
-        Args:
-            query: its hashes are not looked at, prefixes are of no account where plans are ahead.
-                Where few plans are left the scheduler is asked about it all the same, and its plan
-                is for a request that comes later: nobody waits.
-        """
-        kind = self._kind(query)
-        if kind is None:
-            return None
-        now = self._clock()
-        is_low = self._stock.is_low(kind, now)
-        plan = self._stock.take(kind, query.num_tokens, now, is_exchanged=is_low)
-        if plan is not None and is_low:
-            wish = self._stock.wish(kind, now, is_exchanged=True)
-            task = asyncio.get_running_loop().create_task(self._exchange(query, wish))
-            self._exchanges.add(task)
-            task.add_done_callback(self._exchanges.discard)
-        return plan
-
-    async def _exchange(self, query: RouteQuery, wish: Wish) -> None:
-        """Has the scheduler plan for a request that took a plan already, and for the next ones."""
-        try:
-            plan = await self._source.route(query, "", self._timeout_s, wish)
-        except LostError:
-            # The next request without a plan asks, and says so. This one's plan was used as well.
-            self._stock.not_told(
-                changed(wish, used=wish.used + 1, used_tokens=wish.used_tokens + query.num_tokens)
-            )
-            return
-        if isinstance(plan, RoutePlan):
-            self._stock.put(wish.kind, (plan,), self._clock())
-
-    async def close(self) -> None:
-        """Asks for nothing more. May be called again."""
-        for task in self._exchanges:
-            task.cancel()
-        await asyncio.gather(*self._exchanges, return_exceptions=True)
-
     async def route(
         self, query: RouteQuery, traceparent: str, longest_s: float
     ) -> RoutePlan | Refusal:
@@ -294,13 +239,9 @@ class Router:
             longest_s: time left; the scheduler gets no more than its own timeout.
         """
         timeout_s = min(self._timeout_s, longest_s)
-        kind = self._kind(query)
-        wish = None if kind is None else self._stock.wish(kind, self._clock())
         try:
-            plan = await self._source.route(query, traceparent, timeout_s, wish)
+            plan = await self._source.route(query, traceparent, timeout_s)
         except LostError as error:
-            if wish is not None:
-                self._stock.not_told(wish)
             if not self._alone:  # said once, not once per request
                 log.warning("routing_without_scheduler", error=str(error))
             self._alone = True
@@ -309,25 +250,3 @@ class Router:
             log.info("routing_by_scheduler_again")
         self._alone = False
         return plan
-
-    def take_ahead(self, ahead: PlansAhead) -> None:
-        """Takes in plans that were wished for."""
-        self._stock.put(ahead.kind, ahead.plans, self._clock())
-
-    def note_refused(self) -> None:
-        """A worker did not do what was planned: plans made before know nothing of it."""
-        self._stock.clear()
-
-    def note_fleet(self, workers: tuple[FleetWorker, ...]) -> None:
-        """Drops plans made ahead when a worker came, left, changed its role or began to drain."""
-        seats = frozenset(
-            (each.info.worker_id, each.info.incarnation, each.info.role, each.load.draining)
-            for each in workers
-        )
-        if seats != self._seats:
-            self._seats = seats
-            self._stock.clear()
-
-    def _kind(self, query: RouteQuery) -> PlanKind | None:
-        facts = self.facts
-        return None if facts is None else kind_of(query, facts.max_model_len)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import (
+    BlockHash,
     Candidate,
     Placement,
     Refusal,
@@ -23,7 +24,6 @@ from kvmesh.core.types import (
     SequenceSpec,
     WorkerId,
 )
-from kvmesh.core.values import changed
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.connections import BY_CONNECTIONS
 from kvmesh.policy.fair_share import Claim
@@ -112,11 +112,11 @@ class Search:
         self._failed = avoid
         self._refusals = Refusals()
         self._num_rounds = 0
-        self._has_looked = self._has_asked = False
         self.fingerprint = fingerprint
         self._is_bound = len(token_ids) > len(self._request.prompt_ids)
         self._served: Served | None = None
         self._spec: SequenceSpec | None = None
+        self._block_hashes: tuple[BlockHash, ...] | None = None
         self._now = asyncio.get_running_loop().time
         self._choose()
         group = GroupKey(self._request.model, self.fingerprint, "", "")
@@ -125,16 +125,6 @@ class Search:
         self._deadline = self._deadline_now()
         self.plan: RoutePlan | None = None
 
-    def at_once(self) -> None:
-        """Asks the workers of a plan that was made before the request came, if there is one."""
-        if self._served is None or self._lane.turns.num_waiting > 0 or self._waiting.paused > 0:
-            return
-        remaining_s = self._deadline - self._now()
-        plan = self._planned(self._query(remaining_s)) if remaining_s > 0 else None
-        if plan is not None:
-            self._ledger.routed(plan, self._now())
-            self._ask(plan)
-
     async def run(self) -> None:
         """Searches until workers take it or the deadline.
 
@@ -142,8 +132,6 @@ class Search:
             StageRefusedError: nobody took the request in time.
             InvalidRequestError: no worker can ever take it.
         """
-        if self._has_asked and await self._asker.answer():
-            return
         # A client that is reading already waits for nobody.
         claim = None if self._again_until is not None else claim_of(self._request)
         with self._lane.turns.enter(claim) as turn:
@@ -192,7 +180,7 @@ class Search:
         if is_free and (found is None or not found.num_awake):
             found = router.served(scenario, self._mesh.rng.random())
         if found is None or self._served is None or found.facts != self._served.facts:
-            self._spec = None
+            self._spec = self._block_hashes = None
         self._served = found
         if found is not None:
             self.fingerprint = found.group.fingerprint
@@ -207,14 +195,9 @@ class Search:
             self.refused(Stage.GATEWAY, Refusal(RefusalReason.NO_WORKERS, message), None)
             return None
         remaining_s = self._remaining_s()
-        query = self._query(remaining_s)
+        query = self._query(remaining_s, self._served.facts.block_size)
         with start_span("gateway.route", self._request.traceparent) as span:
-            plan: RoutePlan | Refusal | None = self._planned(query)
-            if plan is None:
-                block_size = self._served.facts.block_size
-                hashes = chain_hashes(self.sequence.root_hash, self._token_ids, block_size)
-                query = changed(query, block_hashes=tuple(hashes))
-                plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
+            plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
             if isinstance(plan, Refusal):
                 span.event("refused", reason=plan.reason.value, message=plan.message)
             else:
@@ -228,15 +211,15 @@ class Search:
             raise InvalidRequestError(plan.message, code="context_length_exceeded")
         return None
 
-    def _planned(self, query: RouteQuery) -> RoutePlan | None:
-        """A plan that was made before the request came; looked for once."""
-        if self._has_looked:
-            return None
-        self._has_looked = True
-        return self._mesh.router.planned(query)
+    def _hashes(self, block_size: int) -> tuple[BlockHash, ...]:
+        """Of the blocks of what is sent; the same for each question of a search."""
+        if self._block_hashes is None:
+            hashes = chain_hashes(self.sequence.root_hash, self._token_ids, block_size)
+            self._block_hashes = tuple(hashes)
+        return self._block_hashes
 
-    def _query(self, remaining_s: float) -> RouteQuery:
-        """The question to the scheduler, without the hashes."""
+    def _query(self, remaining_s: float, block_size: int) -> RouteQuery:
+        """The question to the scheduler."""
         request, counts = self._request, self._waiting
         waits = self._num_rounds > 0  # it asks again, since nobody took it
         held = counts.paused_reserved + (waits and self._asker.holds)
@@ -247,6 +230,7 @@ class Search:
             model=request.model,
             num_tokens=len(self._token_ids),
             max_new_tokens=request.sampling.max_tokens - num_generated,
+            block_hashes=self._hashes(block_size),
             scenario=request.scenario,
             avoid=self._failed.union(self._refusals.workers),
             ttft_budget_ms=as_ms(remaining_s),
@@ -260,7 +244,6 @@ class Search:
     # --- asking workers ---
 
     def _ask(self, plan: RoutePlan) -> None:
-        self._has_asked = True
         self.plan = plan
         prefill: Sequence[Candidate] = plan.prefill
         if plan.policy in BY_CONNECTIONS:  # as this gateway's connections are, not as planned

@@ -33,7 +33,6 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc import convert, convert_route, convert_sampling, convert_worker
 from kvmesh.v1 import scheduler_service_pb2, types_pb2
 
@@ -119,14 +118,6 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
         convert_route.route_plan_from_proto,
     ),
     (
-        PlansAhead(
-            PlanKind("m", "s", Placement.AGGREGATED, 63),
-            (RoutePlan(Placement.AGGREGATED, (CANDIDATE,), (), False, "why", "p"),) * 2,
-        ),
-        _filled(scheduler_service_pb2.PlansAhead, convert_route.fill_plans_ahead),
-        convert_route.plans_ahead_from_proto,
-    ),
-    (
         PrefixMatch(WorkerId("w"), 9, "c", 4),
         convert.prefix_match_to_proto,
         convert.prefix_match_from_proto,
@@ -162,15 +153,6 @@ def test_route_query_round_trip() -> None:
     assert message.correlation_id == 7
     assert message.traceparent == "00-trace"
     assert convert_route.route_query_from_proto(message) == query
-
-
-def test_a_wish_for_plans_goes_with_the_question() -> None:
-    query = RouteQuery(RequestId("r"), "m", 40, 8, scenario="s")
-    wish = Wish(PlanKind("m", "s", Placement.AUTO, 63), 3, 2, 90)
-    message = convert_route.route_query_to_proto(query, 7, "", wish)
-    assert convert_route.wish_from_proto(message) == wish
-    assert convert_route.route_query_from_proto(message) == query
-    assert convert_route.wish_from_proto(convert_route.route_query_to_proto(query, 7)) is None
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])

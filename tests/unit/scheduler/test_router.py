@@ -14,7 +14,6 @@ from prometheus_client import REGISTRY
 
 from kvmesh.core.types import (
     BlockHash,
-    Placement,
     PrefixMatch,
     Refusal,
     RequestId,
@@ -26,7 +25,6 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy import gathering
 from kvmesh.policy.joint_choice import JointReason
-from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, PlanKind, Wish
 from kvmesh.telemetry import tracing
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.router import Router
@@ -116,7 +114,8 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_installed", [provider])
+    installed = tracing.Tracing(provider, tracing.Allowance())
+    monkeypatch.setattr(tracing, "_installed", [installed])
     fleet = fleet_of(worker_info("h", Role.HYBRID))
     plan = await make_router(fleet).route(query(), TRACEPARENT)
     assert isinstance(plan, RoutePlan)
@@ -139,49 +138,6 @@ async def test_every_decision_is_kept_with_its_numbers() -> None:
     assert (refused.request_id, refused.reason) == ("long", "too_long")
     assert (short.request_id, short.reason) == ("short", plan.cause.value)
     assert short.prefill[0].worker_id == plan.prefill[0].worker_id
-
-
-def wish(count: int, **changes: int) -> Wish:
-    return replace(Wish(PlanKind("m", "", Placement.AUTO, 511), count), **changes)  # type: ignore[arg-type]
-
-
-async def test_plans_ahead_are_what_as_many_questions_would_have_got() -> None:
-    infos = [worker_info(name, Role.HYBRID) for name in ("a", "b", "c")]
-    ahead, asked = Parts(fleet_of(*infos)), Parts(fleet_of(*infos))
-    plans = ahead.router.plan_ahead(query(511), wish(5))
-    for number, plan in enumerate(plans, 1):
-        like = query(511, request_id=RequestId(f"r+{number}"), block_hashes=HASHES)
-        assert plan == await asked.router.route(like, "")
-    assert len(plans) == 5
-    assert {plan.prefill[0].worker_id for plan in plans[:3]} == {"a", "b", "c"}  # each is load
-    now = ahead.clock.now()
-    assert ahead.fleet.view(now) == asked.fleet.view(now)
-
-
-async def test_no_plans_ahead_where_prefixes_are_looked_up() -> None:
-    fleet = fleet_of(worker_info("h", Role.HYBRID))
-    assert make_router(fleet, Prefixes()).plan_ahead(query(), wish(2)) == ()
-    alone = fleet_of(replace(worker_info("h", Role.HYBRID), publishes=False))
-    assert len(make_router(alone, Prefixes()).plan_ahead(query(), wish(2))) == 2
-
-
-async def test_plans_ahead_have_a_limit_and_end_where_nobody_is() -> None:
-    fleet = fleet_of(worker_info("h", Role.HYBRID))
-    router, made = make_router(fleet), 0
-    while plans := router.plan_ahead(query(), wish(2**32 - 1), made):
-        assert len(plans) <= BATCH
-        made += len(plans)
-    assert made == MAX_AHEAD
-    assert make_router(fleet_of()).plan_ahead(query(), wish(2)) == ()
-
-
-async def test_requests_that_used_plans_ahead_count_as_if_they_had_asked() -> None:
-    parts = Parts(fleet_of(worker_info("h", Role.HYBRID)))
-    parts.router.note_used(query(), wish(0))
-    assert parts.planner.demand.take_new("m") == 0
-    parts.router.note_used(query(), wish(0, used=3, used_tokens=900))
-    assert parts.planner.demand.take_new("m") == 3
-    parts.router.note_used(query(), wish(0, used=2**32 - 1, used_tokens=1))  # ends soon
 
 
 async def median_decision_s(num_workers: int) -> float:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -22,7 +21,6 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.groups import GroupKey
-from kvmesh.policy.plans_ahead import AHEAD_S, PlanKind, PlansAhead, PlanStock, Wish
 from services.gateway.request.routing import (
     Router,
     candidate_of,
@@ -61,12 +59,10 @@ class Fleet:
 class Source:
     answer: RoutePlan | Refusal | None
     timeouts: list[float] = field(default_factory=list)
-    wishes: list[Wish | None] = field(default_factory=list)
 
     async def route(
-        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None = None
+        self, query: RouteQuery, traceparent: str, timeout_s: float
     ) -> RoutePlan | Refusal:
-        self.wishes.append(wish)
         self.timeouts.append(timeout_s)
         if self.answer is None:
             raise LostError("no scheduler")
@@ -128,123 +124,6 @@ async def test_without_a_scheduler_the_least_used_comes_first() -> None:
     assert isinstance(plan, RoutePlan)
     assert [candidate.worker_id for candidate in plan.prefill] == ["p2", "p1"]
     assert not plan.cache_known
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Ahead:
-    """A router with a stock, and a scheduler whose one plan it gets when it asks."""
-
-    def __init__(self) -> None:
-        self.plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "asked", "p")
-        self.early = replace(self.plan, reason="ahead")
-        self.source = Source(self.plan)
-        self.clock = Clock()
-        self.stock = PlanStock(4)
-        self.router = Router("tiny", Fleet((P, D)), self.source, dict, 0.5, self.clock, self.stock)
-        self.router.note_fleet((P, D))
-
-    async def request(self, query: RouteQuery = QUERY) -> RoutePlan | Refusal:
-        """As a request goes about it."""
-        return self.router.planned(query) or await self.router.route(query, "", 1.0)
-
-    async def stocked(self) -> None:
-        """Two requests have come, and a plan for one more is here."""
-        await self.request()
-        await self.request()
-        wish = self.source.wishes[-1]
-        assert wish is not None
-        assert (wish.count, wish.kind) == (1, PlanKind("tiny", "", Placement.AUTO, 15))
-        self.router.take_ahead(PlansAhead(wish.kind, (self.early,)))
-
-    async def crowded(self) -> None:
-        """Five requests have come at once, and as many plans as were wished for are here."""
-        for _ in range(5):
-            assert self.router.planned(QUERY) is None
-        await self.router.route(QUERY, "", 1.0)
-        wish = self.source.wishes[-1]
-        assert wish is not None
-        self.router.take_ahead(PlansAhead(wish.kind, (self.early,) * wish.count))
-
-
-async def test_plans_made_ahead_are_used_and_then_told_of() -> None:
-    ahead = Ahead()
-    await ahead.stocked()
-    assert [await ahead.request() for _ in range(2)] == [ahead.early, ahead.plan]
-    wish = ahead.source.wishes[-1]
-    assert wish is not None
-    assert (wish.used, wish.used_tokens, wish.count) == (1, 10, 3)
-
-
-async def test_who_finds_few_has_more_made_and_does_not_wait() -> None:
-    ahead = Ahead()
-    await ahead.crowded()
-    assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
-    assert len(ahead.source.wishes) == 1  # nobody has waited
-    while len(ahead.stock) == 0:
-        await asyncio.sleep(0)
-    wish = ahead.source.wishes[-1]
-    assert wish is not None
-    assert (wish.used, wish.count) == (3, 4)
-    assert ahead.router.planned(QUERY) is ahead.plan
-    await ahead.router.close()
-
-
-async def test_plans_used_while_the_scheduler_is_silent_are_told_of_later() -> None:
-    ahead = Ahead()
-    await ahead.crowded()
-    ahead.source.answer = None  # silent
-    assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
-    while ahead.router._exchanges:
-        await asyncio.sleep(0)
-    await ahead.router.route(QUERY, "", 1.0)
-    ahead.source.answer = ahead.plan
-    await ahead.router.route(QUERY, "", 1.0)
-    wish = ahead.source.wishes[-1]
-    assert wish is not None
-    assert (wish.used, wish.used_tokens) == (4, 40)
-
-
-async def test_who_asks_again_or_sees_others_wait_asks_the_scheduler() -> None:
-    ahead = Ahead()
-    await ahead.stocked()
-    for changes in ({"avoid": frozenset({WorkerId("x")})}, {"waiting": 1}):
-        query = replace(QUERY, **changes)
-        assert await ahead.request(query) is ahead.plan
-        assert ahead.source.wishes[-1] is None
-
-
-@pytest.mark.parametrize("happens", ["refusal", "drain", "departure", "role", "time"])
-async def test_plans_made_ahead_are_void_when_things_are_other_than_they_were(happens: str) -> None:
-    ahead = Ahead()
-    await ahead.stocked()
-    ahead.router.note_fleet((P, FleetWorker(D.info, WorkerLoad(decode_running=1))))  # only a load
-    if happens == "refusal":
-        ahead.router.note_refused()
-    elif happens == "drain":
-        ahead.router.note_fleet((FleetWorker(P.info, WorkerLoad(draining=True)), D))
-    elif happens == "departure":
-        ahead.router.note_fleet((D,))
-    elif happens == "role":
-        ahead.router.note_fleet((worker(P.info.worker_id, Role.DECODE), D))
-    else:
-        ahead.clock.now = AHEAD_S
-    assert await ahead.request() is ahead.plan
-
-
-async def test_a_router_without_a_stock_wishes_for_nothing() -> None:
-    plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "r", "p")
-    source = Source(plan)
-    router = Router("tiny", Fleet((P, D)), source, dict, 0.5)
-    for _ in range(3):
-        assert router.planned(QUERY) is None
-        await router.route(QUERY, "", 1.0)
-    assert all(wish is not None and wish.count == 0 for wish in source.wishes)
 
 
 def test_a_scenario_is_served_by_its_group_else_by_a_general_one() -> None:

@@ -1,4 +1,4 @@
-"""Requests whose plan is at hand are sent at once, and answer as all others, whatever happens."""
+"""Requests that one worker does answer as all others, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,18 @@ import openai
 import pytest
 
 from kvmesh.core.types import Placement, RefusalReason
-from kvmesh.policy import plans_ahead
 from services.gateway.request import record as request_record
 from services.gateway.request.life import Life
-from services.gateway.request.search import Search
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
-from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, noted_asks
 
 SAYS = "one plan, one worker, one message: 🙂 ü"
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that were sent with a plan made ahead, appended as they are."""
-    seen: list[str] = []
-    ask = Search.at_once
-
-    def noted(self: Search) -> None:
-        ask(self)
-        if self.plan is not None:
-            seen.append(self._request.request_id)
-
-    monkeypatch.setattr(Search, "at_once", noted)
-    return seen
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that a worker was asked to do, each time it was."""
+    return noted_asks(monkeypatch, lambda reserve: str(reserve.request_id))
 
 
 @pytest.fixture
@@ -47,25 +36,11 @@ def stall_s() -> float:
 
 
 @pytest.fixture
-async def stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[str], stall_s: float
-) -> AsyncIterator[Stack]:
-    """Plans made ahead do not grow old."""
-    monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
+async def stack(tmp_path: Path, asked: list[str], stall_s: float) -> AsyncIterator[Stack]:
+    """Plans name one worker."""
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": stall_s}) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         yield stack
-
-
-async def stocked(stack: Stack, at_once: list[str]) -> None:
-    """Asks until the next requests find plans."""
-    stack.mesh.plans_ahead = True
-    for worker in stack.mesh.workers.values():
-        worker.does = Behaviour()
-    while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 8:
-        await asyncio.gather(*(ask(stack, stream=False) for _ in range(8)))
-    await stack.idle()
-    at_once.clear()
 
 
 async def ask(stack: Stack, *, stream: bool) -> str:
@@ -93,26 +68,18 @@ async def _raw(stack: Stack, body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_that_of_who_asks(
-    stack: Stack, at_once: list[str], stream: bool
-) -> None:
-    assert await ask(stack, stream=stream) == SAYS
-    assert at_once == []
-    await stocked(stack, at_once)
-    metrics, asked = stack.gateway.metrics, len(stack.mesh.queries)
+async def test_an_answer_is_counted_once(stack: Stack, asked: list[str], stream: bool) -> None:
+    metrics = stack.gateway.metrics
     names = (
         "vllm:generation_tokens_total",
         "vllm:time_to_first_token_seconds_count",
         "vllm:request_decode_time_seconds_count",
         "kvmesh_gateway_prefill_offers_count",
     )
-    before = [metrics.value(name, model_name=MODEL) for name in names]
     assert await ask(stack, stream=stream) == SAYS
     await stack.idle()
-    after = [metrics.value(name, model_name=MODEL) for name in names]
-    assert len(at_once) == 1
-    assert len(stack.mesh.queries) == asked
-    counted = [value - was for value, was in zip(after, before, strict=True)]
+    assert len(asked) == len(stack.mesh.queries) == 1
+    counted = [metrics.value(name, model_name=MODEL) for name in names]
     assert counted == [len(stack.mesh.output) + 1, 1, 1, 1]
 
 
@@ -121,27 +88,21 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 @pytest.mark.parametrize("says", [SAYS, f"🙂 {SAYS}"])  # part of a character is no text yet
 async def test_a_stream_is_the_same_where_text_may_have_to_be_held_back(
-    stack: Stack, at_once: list[str], says: str
+    stack: Stack, says: str
 ) -> None:
     stack.says(says)
-    await stocked(stack, at_once)
-    usage = (await stack.client.chat.completions.create(**CHAT)).usage
-    assert usage is not None
-    # As long as the chat's prompt: plans ahead are for one length.
-    text: dict[str, Any] = {"model": MODEL, "prompt": [5] * usage.prompt_tokens, "max_tokens": 200}
+    text: dict[str, Any] = {"model": MODEL, "prompt": [5] * 9, "max_tokens": 200}
     for call in (CHAT, CHAT | USAGE, text, text | USAGE, text | {"echo": True}):
-        await stocked(stack, at_once)
         bodies = [
             await _raw(stack, {**call, "stream": True, **more}) for more in ({}, {"stop": ["\0"]})
         ]
-        assert len(at_once) == 2
         assert bodies[0] == bodies[1]
         await stack.idle()
 
 
 @pytest.mark.parametrize("stall_s", [1.0])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_goes_wrong_goes_on(stack: Stack, at_once: list[str], stream: bool) -> None:
+async def test_what_goes_wrong_goes_on(stack: Stack, stream: bool) -> None:
     for trouble in (
         {"reject_offers": 1},
         {"refuse_reserves": 1},
@@ -153,11 +114,9 @@ async def test_what_goes_wrong_goes_on(stack: Stack, at_once: list[str], stream:
         {"decode_first": True},
         {"starts": False},
     ):
-        await stocked(stack, at_once)
         for worker in stack.mesh.workers.values():
             worker.does = Behaviour(**trouble)
         assert await ask(stack, stream=stream) == SAYS, trouble
-        assert len(at_once) == 1, trouble
         await stack.idle()
     moves = {
         reason: stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason=reason)
@@ -169,20 +128,17 @@ async def test_what_goes_wrong_goes_on(stack: Stack, at_once: list[str], stream:
     assert refusals["decode", RefusalReason.NO_SLOTS.value] >= 1
 
 
-async def test_a_broken_stream_moves_too(stack: Stack, at_once: list[str]) -> None:
-    await stocked(stack, at_once)
+async def test_a_broken_stream_moves_too(stack: Stack) -> None:
     for worker in stack.mesh.workers.values():
         worker.does.break_decode_after = 3
     assert await ask(stack, stream=True) == SAYS
-    assert len(at_once) == 1
     await stack.idle()
 
 
-async def test_who_lost_a_request_is_not_asked_again(stack: Stack, at_once: list[str]) -> None:
-    await stocked(stack, at_once)
+async def test_who_lost_a_request_is_not_asked_again(stack: Stack, asked: list[str]) -> None:
     stack.mesh.workers["p1"].does.fail_decode_after = 3
     assert await ask(stack, stream=True) == SAYS
-    (request_id,) = at_once
+    (request_id,) = set(asked)
     started = {name: each.started for name, each in stack.mesh.workers.items()}
     assert (request_id, 1) in started["p1"]
     assert (request_id, 2) in started["p2"]
@@ -191,9 +147,8 @@ async def test_who_lost_a_request_is_not_asked_again(stack: Stack, at_once: list
 
 @pytest.mark.parametrize("stall_s", [1.0])
 async def test_a_stall_after_a_long_prefill_is_noticed(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, at_once: list[str]
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stocked(stack, at_once)
     looked = asyncio.Event()
     look = Life._tick
 
@@ -209,27 +164,23 @@ async def test_a_stall_after_a_long_prefill_is_noticed(
     stack.mesh.go.set()
     async with asyncio.timeout(30):
         assert await asking == SAYS
-    assert len(at_once) == 1
     await stack.idle()
 
 
 async def test_an_event_of_a_newer_worker_loses_its_own_request_alone(
-    stack: Stack, at_once: list[str]
+    stack: Stack,
 ) -> None:
-    await stocked(stack, at_once)
     stack.mesh.workers["p1"].does.new_finish_after = 3
     assert await ask(stack, stream=True) == SAYS
-    assert len(at_once) == 1
     assert stack.gateway.sessions.num_connected == len(TWO_PAIRS)
     assert stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_failed") == 1
     await stack.idle()
 
 
 async def test_a_whole_answer_that_nobody_waits_for_is_charged(
-    stack: Stack, at_once: list[str]
+    stack: Stack,
 ) -> None:
     stack.says("many tokens that come before the client leaves " * 3)
-    await stocked(stack, at_once)
     used = functools.partial(stack.gateway.metrics.value, "kvmesh_gateway_tenant_tokens_total")
     made = functools.partial(
         stack.gateway.metrics.value, "vllm:generation_tokens_total", model_name=MODEL
@@ -246,23 +197,21 @@ async def test_a_whole_answer_that_nobody_waits_for_is_charged(
     assert used(tenant="") - used_before > num_made  # and the prompt
 
 
-async def test_a_client_that_leaves_ends_the_work(stack: Stack, at_once: list[str]) -> None:
-    await stocked(stack, at_once)
+async def test_a_client_that_leaves_ends_the_work(stack: Stack, asked: list[str]) -> None:
     stack.mesh.go.clear()  # no token after the first
     asking = asyncio.ensure_future(ask(stack, stream=True))
     await stack.mesh.until(lambda: stack.mesh.num_open > 0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await stack.idle()
-    (request_id,) = at_once
+    (request_id,) = asked
     assert any((request_id, 1) in worker.cancels for worker in stack.mesh.workers.values())
     stack.mesh.go.set()
 
 
 async def test_the_log_says_where_a_stream_ran_that_its_client_left(
-    stack: Stack, at_once: list[str], monkeypatch: pytest.MonkeyPatch
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stocked(stack, at_once)
     told: list[dict[str, Any]] = []
     log = SimpleNamespace(tells_info=True, info=lambda _, **fields: told.append(fields))
     monkeypatch.setattr(request_record, "log", log)
@@ -282,13 +231,11 @@ async def test_the_log_says_where_a_stream_ran_that_its_client_left(
 
 
 async def test_a_request_runs_no_longer_than_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[str]
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
     limits = {"request_timeout_s": 2.0}
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits=limits) as stack:
         stack.mesh.placement = Placement.AGGREGATED
-        await stocked(stack, at_once)
         stack.mesh.go.clear()  # no token after the first
         asked = (ask(stack, stream=False), ask(stack, stream=True))
         late, cut = await asyncio.gather(*asked, return_exceptions=True)
@@ -298,6 +245,5 @@ async def test_a_request_runs_no_longer_than_it_may(
         assert isinstance(cut, openai.APIError)
         assert not isinstance(cut, openai.APIStatusError)
         assert "longer than" in str(cut)
-        assert len(at_once) == 2
         stack.mesh.go.set()
         await stack.idle()
