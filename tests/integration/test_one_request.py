@@ -169,5 +169,5 @@ async def test_the_page_tells_what_a_request_runs(tmp_path: Path) -> None:
     told = re.search(r"about (\d+) files of this repository, about (\d+) of them", PAGE)
     assert told is not None
     # What runs beside it (a heartbeat, a report of load) differs from run to run.
-    assert abs(len(files) - int(told[1])) <= 10, len(files)
-    assert abs(num_gateway - int(told[2])) <= 3, num_gateway
+    assert abs(len(files) - int(told[1])) <= 14, len(files)
+    assert abs(num_gateway - int(told[2])) <= 6, num_gateway
