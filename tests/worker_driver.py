@@ -31,6 +31,7 @@ from kvmesh.runtime.worker_config import (
     EngineSection,
     EventsSection,
     FetchSection,
+    TiersSection,
     WorkerConfig,
     WorkerSection,
 )
@@ -74,6 +75,7 @@ async def running_worker(
     fetch: FetchSection | None = None,
     kvmanager: str = "",
     data: DataSection | None = None,
+    tiers: TiersSection | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
     section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target=kvmanager)
@@ -83,6 +85,7 @@ async def running_worker(
         events=events or EventsSection(),
         fetch=fetch or FetchSection(),
         data=data or DataSection(),
+        tiers=tiers or TiersSection(),
     )
     made: list[Worker] = []
 

@@ -16,7 +16,10 @@ from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.engine.swap_space import SwapSpace
+from kvmesh.engine.tier_stores import HostStore
+from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.groups import KvGroups
+from kvmesh.kv.tiers import Tier
 from kvmesh.policy.batching import BatchLimits
 from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens
@@ -226,6 +229,73 @@ class LateSwapGroupsMachine(LateSwapMachine):
     swap_places = 16
 
 
+class TierMachine(EngineMachine):
+    """What is evicted can be brought back from host memory before a sequence runs."""
+
+    num_places = 14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = LateCopier()
+        block_bytes = self.runner.spec.layout.block_bytes
+        arena = HostArena(self.runner.kv, block_bytes, self.num_places)
+        self.tiers = TieredCache(
+            self.core.pool,
+            self.core.fills,
+            [Tier("host", self.num_places)],
+            [HostStore(arena, self.late)],
+            block_bytes,
+            ManualClock(),
+        )
+        self.loading: list[Sequence] = []
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.held()))
+        if sequence.num_computed >= len(sequence.tokens) - 1:
+            return
+        self.loading.append(sequence)
+        before = sequence.num_computed // 4
+
+        def done(result: LoadResult) -> None:
+            assert result.num_blocks >= before
+            self.loading.remove(sequence)
+            if sequence.state is not SequenceState.GONE:
+                assert sequence.num_computed == result.num_blocks * 4
+
+        self.tiers.load(self.core.begin_fill(sequence), done)
+
+    @precondition(lambda self: self.late.jobs)
+    @rule()
+    def copy(self) -> None:
+        self.late.run_one()
+
+    def held(self) -> list[Sequence]:
+        return [each for each in super().held() if each not in self.loading]
+
+    @invariant()
+    def tiers_are_whole(self) -> None:
+        self.tiers.check_integrity()
+
+    def teardown(self) -> None:
+        if self.in_flight is not None:
+            self.end_step()
+        for sequence in self.sequences:
+            self.core.release(sequence)
+        self.late.catch_up()
+        assert self.tiers.is_idle
+        super().teardown()
+
+
+class TierGroupsMachine(TierMachine):
+    """All kinds of groups."""
+
+    groups = KvGroups((0, 6), state_blocks=2)
+    num_blocks = 28
+    num_places = 40
+
+
 TestEngine = EngineMachine.TestCase
 TestWindows = WindowMachine.TestCase
 TestStates = StateMachine.TestCase
@@ -234,7 +304,9 @@ TestSwap = SwapMachine.TestCase
 TestSwapGroups = SwapGroupsMachine.TestCase
 TestLateSwap = LateSwapMachine.TestCase
 TestLateSwapGroups = LateSwapGroupsMachine.TestCase
-for _case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
+TestTiers = TierMachine.TestCase
+TestTierGroups = TierGroupsMachine.TestCase
+for _case in (TestEngine, TestWindows, TestStates, TestOnlyWindow, TestTiers, TestTierGroups):
     _case.settings = settings(max_examples=60, stateful_step_count=40)
 for _case in (
     TestSwap,

@@ -13,7 +13,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from kvmesh.core.errors import OutOfBlocksError
-from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec, Structure
+from kvmesh.core.types import (
+    BlockHash,
+    FinishReason,
+    Refusal,
+    RefusalReason,
+    SequenceSpec,
+    Structure,
+)
 from kvmesh.engine.preemption import PreemptedSequences
 from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.protocol import (
@@ -205,8 +212,12 @@ class EngineCore:
 
     def begin_fill(self, sequence: Sequence) -> PrefixFill:
         """Lets a prefix from another worker into a sequence that has not started to compute."""
+        return self.fills.begin_for(sequence, len(self.reusable_hashes(sequence)))
+
+    def reusable_hashes(self, sequence: Sequence) -> SequenceOf[BlockHash]:
+        """Hashes of the leading blocks that a sequence that computes nothing yet may be given."""
         reusable = 0 if sequence.scores_prompt else self._num_reusable(len(sequence.tokens))
-        return self.fills.begin_for(sequence, reusable)
+        return sequence.chain.hashes[:reusable]
 
     def _num_reusable(self, num_tokens: int) -> int:
         # The last token is always computed, or there would be no logits to sample from.

@@ -8,7 +8,12 @@ A block is in exactly one of three states:
 
 Owns ids only, never bytes. One thread; nothing here waits. Callers keep `match` and `acquire`
 together without an await, since a block that was only matched may be evicted.
-Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py.
+
+Tiers below the pool may hold copies of blocks (`kv/tiers.py`). Others are told that a block is gone
+when neither has it. A copy is made while the block may be evicted any time: whoever made it asks
+`is_same` afterwards, so that no eviction ever waits.
+Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py,
+tests/property/test_tiers.py.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
@@ -65,6 +71,35 @@ class BlockPoolStatistics:
     evicted_total: int
 
 
+class LowerCopies(Protocol):
+    """What is kept of the pool's blocks elsewhere on this worker."""
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the block of this hash can be brought back."""
+        ...
+
+    def left(self, key: BlockHash) -> None:
+        """Says that the pool has given up a block that is kept."""
+        ...
+
+    def keys(self) -> Sequence[BlockHash]:
+        """All that can be brought back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnsavedBlock:
+    """A block that would be lost if it were evicted.
+
+    Attributes:
+        life: of the block, for `is_same`.
+    """
+
+    block: int
+    key: BlockHash
+    life: int
+
+
 class BlockPool:
     """Block ids 0..num_blocks-1 with reference counts and a prefix cache by block hash."""
 
@@ -94,6 +129,14 @@ class BlockPool:
         self._changes: dict[BlockHash, bool] = {}
         self._allocated_total = 0
         self._evicted_total = 0
+        # Grows with each eviction of a block: whoever read it meanwhile has read something else.
+        self._lives = [0] * num_blocks
+        # Evictable blocks of which the tiers below have no copy, oldest first as a rule.
+        self._unsaved: dict[int, None] = {}
+        self.below: LowerCopies | None = None
+        """Tiers below; set before any block is taken."""
+        self.on_unsaved: Callable[[], None] | None = None
+        """Told when blocks became evictable that have no copy below."""
         self.on_removed: Callable[[BlockHash], None] | None = None
         """Told of each hash that can be matched no longer."""
         self.on_free: Callable[[], None] | None = None
@@ -155,6 +198,7 @@ class BlockPool:
             if references[block] == 0:
                 assert block in self._evictable, f"block {block} is empty"
                 del self._evictable[block]
+                self._unsaved.pop(block, None)
             references[block] += 1
         self._move(blocks)
 
@@ -166,8 +210,8 @@ class BlockPool:
                 are evicted earlier.
         """
         emptied: list[int] = []
-        references, hash_of = self._references, self._hash_of
-        before = self.num_free
+        references, hash_of, below = self._references, self._hash_of, self.below
+        before, num_unsaved = self.num_free, len(self._unsaved)
         self._turn += 1
         for block in reversed(blocks):
             left = references[block] - 1
@@ -175,15 +219,20 @@ class BlockPool:
             references[block] = left
             if left:
                 continue
-            if hash_of[block] is None:
+            key = hash_of[block]
+            if key is None:
                 emptied.append(block)
-            else:
-                self._evictable[block] = self._turn
+                continue
+            self._evictable[block] = self._turn
+            if below is not None and key not in below:
+                self._unsaved[block] = None
         if emptied:
             self._empty.add(emptied)
         self._move(blocks)
         if self.on_free is not None and self.num_free > before:
             self.on_free()
+        if self.on_unsaved is not None and len(self._unsaved) > num_unsaved:
+            self.on_unsaved()
 
     @contextlib.contextmanager
     def held(self, blocks: Sequence[int]) -> Iterator[None]:
@@ -239,8 +288,43 @@ class BlockPool:
             if block is not None and block in self._evictable:
                 self._evictable[block] = 0
                 self._evictable.move_to_end(block, last=False)
+                self._unsaved.pop(block, None)  # others hold it too: no copy is made
                 found += 1
         return found
+
+    # --- tiers below -------------------------------------------------------------------------
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks that hold nothing."""
+        return self._empty.num_blocks
+
+    def unsaved(self, limit: int) -> list[UnsavedBlock]:
+        """At most `limit` evictable blocks without a copy below, oldest first."""
+        found = []
+        for block in islice(self._unsaved, limit):
+            key = self._hash_of[block]
+            assert key is not None, f"evictable block {block} has no hash"
+            found.append(UnsavedBlock(block, key, self._lives[block]))
+        return found
+
+    def saving(self, blocks: Sequence[UnsavedBlock]) -> None:
+        """Says that copies of these are being made; they are not `unsaved` from now on."""
+        for each in blocks:
+            self._unsaved.pop(each.block, None)
+
+    def is_same(self, block: UnsavedBlock) -> bool:
+        """Whether a block still holds what it did: it was not evicted in between."""
+        return self._lives[block.block] == block.life
+
+    def went_below(self, key: BlockHash) -> None:
+        """No tier below has a block any more.
+
+        If it is here it is not copied again before somebody uses it: tiers that are smaller than
+        what is cached here would else be written for ever.
+        """
+        if key not in self._block_of:
+            self._tell(key, stored=False)
 
     def clear_cached(self) -> int:
         """Empties all evictable blocks and returns how many there were."""
@@ -260,8 +344,10 @@ class BlockPool:
         )
 
     def held_hashes(self) -> list[BlockHash]:
-        """All hashes that can be matched now, oldest first; the start of a snapshot."""
-        return [block_hash for block_hash in self._block_of if _is_announced(block_hash)]
+        """All hashes that can be matched now or brought up, oldest first; for a snapshot."""
+        below = [] if self.below is None else self.below.keys()
+        held = dict.fromkeys((*below, *self._block_of))
+        return [block_hash for block_hash in held if _is_announced(block_hash)]
 
     def statistics(self) -> BlockPoolStatistics:
         """The counts of this moment."""
@@ -309,6 +395,8 @@ class BlockPool:
             block_hash = self._hash_of[block]
             assert block_hash is not None, f"evictable block {block} has no hash"
             self._hash_of[block] = None
+            self._lives[block] += 1
+            self._unsaved.pop(block, None)
             del self._block_of[block_hash]
             self._note(block_hash, stored=False)
         self._empty.add(victims)
@@ -336,6 +424,14 @@ class BlockPool:
         return self._unreferenced
 
     def _note(self, block_hash: BlockHash, *, stored: bool) -> None:
+        """A block came into the pool or went; others care if no tier below has it."""
+        below = self.below
+        if below is None or block_hash not in below:
+            self._tell(block_hash, stored=stored)
+        elif not stored:
+            below.left(block_hash)
+
+    def _tell(self, block_hash: BlockHash, *, stored: bool) -> None:
         if not _is_announced(block_hash):
             return
         if not stored and self.on_removed is not None:
@@ -367,8 +463,11 @@ class BlockPool:
         assert unreferenced == empty | set(self._evictable), "what is unreferenced is not known"
         num_hashed = sum(block_hash is not None for block_hash in self._hash_of)
         assert len(self._block_of) == num_hashed, "a hash names a block that does not have it"
+        below: LowerCopies | frozenset[BlockHash] = self.below or frozenset()
         for block_hash, stored in self._changes.items():
-            assert (block_hash in self._block_of) == stored, "an event contradicts the index"
+            is_here = block_hash in self._block_of or block_hash in below
+            assert is_here == stored, "an event contradicts the index"
+        assert self._unsaved.keys() <= self._evictable.keys(), "an unsaved block is in use"
 
 
 def _blocks_of(segments: FreeSegments) -> Iterator[int]:

@@ -210,5 +210,25 @@ def arriving_blocks(
     return found + [ArrivingBlock(block, num_tokens) for block in state]
 
 
+def arriving_keys(
+    groups: KvGroups, hashes: Sequence[BlockHash], span: range, block_size: int
+) -> list[BlockHash]:
+    """The names of the `arriving_blocks` of a prefix that ends with `span`, in their order.
+
+    Args:
+        hashes: of the prefix, from its first block on.
+    """
+    num_tokens = span.stop * block_size
+    visible = [first_visible(window, num_tokens, block_size) for window in groups.windows]
+    found = [
+        group_key(hashes[index], group)
+        for index in span
+        for group, first in enumerate(visible)
+        if index >= first
+    ]
+    last = hashes[span.stop - 1]
+    return found + [state_key(last, part) for part in range(groups.state_blocks)]
+
+
 def _at(table: Sequence[int], index: int) -> int:
     return table[index] if index < len(table) else HOLE

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import HOLE, KvGroups, arriving_blocks, first_visible, group_key, state_key
+from kvmesh.kv.groups import (
+    HOLE,
+    KvGroups,
+    arriving_blocks,
+    arriving_keys,
+    first_visible,
+    group_key,
+    resume_length,
+    state_key,
+)
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 
 
@@ -125,10 +134,43 @@ class PrefixRooms:
         self._forget_windows(kv, length)
         if self._groups.state_blocks:
             for part, block in enumerate(room.state):
-                self._pool.seal(block, state_key(hashes[length - 1], part))
+                room.state[part] = self._seal_once(block, state_key(hashes[length - 1], part))
             self._pool.release(kv.source)
             kv.source = room.state
         return length
+
+    def _seal_once(self, block: int, key: BlockHash) -> int:
+        """Registers a block, or gives it up for the one that has the name already."""
+        if self._pool.seal(block, key):
+            return block
+        cached = self._pool.find(key)
+        assert cached is not None, "a name that is taken is a block's"
+        self._pool.acquire([cached])
+        self._pool.release([block])
+        return cached
+
+    def resumable(self, hashes: Sequence[BlockHash]) -> int:
+        """Leading blocks behind which a prefix can go on with what lies in the tiers below, too."""
+        pool, below, groups = self._pool, self._pool.below, self._groups
+
+        def is_kept(key: BlockHash) -> bool:
+            return pool.find(key) is not None or (below is not None and key in below)
+
+        def has_state(length: int) -> bool:
+            last = hashes[length - 1]
+            return all(is_kept(state_key(last, part)) for part in range(groups.state_blocks))
+
+        return resume_length(
+            groups,
+            len(hashes),
+            self._size,
+            lambda group, index: is_kept(group_key(hashes[index], group)),
+            has_state,
+        )
+
+    def missing(self, hashes: Sequence[BlockHash], num_held: int, length: int) -> list[BlockHash]:
+        """The names of what `open` makes room for, in its order, for who holds `num_held`."""
+        return arriving_keys(self._groups, hashes, range(num_held, length), self._size)
 
     def _share(self, kv: SequenceBlocks, first: int, end: int, hashes: Sequence[BlockHash]) -> None:
         """What was computed here while it arrived is kept once: what arrived is given up."""

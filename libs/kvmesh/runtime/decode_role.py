@@ -51,7 +51,6 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             parts.direct, pb.DecodeRequest, lambda events: (pb.DecodeResponse(events=events),)
         )
         self._core = parts.core
-        self._wake_engine = parts.wake_engine
         self._on_change = parts.on_change
         self._metrics = parts.metrics
         self._slots = slots
@@ -169,14 +168,14 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self,
         reservation: Reservation,
         on_first: Callable[[Emission], None],
-        *,
-        held: bool = False,
     ) -> Sequence | Refusal:
-        """Computes a reserved prompt right in its blocks (aggregated placement).
+        """Lets a reserved prompt be computed right in its blocks (aggregated placement).
 
         Args:
             on_first: called with the first token; the handoff is committed by then.
-            held: the caller lets it run.
+
+        Returns:
+            Its sequence, HELD.
         """
         task = self.arriving.begin_local(reservation)
         if isinstance(task, Refusal):
@@ -184,9 +183,6 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         task.sequence.on_emission = lambda emission: self._first_local(
             task, reservation, emission, on_first
         )
-        if not held:
-            self._core.run(task.sequence)
-            self._wake_engine()
         return task.sequence
 
     def _first_local(

@@ -17,12 +17,14 @@ import grpc
 
 from kvmesh.core.types import (
     BLOCK_HASH_BYTES,
+    BlockHash,
     Endpoint,
     HostRoute,
     KvLayout,
     Refusal,
     RefusalReason,
 )
+from kvmesh.engine.tiered_cache import TieredCache
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import Reader, ReadLeaseStatistics, ReadLeaseTable
@@ -34,6 +36,7 @@ from kvmesh.rpc.convert import (
     refusal_to_proto,
 )
 from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.runtime.worker_tiers import load_prefix
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import GetFrame
@@ -66,7 +69,11 @@ class LeaseLimits:
 class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
     """Serves `KvPoolService` and gives KV away (`transfer.target.ReadSource`)."""
 
-    def __init__(self, parts: WorkerParts, limits: LeaseLimits) -> None:
+    def __init__(
+        self, parts: WorkerParts, limits: LeaseLimits, tiers: TieredCache | None = None
+    ) -> None:
+        """`tiers` are below the pool: what is leased comes up first."""
+        self._tiers = tiers
         self._identity = parts.identity
         self._core = parts.core
         self._memory = parts.memory
@@ -83,6 +90,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         """This worker takes no new requests. It goes on lending, until `drain`."""
         self._closed = False
         self._released = asyncio.Event()
+        self._coming_up = asyncio.Lock()
         self.read_blocks_total = 0
         """Blocks that others have read by GET."""
         self.data_endpoint: Endpoint | None = None
@@ -100,7 +108,11 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         """Holds the blocks with which a cached prefix can be resumed."""
         assert self.data_endpoint is not None, "the data server is not up"
         here = self.data_endpoint.host
-        outcome = self._lease(request, reader_of(request.reader_worker_id, context.peer(), here))
+        reader = reader_of(request.reader_worker_id, context.peer(), here)
+        outcome: pb.ReadLease | Refusal | None = self._check(request)
+        if outcome is None:
+            await self._bring_up(request)
+            outcome = self._lease(request, reader)
         if isinstance(outcome, Refusal):
             log.debug(
                 "lease_refused",
@@ -123,7 +135,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         self._release()
         return pb.ReleaseBlocksResponse()
 
-    def _lease(self, request: pb.LeaseBlocksRequest, reader: Reader) -> pb.ReadLease | Refusal:
+    def _check(self, request: pb.LeaseBlocksRequest) -> Refusal | None:
         if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
@@ -135,11 +147,26 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             return Refusal(RefusalReason.INVALID, "the reader's KV layout is another one")
         if len(request.block_hashes) % BLOCK_HASH_BYTES:
             return Refusal(RefusalReason.INVALID, "a block hash is cut off")
+        return None
+
+    def _hashes(self, request: pb.LeaseBlocksRequest) -> list[BlockHash]:
         # A reader with a larger pool may ask for more than can be here; nothing is made of that.
         most = self._core.pool.num_blocks * BLOCK_HASH_BYTES
-        hashes = split_hashes(request.block_hashes[:most])
-        rooms = self._core.fills.rooms
-        length, blocks = rooms.leased(hashes, request.num_held)
+        return split_hashes(request.block_hashes[:most])
+
+    async def _bring_up(self, request: pb.LeaseBlocksRequest) -> None:
+        """Makes what lies below the pool ready to be leased, one prefix at a time."""
+        if self._tiers is None:
+            return
+        async with self._coming_up:
+            fill = self._core.fills.begin(self._hashes(request))
+            await load_prefix(self._tiers, fill)
+
+    def _lease(self, request: pb.LeaseBlocksRequest, reader: Reader) -> pb.ReadLease | Refusal:
+        if self._closed:
+            return Refusal(RefusalReason.DRAINING, "this worker is leaving")
+        here = self._identity
+        length, blocks = self._core.fills.rooms.leased(self._hashes(request), request.num_held)
         if not blocks:
             text = f"{length} leading blocks are here, the reader has {request.num_held}"
             return Refusal(RefusalReason.NO_BLOCKS, text)

@@ -24,6 +24,7 @@ class PrefillAttempt:
 
     Attributes:
         source: whom a prefix is fetched from first.
+        waits: its sequence runs only when its prefix was fetched, or brought up from a tier.
         outcome: how it ended, or would if it were cancelled now.
     """
 
@@ -33,6 +34,7 @@ class PrefillAttempt:
     reservation: Reservation
     span: Span
     source: PrefixSource | None = None
+    waits: bool = False
     sequence: Sequence | None = None
     first: Emission | None = None
     progress: asyncio.Event = field(default_factory=asyncio.Event)

@@ -21,6 +21,7 @@ from kvmesh.core.types import (
     SequenceSpec,
 )
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.engine.tiered_cache import TieredCache
 from kvmesh.policy.transfer_mode import TransferMode
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
@@ -38,6 +39,7 @@ from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.prefix_sources import PrefixSources
 from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.runtime.worker_tiers import load_prefix
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.channel_pool import ChannelPool
@@ -64,12 +66,14 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         slots: int,
         mode: TransferMode | None = None,
         queries: PrefixQueries | None = None,
+        tiers: TieredCache | None = None,
     ) -> None:
         """`mode` is for all requests; None lets the policy choose for each.
 
         Args:
             sources: None computes what other workers are said to hold.
             queries: None asks nobody for a prefix.
+            tiers: where prefixes are that this worker's pool has evicted.
         """
         self._identity = parts.identity
         self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
@@ -82,7 +86,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
-        self._sources, self._queries = sources, queries
+        self._sources, self._queries, self._tiers = sources, queries, tiers
         decode.local_prefill = self
         self._slots = slots
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
@@ -161,8 +165,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         if isinstance(sequence, Refusal):
             outcome = sequence
         else:
-            attempt.sequence = sequence
-            sequence.on_progress = attempt.progress.set
+            self._begin(attempt, sequence)
+            self._wake_engine()
         self._answer(pb.PrefillEvent(), outcome, outbox, span)
         return None if attempt.work is None else lambda: self._cancel(attempt)
 
@@ -222,11 +226,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         sequence = self._start(attempt, spec)
         if isinstance(sequence, Refusal):
             return sequence
-        attempt.sequence = sequence
-        sequence.on_progress = attempt.progress.set
+        self._begin(attempt, sequence)
         if self._queries is not None and not self._is_local(reservation):
             self._queries.consider(attempt, self._channels.link_view(reservation))
-        if attempt.source is None:
+        if not attempt.waits:
             self._choose_way(attempt)
         self._wake_engine()
         return attempt
@@ -251,17 +254,29 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     def _start(self, attempt: PrefillAttempt, spec: SequenceSpec) -> Sequence | Refusal:
         if self._is_local(attempt.reservation):
             return self._start_local(attempt)
-        sequence = self._core.admit_prefill(spec, held=attempt.source is not None)
+        sequence = self._core.admit_prefill(spec, held=True)
         if isinstance(sequence, Sequence):
             sequence.on_emission = lambda emission: self._first_token(attempt, emission)
         return sequence
 
     def _start_local(self, attempt: PrefillAttempt) -> Sequence | Refusal:
         return self._decode.start_local(
-            attempt.reservation,
-            lambda emission: self._first_token(attempt, emission),
-            held=attempt.source is not None,
+            attempt.reservation, lambda emission: self._first_token(attempt, emission)
         )
+
+    def _begin(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
+        """Lets a sequence run, unless it waits for its prefix."""
+        attempt.sequence = sequence
+        sequence.on_progress = attempt.progress.set
+        attempt.waits = attempt.source is not None or self._may_load(sequence)
+        if not attempt.waits:
+            self._core.run(sequence)
+
+    def _may_load(self, sequence: Sequence) -> bool:
+        if self._tiers is None:
+            return False
+        num_held = sequence.num_computed // self._core.block_size
+        return self._tiers.pays(self._core.reusable_hashes(sequence), num_held)
 
     # --- work --------------------------------------------------------------------------------
 
@@ -284,8 +299,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _carry_out(self, attempt: PrefillAttempt) -> None:
         try:
-            if attempt.source is not None:
-                await self._bring_prefix(attempt, attempt.source)
+            if attempt.waits:
+                await self._bring_prefix(attempt)
             if self._is_local(attempt.reservation):
                 await self._wait_first(attempt)
             else:
@@ -299,13 +314,24 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             attempt.outcome = "lost"
             self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
 
-    async def _bring_prefix(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
-        """Fetches what another worker holds, or asks there; what is missing then is computed."""
+    async def _bring_prefix(self, attempt: PrefillAttempt) -> None:
+        """Brings up what is below, fetches what another worker holds, or asks there.
+
+        What is missing then is computed.
+        """
         sequence = attempt.sequence
         assert sequence is not None
-        assert self._sources is not None, "a source is taken by who can fetch"
-        may_stay = self._is_local(attempt.reservation)
-        await self._sources.bring(attempt, source, may_stay=may_stay)
+        if self._tiers is not None and self._may_load(sequence):
+            result = await load_prefix(self._tiers, self._core.begin_fill(sequence))
+            attempt.span.event(
+                "prefix_load",
+                loaded_tokens=result.num_loaded * self._core.block_size,
+                seconds=result.seconds,
+            )
+        if attempt.source is not None and sequence.state is not SequenceState.GONE:
+            assert self._sources is not None, "a source is taken by who can fetch"
+            may_stay = self._is_local(attempt.reservation)
+            await self._sources.bring(attempt, attempt.source, may_stay=may_stay)
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)

@@ -35,6 +35,7 @@ from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.prefix_sources import PrefixSources
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
+from kvmesh.runtime.tier_metrics import TierCollector
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import WorkerConfig
 from kvmesh.runtime.worker_detail import worker_detail
@@ -45,6 +46,7 @@ from kvmesh.runtime.worker_queries import answer_queries, start_queries
 from kvmesh.runtime.worker_runner import find_folder, load_runner
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
+from kvmesh.runtime.worker_tiers import make_tiers
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
@@ -88,6 +90,7 @@ class Worker:
             structures.constraint if structures is not None else None,
             self._swap,
         )
+        self.tiers = make_tiers(config.tiers, self.core, runner, self._clock, self._copier)
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
         self._copier.on_done = self._loop.wake
@@ -105,7 +108,7 @@ class Worker:
             observer=self._metrics.observe_transfer,
         )
         context.stack.push_async_callback(self.channels.close)
-        self.pool = KvPool(parts, lease_limits(self._config.fetch))
+        self.pool = KvPool(parts, lease_limits(self._config.fetch), self.tiers)
         pool_metrics = PoolMetrics(self._metrics.registry)
         pool_metrics.watch_leases(self.pool.statistics)
         self.fetcher: PrefixFetcher = start_fetcher(
@@ -137,6 +140,7 @@ class Worker:
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
             queries=self.queries,
+            tiers=self.tiers,
         )
         data_endpoint = await self._listen_for_kv()
         add = context.add_servicer
@@ -167,6 +171,9 @@ class Worker:
         context.spawn(self._copier.run(), "swap")
         if self._swap is not None:
             context.stack.callback(self._swap.close)
+        if self.tiers is not None:
+            context.stack.callback(self.tiers.close)
+            self._metrics.registry.register(TierCollector(self.tiers.statistics))
         context.spawn(self.decode.watch_leases(), "leases")
         context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)
@@ -284,8 +291,10 @@ class Worker:
         self._steps.add(seconds, computed, generated, self._clock.now())
         if self.queries is not None and self._steps.last_prompt_tokens:
             self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
-        if self._swap is not None and (num_tokens := self._steps.last_prompt_tokens):
-            self._swap.observe_step(num_tokens, seconds)
+        if num_tokens := self._steps.last_prompt_tokens:
+            for learner in (self._swap, self.tiers):
+                if learner is not None:
+                    learner.observe_step(num_tokens, seconds)
         self._publish()
         if self._kv_events is not None:
             self._kv_events.notify()
@@ -389,7 +398,8 @@ class Worker:
         """Nothing is held: no block, slot, reservation, lease, read, write or attempt."""
         roles = self.decode.is_idle and self.prefill.num_attempts == 0
         lent = self.pool.is_idle and (self.answers is None or not self.answers.num_open)
-        return self.core.is_idle and roles and lent and self.fetcher.is_idle
+        tiers = self.tiers is None or self.tiers.is_idle
+        return self.core.is_idle and roles and lent and self.fetcher.is_idle and tiers
 
 
 def _parse_role(word: str) -> Role:

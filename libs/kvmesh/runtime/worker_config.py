@@ -105,6 +105,15 @@ class FetchSection:
 
 
 @dataclass(frozen=True, slots=True)
+class TiersSection:
+    """Where KV goes that the pool of blocks evicts."""
+
+    host_gib: float = option(
+        0.0, "host memory for evicted KV, GiB; useful where it is more than the pool; 0: none"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EventsSection:
     """KV events for outside indexers, as vLLM publishes them; needs the extra `events`."""
 
@@ -127,3 +136,4 @@ class WorkerConfig:
     engine: EngineSection = option(EngineSection, "")
     events: EventsSection = option(EventsSection, "")
     fetch: FetchSection = option(FetchSection, "")
+    tiers: TiersSection = option(TiersSection, "")

@@ -15,6 +15,7 @@ from kvmesh.engine.fake import FakeRunner
 from kvmesh.kv.read_leases import ReadLeaseTable
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.query_metrics import QueryMetrics
+from kvmesh.runtime.tier_metrics import TierCollector
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from services.gateway.metrics import GatewayMetrics
 from services.kvmanager import metrics as kvmanager_metrics
@@ -55,6 +56,7 @@ def of_worker() -> dict[str, str]:
     leases = ReadLeaseTable(1, 1.0, max_leases=1, max_blocks=1)
     PoolMetrics(registry).watch_leases(leases.statistics)
     QueryMetrics(registry).watch(lambda: (0, 0))
+    registry.register(TierCollector(lambda: ()))
     return exported(registry.collect())
 
 

@@ -1,0 +1,221 @@
+"""Prefixes that do not fit the pool: copies down ahead of evictions, and back up before a prompt.
+
+Copies are made beside the event loop and the steps, by whoever makes those of preempted sequences.
+Tests: tests/unit/engine/test_tiered_cache.py, tests/integration/test_tiers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.types import BlockHash
+from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
+from kvmesh.engine.tier_stores import Good, TierStore
+from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
+from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics
+from kvmesh.policy.preemption import FADING, with_sample
+
+BATCH_BYTES = 8 << 20
+"""Most that is copied down at once: a prompt that waits for its prefix waits behind this."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What came of a load.
+
+    Attributes:
+        num_blocks: leading blocks of the prefix that are here now.
+        num_loaded: of these, blocks by which there are more.
+    """
+
+    num_blocks: int
+    num_loaded: int
+    seconds: float
+
+
+class _Load:
+    """A prefix on its way up."""
+
+    def __init__(self, fill: PrefixFill, done: Callable[[LoadResult], None], now: float) -> None:
+        self.fill = fill
+        self.done = done
+        self.started = now
+        self.before = fill.num_held
+        self.num_open = 0
+        self.keys: list[BlockHash] = []
+        self.here: list[int] = []
+        self.good: set[BlockHash] = set()
+
+
+class TieredCache:
+    """The tiers below one pool, with their bytes.
+
+    Args:
+        stores: of the tiers, the fastest first.
+        clock: measures how long loads take.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        fills: PrefixFills,
+        tiers: Sequence[Tier],
+        stores: Sequence[TierStore],
+        block_bytes: int,
+        clock: Clock,
+    ) -> None:
+        assert pool.is_idle, "no block was taken yet"
+        self._pool = pool
+        self._fills = fills
+        self._stores = tuple(stores)
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._tiers = Tiers(tiers, pool.went_below)
+        self._batch = max(1, BATCH_BYTES // block_bytes)
+        self._is_saving = False
+        self._num_loads = 0
+        self._token_s = 0.0
+        self._block_s = [0.0] * len(stores)
+        pool.below = self._tiers
+        pool.on_unsaved = self.clean
+
+    # --- down --------------------------------------------------------------------------------
+
+    def clean(self) -> None:
+        """Begins to copy what would be lost soonest, if the pool is about to evict."""
+        pool = self._pool
+        if self._is_saving or pool.num_empty >= EMPTY_SHARE * pool.num_blocks:
+            return
+        chosen = {each.key: each for each in pool.unsaved(self._batch)}
+        copies = self._tiers.begin_write(0, chosen)
+        if not copies:
+            return
+        blocks = [chosen[copy.key] for copy in copies]
+        pool.saving(blocks)
+        self._is_saving = True
+        self._stores[0].save(
+            [each.block for each in blocks],
+            [copy.place for copy in copies],
+            lambda: [pool.is_same(each) for each in blocks],
+            partial(self._saved, blocks, copies),
+        )
+
+    def _saved(self, blocks: Sequence[UnsavedBlock], copies: Sequence[Copy], good: Good) -> None:
+        self._is_saving = False
+        for copy, is_good in zip(copies, good, strict=True):
+            self._tiers.end_write(0, copy, is_good=is_good)
+        self.clean()
+
+    # --- up ----------------------------------------------------------------------------------
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """Takes a step with prompts, for what computing would cost."""
+        self._token_s = with_sample(self._token_s, seconds / num_tokens)
+
+    def pays(self, hashes: Sequence[BlockHash], num_held: int) -> bool:
+        """Whether the first token comes sooner if more of a prefix is brought up.
+
+        Args:
+            hashes: of what may come from a cache, from the first block on.
+            num_held: leading blocks that are there.
+        """
+        length = self._fills.rooms.resumable(hashes)
+        if length <= num_held:
+            return False
+        load_s = self._load_s(self._fills.rooms.missing(hashes, num_held, length))
+        compute_s = (length - num_held) * self._pool.block_size * self._token_s
+        if not compute_s or load_s < compute_s:
+            return True
+        # One slow copy would else decide for ever: its weight fades until a load is tried again.
+        self._block_s = [seconds * (1 - FADING) for seconds in self._block_s]
+        return False
+
+    def _load_s(self, keys: Sequence[BlockHash]) -> float:
+        """Seconds until blocks are here, as far as it is known."""
+        levels = [self._tiers.find(key) for key in keys if self._pool.find(key) is None]
+        return sum(self._block_s[level] for level in levels if level is not None)
+
+    def load(self, fill: PrefixFill, done: Callable[[LoadResult], None]) -> None:
+        """Brings up what lies below of a prefix.
+
+        Args:
+            fill: ended here, whatever happens.
+            done: called once; by then nobody writes into the blocks.
+        """
+        load = _Load(fill, done, self._clock.now())
+        self._num_loads += 1
+        fill.adopt()
+        held, length = fill.num_held, self._fills.rooms.resumable(fill.hashes)
+        if length <= held:
+            self._end(load)
+            return
+        load.keys = self._fills.rooms.missing(fill.hashes, held, length)
+        found = {key: self._pool.find(key) for key in load.keys}
+        here = {key: block for key, block in found.items() if block is not None}
+        # What is cached behind a gap stays, and takes the place of what was made room for.
+        load.here, load.good = list(here.values()), set(here)
+        self._pool.acquire(load.here)
+        blocks = fill.open(length)
+        if blocks is None:
+            self._pool.release(load.here)
+            self._end(load)
+            return
+        target = dict(zip(load.keys, blocks, strict=True))
+        reads = self._tiers.begin_read(key for key in load.keys if key not in here)
+        load.num_open = len(reads)
+        for level, copies in reads.items():
+            places = [copy.place for copy in copies]
+            into = [target[copy.key] for copy in copies]
+            loaded = partial(self._loaded, load, level, copies, self._clock.now())
+            self._stores[level].load(places, into, loaded)
+        if not reads:  # it came into the pool meanwhile
+            self._close(load)
+
+    def _loaded(
+        self, load: _Load, level: int, copies: Sequence[Copy], began: float, good: Good
+    ) -> None:
+        seconds = (self._clock.now() - began) / len(copies)
+        self._block_s[level] = with_sample(self._block_s[level], seconds)
+        for copy, is_good in zip(copies, good, strict=True):
+            self._tiers.end_read(level, copy, is_good=is_good)
+            if is_good:
+                load.good.add(copy.key)
+        load.num_open -= 1
+        if not load.num_open:
+            self._close(load)
+
+    def _close(self, load: _Load) -> None:
+        filled = next((i for i, key in enumerate(load.keys) if key not in load.good), None)
+        load.fill.close(len(load.keys) if filled is None else filled)
+        self._pool.release(load.here)
+        self._end(load)
+
+    def _end(self, load: _Load) -> None:
+        now_here = load.fill.num_held
+        load.fill.end()
+        self._num_loads -= 1
+        seconds = self._clock.now() - load.started
+        load.done(LoadResult(now_here, now_here - load.before, seconds))
+
+    # --- state -------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way, up or down."""
+        return not (self._num_loads or self._is_saving)
+
+    def statistics(self) -> list[TierStatistics]:
+        """Of each tier, the fastest first."""
+        return self._tiers.statistics()
+
+    def close(self) -> None:
+        """Gives memory and files up; no copy is being made."""
+        for store in self._stores:
+            store.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the records contradict each other."""
+        self._tiers.check_integrity()

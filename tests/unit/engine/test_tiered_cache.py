@@ -1,0 +1,166 @@
+"""Prompts come back to a pool that has evicted them: the same tokens, and less is computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.clock import ManualClock
+from kvmesh.core.types import SequenceSpec
+from kvmesh.engine.copier import Copier, InlineCopier
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.tier_stores import HostStore
+from kvmesh.engine.tiered_cache import LoadResult, TieredCache
+from kvmesh.kv.groups import KvGroups
+from kvmesh.kv.tiers import Tier
+from tests.late_copier import LateCopier
+from tests.worker_driver import make_spec, reference_tokens
+
+KINDS = {
+    "full": KvGroups(),
+    "window": KvGroups((0, 24)),
+    "state": KvGroups((0,), state_blocks=2),
+    "all": KvGroups((0, 24), state_blocks=2),
+}
+LENGTH = 160
+PLACES = 200
+
+
+class Bench:
+    """An engine of room for little more than one prompt, and a tier for all."""
+
+    def __init__(
+        self, groups: KvGroups, num_blocks: int, copier: Copier | None = None, places: int = PLACES
+    ) -> None:
+        self.groups = groups
+        self.clock = ManualClock()
+        self.runner = FakeRunner(num_blocks=num_blocks, groups=groups)
+        self.core = EngineCore(self.runner.spec, num_blocks, growth_tokens=0)
+        block_bytes = self.runner.spec.layout.block_bytes
+        self.arena = HostArena(self.runner.kv, block_bytes, places)
+        self.tier = Tier("host", places)
+        self.tiers = TieredCache(
+            self.core.pool,
+            self.core.fills,
+            [self.tier],
+            [HostStore(self.arena, copier or InlineCopier())],
+            block_bytes,
+            self.clock,
+        )
+
+    def spec(self, stem: int) -> SequenceSpec:
+        return make_spec([stem * 200 + position % 190 for position in range(LENGTH)], max_tokens=4)
+
+    def admit(self, spec: SequenceSpec) -> Sequence:
+        sequence = self.core.admit_prefill(spec, held=True)
+        assert isinstance(sequence, Sequence), sequence
+        sequence.hold_after_first = False
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        self.core.run(sequence)
+        while self.core.has_work:
+            chunks = self.core.plan_step()
+            self.core.finish_step(chunks, self.runner.execute(chunks))
+            self.core.check_integrity()
+        spec = sequence.spec
+        assert sequence.tokens[LENGTH:] == reference_tokens(spec, groups=self.groups)
+
+    def ask(self, stem: int) -> list[LoadResult]:
+        sequence = self.admit(self.spec(stem))
+        results: list[LoadResult] = []
+        self.tiers.load(self.core.begin_fill(sequence), results.append)
+        self.finish(sequence)
+        return results
+
+    @property
+    def computed(self) -> int:
+        return self.core.token_totals[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_evicted_is_brought_back_and_not_computed(kind: str) -> None:
+    bench = Bench(KINDS[kind], {"full": 16, "window": 32, "state": 28, "all": 44}[kind])
+    for stem in range(4):
+        bench.ask(stem)
+    assert bench.core.pool.statistics().evicted_total > 0
+    assert bench.computed == 4 * (LENGTH + 3)
+    (result,) = bench.ask(0)
+    assert result.num_loaded > 0
+    assert result.num_blocks == (LENGTH - 1) // 16
+    assert bench.computed == 4 * (LENGTH + 3) + 16 + 3
+    assert bench.core.is_idle
+    bench.tiers.check_integrity()
+
+
+def test_a_copy_that_is_made_too_late_is_none() -> None:
+    late = LateCopier()
+    bench = Bench(KvGroups(), 16, late)
+    bench.ask(0)
+    assert late.jobs
+    # Its blocks go to another prompt before they are read.
+    bench.finish(bench.admit(bench.spec(1)))
+    before = len(bench.tier)
+    late.run_one()
+    for key in list(bench.tier):
+        block = bench.core.pool.find(key)
+        copy = bench.tier.begin_read(key)
+        size = bench.arena.block_bytes
+        assert block is not None
+        there = bench.arena._bytes[copy.place * size : (copy.place + 1) * size]
+        assert there == bench.runner.kv.read_view(block, 1)
+        bench.tier.end_read(copy, is_good=True)
+    assert before == 0
+    assert len(bench.tier) < 11
+
+
+def test_what_fits_the_pool_is_copied_by_nobody() -> None:
+    bench = Bench(KvGroups(), 512)
+    for stem in range(4):
+        bench.ask(stem)
+    assert len(bench.tier) == 0
+
+
+def test_a_full_tier_keeps_what_was_used_last() -> None:
+    bench = Bench(KvGroups(), 16, places=24)
+    for stem in (0, 1, 2, 0, 3):
+        bench.ask(stem)
+    spec = bench.spec(0)
+    sequence = bench.admit(spec)
+    assert bench.tiers.pays(sequence.chain.hashes[:9], 0)
+    bench.core.release(sequence)
+    assert bench.tiers.statistics()[0].evicted_total > 0
+    bench.tiers.check_integrity()
+
+
+def test_loading_is_left_alone_where_computing_is_sooner() -> None:
+    bench = Bench(KvGroups(), 16)
+    for stem in range(3):
+        bench.ask(stem)
+    hashes = bench.admit(bench.spec(0)).chain.hashes[:9]
+    assert bench.tiers.pays(hashes, 0)  # nothing is known yet
+    bench.tiers._block_s[0] = 1.0
+    bench.tiers.observe_step(100, 1.0)
+    assert not bench.tiers.pays(hashes, 0)
+    bench.tiers._block_s[0] = 0.01
+    assert bench.tiers.pays(hashes, 0)
+
+
+def test_a_prompt_that_ends_meanwhile_leaves_nothing() -> None:
+    late = LateCopier()
+    bench = Bench(KvGroups(), 16, late)
+    for stem in range(3):
+        bench.ask(stem)
+        late.catch_up()
+    sequence = bench.admit(bench.spec(0))
+    results: list[LoadResult] = []
+    bench.tiers.load(bench.core.begin_fill(sequence), results.append)
+    assert late.jobs
+    bench.core.release(sequence)
+    assert not bench.core.is_idle  # somebody writes there
+    late.catch_up()
+    assert bench.core.is_idle
+    assert results
+    assert bench.tiers.is_idle

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.clock import ManualClock
+from kvmesh.core.errors import ConfigError
+from kvmesh.engine.copier import InlineCopier
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.runtime.worker_config import TiersSection
+from kvmesh.runtime.worker_tiers import make_tiers
+
+
+@pytest.mark.parametrize(("gib", "num_places"), [(0.0, None), (1e-6, 8), (1e-8, -1), (-1.0, -1)])
+def test_host_memory_holds_as_many_blocks_as_fit(gib: float, num_places: int | None) -> None:
+    runner = FakeRunner()  # blocks of 128 bytes
+    core = EngineCore(runner.spec, 4)
+
+    def make() -> int | None:
+        tiers = make_tiers(TiersSection(gib), core, runner, ManualClock(), InlineCopier())
+        return None if tiers is None else tiers.statistics()[0].num_places
+
+    if num_places == -1:
+        with pytest.raises(ConfigError, match="give more, or 0"):
+            make()
+    else:
+        assert make() == num_places
