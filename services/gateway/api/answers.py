@@ -285,7 +285,7 @@ class _Stream:
     def was_complete(self, index: int) -> None:
         """The client has all of a choice from another gateway."""
         if self.entry is not None:
-            self.entry.places[index].is_complete = True
+            self.entry.places[index].complete()
         self._num_open -= 1
 
     def fail(self, events: bytes) -> None:
@@ -356,7 +356,7 @@ class _StreamSink(_ChoiceSink):
         self._answer.note(self._index, token_ids, None)
         self._events(text, token_ids, logprobs, None)
         if self._entry is not None:
-            self._entry.places[self._index].is_opened = True
+            self._entry.places[self._index].open()
 
     def push(
         self,
@@ -402,11 +402,12 @@ class _StreamSink(_ChoiceSink):
         if entry is None:
             return b"".join(map(_event, bodies))
         place, events = entry.places[self._index], b""
-        place.is_opened = True
+        place.open()
         if not was_opened and len(bodies) > 1:
             events = _event(bodies.pop(0), entry.id_line())
         entry.tokens(self._index, token_ids)
-        place.is_complete = finish is not None
+        if finish is not None:
+            place.complete()
         return events + b"".join([_event(body, entry.id_line()) for body in bodies])
 
     def _events(

@@ -44,48 +44,61 @@ class Place:
         waiting: the last ones of them, which the journal may not hold yet.
         cached: tokens of its prompt, if the journal may not hold that yet.
         is_opened: some event was sent.
-        is_complete: its last event was sent.
+        text: the place as ids have it.
     """
 
-    __slots__ = ("_tail", "cached", "is_complete", "is_opened", "num_tokens", "waiting")
+    __slots__ = ("_tail", "cached", "is_opened", "num_tokens", "text", "waiting")
 
     def __init__(self, num_tokens: int = 0) -> None:
         self.num_tokens = num_tokens
         self.waiting: list[int] = []
         self.cached: int | None = None
         self.is_opened = num_tokens > 0
-        self.is_complete = False
         self._tail = ""
+        self.text = str(num_tokens) if num_tokens else ""
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The next event has these tokens, too."""
-        self.num_tokens += len(token_ids)
+        """The next event has these tokens, too; every token of a stream passes here."""
+        self.num_tokens = count = self.num_tokens + len(token_ids)
         self.waiting += token_ids
         for token_id in token_ids:
             self._tail += f".{token_id:x}"
+        self.text = f"{count}{self._tail}"
+        self.is_opened = True
+
+    def open(self) -> None:
+        """An event is sent."""
+        self.is_opened = True
+        self._write()
+
+    def complete(self) -> None:
+        """The last event is sent."""
+        self.open()
+        self.text += "!"
 
     def has_cached(self, num_tokens: int) -> None:
         """So many of the prompt's tokens were cached; before there are any tokens."""
         self.cached = num_tokens
         self._tail = f"~{num_tokens}"
+        self._write()
 
     def kept(self, num_tokens: int) -> None:
         """The journal holds so many of those that were waiting, and the number of cached ones."""
         del self.waiting[:num_tokens]
         self.cached = None
         self._tail = "".join([f".{token_id:x}" for token_id in self.waiting])
+        self._write()
 
-    def __str__(self) -> str:
-        if not self.is_opened:
-            return ""
-        return f"{self.num_tokens}{self._tail}{'!' if self.is_complete else ''}"
+    def _write(self) -> None:
+        end = "!" if self.text.endswith("!") else ""
+        self.text = f"{self.num_tokens}{self._tail}{end}" if self.is_opened else ""
 
 
 def id_line(key: str, places: Sequence[Place], *, is_over: bool = False) -> str:
     """The line of an event that says where the stream is after it."""
     if sum([len(place.waiting) for place in places]) > MAX_TAIL:
         return "id:\n"
-    return f"id: {key}:{','.join(map(str, places))}{'$' if is_over else ''}\n"
+    return f"id: {key}:{','.join([place.text for place in places])}{'$' if is_over else ''}\n"
 
 
 class GivenPlace(NamedTuple):

@@ -26,7 +26,7 @@ from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.choice import Behind, Choice, Delivered
-from services.gateway.request.event_ids import MAX_CHOICES, GivenId, Place, id_line
+from services.gateway.request.event_ids import MAX_CHOICES, MAX_TAIL, GivenId, Place, id_line
 from services.gateway.tenants.admission import Ticket
 
 log = event_logger(__name__)
@@ -180,7 +180,10 @@ class Entry:
 
     def id_line(self, *, is_over: bool = False) -> str:
         """The line of an event that says where the stream is after it."""
-        return id_line(self.key, self.places, is_over=is_over) if self.is_kept else "id:\n"
+        places = self.places
+        if len(places) == 1 and self.is_kept and not is_over and len(places[0].waiting) < MAX_TAIL:
+            return f"id: {self.key}:{places[0].text}\n"  # as nearly all are
+        return id_line(self.key, places, is_over=is_over) if self.is_kept else "id:\n"
 
     def tokens(self, choice: int, token_ids: Sequence[int]) -> None:
         """The next event has these tokens."""

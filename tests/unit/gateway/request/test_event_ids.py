@@ -20,7 +20,7 @@ def places(draw: st.DrawFn) -> tuple[Place, GivenPlace]:
         return Place(), GivenPlace(0, (), None, is_opened=False, is_complete=False)
     before = draw(st.integers(0, 1000))
     place = Place(before)
-    place.is_opened = True
+    place.open()
     cached = draw(st.none() | st.integers(0, 5000))
     if cached is not None:
         place.has_cached(cached)
@@ -31,9 +31,10 @@ def places(draw: st.DrawFn) -> tuple[Place, GivenPlace]:
     if kept := draw(st.integers(0, len(tokens))):
         place.kept(kept)
         cached = None
-    place.is_complete = draw(st.booleans())
+    if is_complete := draw(st.booleans()):
+        place.complete()
     tail = tuple(tokens[kept:])
-    return place, GivenPlace(before + kept, tail, cached, True, place.is_complete)
+    return place, GivenPlace(before + kept, tail, cached, True, is_complete)
 
 
 @given(st.lists(places(), min_size=1, max_size=4), st.booleans())
@@ -63,7 +64,6 @@ def test_anything_else_is_none(text: str) -> None:
 def test_a_client_forgets_where_it_is_when_the_journal_is_too_far_behind() -> None:
     place = Place()
     place.add([7] * MAX_TAIL)
-    place.is_opened = True
     assert len(id_line(KEY, [place])) > MAX_TAIL
     place.add([7])
     assert id_line(KEY, [place]) == "id:\n"

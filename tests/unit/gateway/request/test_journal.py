@@ -108,8 +108,6 @@ def _given(entry: Entry) -> GivenId:
 async def test_ids_name_what_is_not_written_yet() -> None:
     journal = _journal(store := FakeStore())
     entry = await _opened(journal)
-    for place in entry.places:
-        place.is_opened = True
     entry.tokens(0, [10, 11])
     entry.tokens(1, [12])
     assert entry.id_line() == f"id: {entry.key}:2.a.b,1.c\n"
@@ -123,7 +121,6 @@ async def test_ids_name_what_is_not_written_yet() -> None:
 async def test_a_lost_answer_loses_and_repeats_nothing() -> None:
     journal = _journal(store := FakeStore())
     entry = await _opened(journal)
-    entry.places[0].is_opened = True
     entry.tokens(0, [1, 2])
     store.loses_answers = 1
     await journal.flush()
