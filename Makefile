@@ -22,6 +22,7 @@ LINK_MBIT ?= 200
 ARGS ?=
 ROUNDS ?= 20
 MINUTES ?= 10
+KILLS ?= 200
 # Tests run side by side, a file in one process (tests/conftest.py says what else stays together).
 # Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
@@ -229,6 +230,10 @@ bench-fuzz: setup ## a million damaged inputs for the data channel's decoder; wr
 .PHONY: fuzz
 fuzz: setup ## senseless requests to every rpc and the HTTP API: make fuzz ROUNDS=20
 	KVMESH_FUZZ_ROUNDS=$(ROUNDS) $(PY) -m pytest -q --timeout 0 tests/integration/test_grpc_fuzz.py tests/integration/test_http_fuzz.py
+
+.PHONY: chaos-gateway
+chaos-gateway: setup ## two gateways under streams, killed again and again; no token is lost or repeated: make chaos-gateway KILLS=200
+	$(PY) -m tests.chaos.gateway_kills --kills $(KILLS) $(ARGS)
 
 .PHONY: soak
 soak: setup ## a mesh under mixed load whose parts are killed and paused at random: make soak MINUTES=10

@@ -84,6 +84,8 @@ class AsyncClient:
                 run.end()
                 return
             except grpc.aio.AioRpcError as error:
+                if run.is_complete:
+                    return  # only the status after its last piece is lost
                 wait_s = run.wait_after(error)
                 self._gateways.leave(stub)
             finally:

@@ -92,7 +92,11 @@ class CallSettings:
 
 
 class GenerationCall:
-    """One generation over its attempts; each goes on behind what the ones before delivered."""
+    """One generation over its attempts; each goes on behind what the ones before delivered.
+
+    Attributes:
+        is_complete: its last piece came.
+    """
 
     def __init__(self, message: pb.GenerateRequest, metadata: Metadata, attempts: Attempts) -> None:
         self.message = message
@@ -101,7 +105,7 @@ class GenerationCall:
         self._point: pb.ResumePoint | None = None
         self._token_ids: list[int] = []
         self._delivered = False
-        self._finished = False
+        self.is_complete = False
 
     def begin(self) -> float | None:
         """Begins an attempt and returns the seconds it may take; None is unlimited.
@@ -118,7 +122,7 @@ class GenerationCall:
             self._point = response.resume
         self._token_ids += delta.token_ids
         self._attempts.delivered()
-        self._delivered, self._finished = True, delta.finish_reason is not None
+        self._delivered, self.is_complete = True, delta.finish_reason is not None
         return delta
 
     def end(self) -> None:
@@ -127,15 +131,14 @@ class GenerationCall:
         Raises:
             ProtocolError: but the generation did not.
         """
-        if not self._finished:
+        if not self.is_complete:
             raise ProtocolError("no_finish_reason", "the stream ended before the generation did")
 
     def wait_after(self, error: grpc.RpcError) -> float:
         """Seconds to wait before the next attempt; raises what ended the call if there is none."""
         failure = failure_from(error)
         if self._delivered:
-            # An older gateway does not say how to go on; behind the last piece is nothing.
-            if self._point is None or not self._token_ids or self._finished:
+            if self._point is None or not self._token_ids:  # an older gateway does not say how
                 raise failure from error
             self.message.resume.CopyFrom(self._point)
             self.message.resume.token_ids.extend(self._token_ids)

@@ -78,6 +78,8 @@ class Client:
                 run.end()
                 return
             except grpc.RpcError as error:
+                if run.is_complete:
+                    return  # only the status after its last piece is lost
                 wait_s = run.wait_after(error)
                 self._gateways.leave(stub)
             finally:
