@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE, shared_registry
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.config import GatewayConfig
 from services.gateway.process_admin import AllRequests, ProcessSockets, admin_socket, process_admin
+from services.gateway.process_folder import shared_folder
 
 log = event_logger(__name__)
 
@@ -261,7 +261,7 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
     """
     gc.enable()  # see `kvmesh.core.loading`
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-gateway-")))
+        folder = stack.enter_context(shared_folder())
         ports = stack.enter_context(held_ports(config))
         if config.telemetry.metrics_port >= 0:
             address = (config.server.host, config.telemetry.metrics_port)

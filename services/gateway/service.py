@@ -115,7 +115,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         SharePage(requests).add_to(context.admin)
     redis = open_redis(config, context)
     keys, admission = await open_tenancy(config, context, redis)
-    journal = open_journal(config, context, redis, metrics)
+    journal = open_journal(config, context, metrics)
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission, journal)
     context.on_drain(admission.drain)
     servicer = InferenceServicer(frontend)

@@ -19,44 +19,47 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
+JOURNAL_TIMEOUT_S = 2.0
+"""A stream's first event waits for the journal at most this long, once: a process that has no core
+for a moment must not take Redis for dead, since its streams would die with it."""
+
+
 def open_redis(config: GatewayConfig, context: ServiceContext) -> RedisClient | None:
     """The Redis that gateways share, closed with `context`; None without one.
 
     Raises:
         ConfigError: it cannot be used as configured.
     """
-    redis = config.redis
-    if not redis.url:
-        return None
-    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
-    from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
-
-    client = RedisClient(
-        RedisConfig(
-            redis.url, redis.password, redis.key_prefix, redis.timeout_s, redis.password_file
-        )
-    )
-    context.stack.push_async_callback(client.close)
-    return client
+    return _client(config, context, config.redis.timeout_s) if config.redis.url else None
 
 
 def open_journal(
-    config: GatewayConfig,
-    context: ServiceContext,
-    client: RedisClient | None,
-    metrics: GatewayMetrics,
+    config: GatewayConfig, context: ServiceContext, metrics: GatewayMetrics
 ) -> Journal | None:
     """Where streams are written; None where that is switched off or there is no Redis."""
-    if client is None or not config.resume.journal_mib:
+    if not config.redis.url or not config.resume.journal_mib:
         return None
+    timeout_s = max(config.redis.timeout_s, JOURNAL_TIMEOUT_S)
     journal = Journal(
-        RedisJournalStore(client),
+        RedisJournalStore(_client(config, context, timeout_s)),
         metrics,
         max_bytes=config.resume.journal_mib * _MIB,
         keep_s=config.resume.keep_s,
         longest_s=config.limits.request_timeout_s,
-        timeout_s=config.redis.timeout_s,
+        timeout_s=timeout_s,
     )
     context.stack.push_async_callback(journal.flush)
     context.spawn(journal.run(), "journal")
     return journal
+
+
+def _client(config: GatewayConfig, context: ServiceContext, timeout_s: float) -> RedisClient:
+    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
+    from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
+
+    redis = config.redis
+    client = RedisClient(
+        RedisConfig(redis.url, redis.password, redis.key_prefix, timeout_s, redis.password_file)
+    )
+    context.stack.push_async_callback(client.close)
+    return client

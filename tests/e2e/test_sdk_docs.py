@@ -16,14 +16,15 @@ from tests.mesh_processes import Mesh
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/sdk.md").read_text(), re.S | re.M)
-DOCUMENTED = "127.0.0.1:8001"
+DOCUMENTED, DOCUMENTED_HTTP = "127.0.0.1:8001", "http://127.0.0.1:8000"
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 async def test_an_example_runs(torch_mesh: Mesh, number: int) -> None:
     code: str = EXAMPLES[number]
-    assert DOCUMENTED in code
+    assert DOCUMENTED in code or DOCUMENTED_HTTP in code
     program = code.replace(DOCUMENTED, torch_mesh["gateway"].address)
+    program = program.replace(DOCUMENTED_HTTP, torch_mesh.url)
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-W", "error", "-c", program],
