@@ -121,6 +121,10 @@ test: setup ## all tests but those that need a GPU or containers
 test-fast: setup ## what depends on libs/ and services/ alone and is not slow: a minute and a half
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' -n $(TEST_PROCESSES) --dist loadfile --ignore tests/unit/benchmarks --ignore tests/unit/deploy --ignore tests/unit/docs tests/unit tests/property
 
+.PHONY: test-arm
+test-arm: setup ## the C++ libraries for arm64 under an emulator: apt install g++-aarch64-linux-gnu qemu-user
+	$(PY) -m scripts.test_arm
+
 .PHONY: test-sanitized
 test-sanitized: setup ## the C++ libraries' tests under AddressSanitizer and UBSan
 	$(PY) -m scripts.sanitize_native $(ARGS)

@@ -21,7 +21,10 @@ class Nixl:
     """An agent with the UCX backend."""
 
     def __init__(self, name: str) -> None:
-        self._agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        # The end that sends looks for its completions itself: a thread that does so as well would
+        # take the core that the other end needs.
+        is_target = name == "receiver"
+        self._agent = nixl_agent(name, nixl_agent_config(is_target, backends=["UCX"]))
 
     def register(self, address: int, num_bytes: int) -> dict[str, Any]:
         """The other end needs the agent's metadata."""

@@ -43,13 +43,15 @@ from benchmarks.transfer_ends import (
     reservation,
     shuffled,
 )
-from benchmarks.transfer_peers import iperf_rows, peer_rows
-from benchmarks.transfer_targets import targets_of
+from benchmarks.transfer_peers import equal_congestion_control, iperf_rows, peer_rows
+from benchmarks.transfer_targets import SHM_DEFAULT, TCP_DEFAULT, targets_of
+from kvmesh.core.cores import usable_cores
 from kvmesh.core.types import Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.lane_width import lanes_by_cores
 from kvmesh.transfer.memory import copy_in_python
 from kvmesh.transfer.native import address_of
 from kvmesh.transfer.nixl_process import is_installed
@@ -62,7 +64,7 @@ LAYER_PIECE = 4 << 10
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 8192, 16
 """The model of the baselines: 2 KV heads of 64, 16 tokens: 4 KiB per layer and K or V."""
 _IN_FLIGHT = 16
-_BASELINES = ("shm", "tcp x2")
+_BASELINES = (SHM_DEFAULT, TCP_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +73,20 @@ class Ours:
 
     Attributes:
         copy_threads: of the receiver.
-        sweeps: not only small handoffs are measured.
     """
 
     name: str
     options: SendOptions
     copy_threads: int = 1
-    sweeps: bool = True
 
 
 POLL_S = 200e-6
 CHANNELS = (
-    Ours("shm", SendOptions(kinds=("shm",))),
-    Ours("shm, polling", SendOptions(kinds=("shm",), poll_s=POLL_S), sweeps=False),
+    Ours(SHM_DEFAULT, SendOptions(kinds=("shm",), poll_s=POLL_S)),
+    Ours(TCP_DEFAULT, SendOptions(kinds=("tcp",), poll_s=POLL_S)),
     Ours("shm, 2 copy threads", SendOptions(kinds=("shm",)), copy_threads=2),
     Ours("tcp x1", SendOptions(kinds=("tcp",), lanes=1, checksum=Checksum.NONE)),
     Ours("tcp x2", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.NONE)),
-    Ours(
-        "tcp x2, polling",
-        SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.NONE, poll_s=POLL_S),
-        sweeps=False,
-    ),
     Ours("tcp x4", SendOptions(kinds=("tcp",), lanes=4, checksum=Checksum.NONE)),
     Ours("tcp x2 crc32c", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.CRC32C)),
 )
@@ -215,8 +210,7 @@ async def ours(channel: Ours, plan: Plan) -> list[Row]:
         await pool.put(reservation(receiver.address, IN_ORDER, 1), [Run(0, 0, 1)])
         pids = processes_of((os.getpid(), receiver.pid))
         rows = await latency(channel.name, pool, receiver.address, pids)
-        if channel.sweeps:
-            rows += await sweep(channel.name, pool, receiver.address, pids, plan)
+        rows += await sweep(channel.name, pool, receiver.address, pids, plan)
         await pool.close()
     os.close(source.fd)
     return rows
@@ -337,16 +331,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {"nixl": arguments.nixl_python, "mooncake": arguments.mooncake_python}
     pythons = {name: python for name, python in found.items() if python}
     peers = program_version("iperf3") | peer_versions(pythons)
-    rows = uvloop.run(run(plan, pythons))
+    with equal_congestion_control() as congestion:
+        rows = uvloop.run(run(plan, pythons))
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
-        "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
+        "default: as workers ship (lanes by cores and gain, crc32c, polling); the others are tuned",
+        f"tcp channels and iperf3 set cubic; peers take the system's, here {congestion}",
+        "iperf3: rate of two seconds over warm connections",
+        "NIXL: no progress thread at the end that sends; Mooncake: with its connection pool",
         "bare: sockets and threads alone; lent: as tcp channels do, without the sender's copy",
         "bare, sendfile: out of the sender's memfd, without its copy",
-        f"polling: as workers do, both ends look for a frame for {POLL_S * 1e6:.0f} us, then sleep",
+        f"polling: both ends look for a frame for {POLL_S * 1e6:.0f} us, then sleep",
+        "pieces lie in a random order at both ends; receivers keep a worker's books of who writes",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]
-    result = document(rows, targets_of(rows), plan.seed, notes, peers)
+    streams = lanes_by_cores(usable_cores())
+    result = document(rows, targets_of(rows, streams), plan.seed, notes, peers)
     save(result, arguments.out)
     sys.stdout.write(markdown(result))
     return 0

@@ -10,26 +10,27 @@ import json
 import random
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import uvloop
 
 from benchmarks.data_child import announced
-from kvmesh.core.types import KvLayout, Refusal, Reservation, WorkerId
+from kvmesh.core.types import KvLayout, Refusal, RequestId, Reservation, WorkerId
+from kvmesh.kv.handoff import HandoffTable
 from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import CommitFrame, PutFrame
-from kvmesh.transfer.memory import create_shared, places_of
-from kvmesh.transfer.native import PlacedViews
+from kvmesh.transfer.memory import create_shared, write_views
 from kvmesh.transfer.protocol import ChannelIdentity
-from kvmesh.transfer.run_table import blocks_of, numbers_of
+from kvmesh.transfer.run_table import indexes_of, runs_of_blocks
 from kvmesh.transfer.target import WriteGrant
 
 SENDER, RECEIVER = WorkerId("sender"), WorkerId("receiver")
 RECEIVER_MODULE = "benchmarks.transfer_ends"
+CAPABILITY = b"bench"
+_FOR_EVER_S = 1e9
 IN_ORDER, SHUFFLED = 1, 2
 """Reservations: index i is block i, or the block of a random order."""
 
@@ -58,30 +59,33 @@ class Pool:
         size = self.block_bytes
         return self.view[first_block * size : (first_block + num_blocks) * size]
 
+    write_view = read_view
+
 
 class OpenTarget:
-    """Grants every write."""
+    """Two reservations of all blocks that never end, with a worker's bookkeeping of who writes."""
 
     def __init__(self, pool: Pool, order: list[int]) -> None:
         self._pool = pool
-        self._order = np.array(order)
+        self._handoff = HandoffTable(1, _FOR_EVER_S, pool.block_bytes)
+        self._writes: dict[WriteGrant, int] = {}
+        for blocks in (list(range(pool.num_blocks)), order):
+            self._handoff.reserve(RequestId("bench"), blocks, 0, CAPABILITY, 1, 0.0)
 
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         """Memory of the runs."""
-        if put.claim.reservation_id == IN_ORDER:
-            views: Sequence[memoryview] = [
-                self._pool.read_view(run.first, run.count) for run in put.runs
-            ]
-        else:
-            numbers = numbers_of(put.runs)
-            blocks = self._order[blocks_of(numbers[:, 0], numbers[:, 1])]
-            places = np.column_stack((blocks, np.ones_like(blocks)))
-            whole = self._pool.read_view(0, self._pool.num_blocks)
-            views = PlacedViews(whole, places_of(places, self._pool.block_bytes, None))
-        return WriteGrant(put, views)
+        indexes = indexes_of(put.runs, self._pool.num_blocks)
+        granted = self._handoff.begin_write(put.claim, indexes, 0.0)
+        if isinstance(granted, Refusal):
+            return granted
+        runs = runs_of_blocks(granted.blocks)
+        grant = WriteGrant(put, write_views(self._pool, runs, self._pool.block_bytes, put.part))
+        self._writes[grant] = granted.write_id
+        return grant
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
-        """Nothing is kept."""
+        """The channel left the memory."""
+        self._handoff.end_write(self._writes.pop(grant), ok)
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
         """Always."""
@@ -116,7 +120,7 @@ def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> R
         worker_id=RECEIVER,
         incarnation=1,
         generation=1,
-        capability=b"bench",
+        capability=CAPABILITY,
         data_endpoint=address.endpoint,
         num_cached_blocks=0,
         num_blocks=num_blocks,

@@ -196,7 +196,7 @@ async def running_pair(
         devices: whether the sender's pool, and the receiver's, is on a device.
         device_pool: makes such a pool of a layout, a number of blocks and, it may be, content.
     """
-    send = send or SendOptions(kinds=("tcp",))
+    send = send or SendOptions(kinds=("tcp",), lanes=2)
     send = replace(send, connect_timeout_s=5)
     hub = LocalHub()
     source: SourcePool | FilledPool = SourcePool()
@@ -225,9 +225,9 @@ async def running_pair(
 
 
 def tcp_pair(stall_timeout_s: float = STALL_S) -> AbstractAsyncContextManager[Pair]:
-    """Both ends over TCP, which wait so long for each other."""
+    """Both ends over two TCP connections, which wait so long for each other."""
     return running_pair(
-        SendOptions(kinds=("tcp",), stall_timeout_s=stall_timeout_s),
+        SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=stall_timeout_s),
         ReceiveOptions(stall_timeout_s=stall_timeout_s),
     )
 

@@ -118,7 +118,7 @@ async def reading(request: pytest.FixtureRequest) -> AsyncIterator[Reading]:
 
 @pytest.fixture
 async def over_tcp() -> AsyncIterator[Reading]:
-    send = SendOptions(kinds=("tcp",), stall_timeout_s=5)
+    send = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=5)
     async for reading in running(send, ReceiveOptions(stall_timeout_s=5)):
         yield reading
 
@@ -126,7 +126,7 @@ async def over_tcp() -> AsyncIterator[Reading]:
 @pytest.fixture
 async def impatient() -> AsyncIterator[Reading]:
     """Over TCP, where both ends are soon tired of waiting."""
-    send = SendOptions(kinds=("tcp",), stall_timeout_s=STALL_S)
+    send = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=STALL_S)
     async for reading in running(send, ReceiveOptions(stall_timeout_s=STALL_S)):
         yield reading
 
@@ -364,7 +364,7 @@ async def test_connections_are_kept_up_to_a_bound(
 async def test_a_worker_without_a_source_gives_nothing_away() -> None:
     server = DataServer(RECEIVER, RecordingTarget(), hub=LocalHub())
     endpoint = (await server.start()).endpoint
-    reader = BlockReader(SENDER, SendOptions(kinds=("tcp",)), hub=LocalHub())
+    reader = BlockReader(SENDER, SendOptions(kinds=("tcp",), lanes=2), hub=LocalHub())
     lease = ReadLease(11, RECEIVER.worker_id, RECEIVER.incarnation, 1, b"secret", endpoint)
     with pytest.raises(RefusedError, match="nothing is read"):
         await reader.get(lease, [BlockRun(0, 1)], [memoryview(bytearray(BLOCK))])

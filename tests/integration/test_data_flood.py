@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 def _pair() -> Any:
     return running_pair(
-        SendOptions(kinds=("tcp",), stall_timeout_s=LONG_S),
+        SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=LONG_S),
         ReceiveOptions(stall_timeout_s=LONG_S),
     )
 

@@ -67,7 +67,9 @@ def begin_window(watch: PaceWatch) -> None:
 
 
 async def test_a_slow_link_lets_go_what_does_not_fit_and_carries_the_rest() -> None:
-    options = SendOptions(kinds=("tcp",), stall_timeout_s=WINDOW_S, patience_s=WINDOW_S / 2)
+    options = SendOptions(
+        kinds=("tcp",), lanes=2, stall_timeout_s=WINDOW_S, patience_s=WINDOW_S / 2
+    )
     async with running_pair(options) as pair:
         faults = Faults(bytes_per_s=60e6)
         async with faulty_link(pair.reservation.data_endpoint, faults) as endpoint:
@@ -90,7 +92,7 @@ async def test_a_slow_link_lets_go_what_does_not_fit_and_carries_the_rest() -> N
 
 
 async def test_what_is_alone_on_a_slow_link_is_let_go_at_once() -> None:
-    options = SendOptions(kinds=("tcp",), stall_timeout_s=WINDOW_S, patience_s=WINDOW_S)
+    options = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=WINDOW_S, patience_s=WINDOW_S)
     async with running_pair(options) as pair:
         faults = Faults(stall_at=2 << 20)
         async with faulty_link(pair.reservation.data_endpoint, faults) as endpoint:
@@ -108,7 +110,11 @@ async def test_what_is_alone_on_a_slow_link_is_let_go_at_once() -> None:
 async def test_a_budget_that_is_too_small_for_two_peers_serves_the_first() -> None:
     """Judged by link, each of both has half of the budget, too little, and both would be lost."""
     options = SendOptions(
-        kinds=("tcp",), stall_timeout_s=WINDOW_S, patience_s=2 * WINDOW_S, egress_bytes_s=40e6
+        kinds=("tcp",),
+        lanes=2,
+        stall_timeout_s=WINDOW_S,
+        patience_s=2 * WINDOW_S,
+        egress_bytes_s=40e6,
     )
     async with running_pair(options) as one, running_pair() as two:
         pool, egress = one.pool, one.pool.egress
@@ -143,7 +149,7 @@ async def test_a_budget_that_is_too_small_for_two_peers_serves_the_first() -> No
 async def test_a_budget_that_nobody_waits_for_is_not_what_is_too_small() -> None:
     """Large turns are few on a slow link, so that little is handed out while much moves."""
     options = SendOptions(
-        kinds=("tcp",), stall_timeout_s=WINDOW_S, patience_s=WINDOW_S, egress_bytes_s=4e9
+        kinds=("tcp",), lanes=2, stall_timeout_s=WINDOW_S, patience_s=WINDOW_S, egress_bytes_s=4e9
     )
     async with running_pair(options) as pair:
         assert pair.pool._leaving is not None

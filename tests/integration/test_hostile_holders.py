@@ -107,7 +107,7 @@ async def _holder(greeting: bytes, answer: bytes) -> AsyncIterator[Endpoint]:
         yield Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
 
 
-OPTIONS = SendOptions(kinds=("tcp",), checksum=Checksum.NONE, stall_timeout_s=1)
+OPTIONS = SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.NONE, stall_timeout_s=1)
 
 
 async def _read(endpoint: Endpoint) -> None:

@@ -184,7 +184,7 @@ async def test_a_direct_port_holds_no_more_handshakes_than_newcomers(files: TlsC
 
 async def test_handshakes_on_a_data_port_give_way_too(files: TlsConfig) -> None:
     inside, outside = contexts(files)
-    send = SendOptions(kinds=("tcp",), stall_timeout_s=LONG_S, tls=DataTls(outside))
+    send = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=LONG_S, tls=DataTls(outside))
     receive = ReceiveOptions(stall_timeout_s=LONG_S, tls=DataTls(inside))
     async with running_pair(send, receive) as pair:
         await pair.pool.put(pair.reservation, whole(1))

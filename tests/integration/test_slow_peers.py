@@ -68,7 +68,7 @@ async def test_a_holder_whose_answer_drips_is_given_up(
 async def over_tcp(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[queries.Asking]:
     """An asker and a holder that are soon tired of what goes on and on, but not of silence."""
     monkeypatch.setattr(server_channel, "PATIENCE_S", 1.0)
-    send = SendOptions(kinds=("tcp",), stall_timeout_s=5)
+    send = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=5)
     async for each in queries.running(send, ReceiveOptions(stall_timeout_s=STALL_S)):
         yield each
 
@@ -117,7 +117,9 @@ async def test_blocks_are_not_held_for_a_writer_that_fills_them_in_drips(
 async def reading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[reads.Reading]:
     """A holder whose patience is half of the time in which it notices silence."""
     monkeypatch.setattr(server_channel, "PATIENCE_S", 1.0)
-    async for each in reads.running(SendOptions(kinds=("tcp",)), ReceiveOptions(stall_timeout_s=2)):
+    async for each in reads.running(
+        SendOptions(kinds=("tcp",), lanes=2), ReceiveOptions(stall_timeout_s=2)
+    ):
         yield each
 
 

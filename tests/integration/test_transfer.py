@@ -55,7 +55,7 @@ async def test_large_transfers_use_all_lanes_and_small_ones_open_none() -> None:
 
 async def test_a_budget_is_kept() -> None:
     rate = 100e6
-    options = SendOptions(kinds=("tcp",), stall_timeout_s=5, budget_bytes_s=rate)
+    options = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=5, budget_bytes_s=rate)
     async with running_pair(options) as pair:
         started = asyncio.get_running_loop().time()
 
@@ -81,7 +81,7 @@ async def test_a_budget_that_others_spend_is_not_the_silence_of_the_peer() -> No
 
 async def test_what_arrived_of_a_slow_transfer_counts_before_all_has() -> None:
     total = 100 * BLOCK
-    options = SendOptions(kinds=("tcp",), stall_timeout_s=5, budget_bytes_s=20e6)
+    options = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=5, budget_bytes_s=20e6)
     async with running_pair(options) as pair:
         pool = pair.pool
         under_way = asyncio.create_task(pool.put(pair.reservation, whole(100)))
@@ -108,7 +108,7 @@ async def test_what_arrived_of_a_slow_transfer_counts_before_all_has() -> None:
 
 
 async def test_the_egress_of_a_worker_is_one_budget_for_all_its_peers() -> None:
-    options = SendOptions(kinds=("tcp",), stall_timeout_s=5, egress_bytes_s=100e6)
+    options = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=5, egress_bytes_s=100e6)
     async with running_pair(options) as one, running_pair() as two:
         started = asyncio.get_running_loop().time()
 
@@ -167,7 +167,7 @@ async def test_a_channel_that_ended_is_opened_again() -> None:
 
 
 async def test_links_of_workers_that_left_are_dropped_when_another_comes() -> None:
-    options = SendOptions(kinds=("tcp",))
+    options = SendOptions(kinds=("tcp",), lanes=2)
     second = replace(RECEIVER, worker_id=WorkerId("d1"))
     async with running_pair(options) as pair:
         target = RecordingTarget()

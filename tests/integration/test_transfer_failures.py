@@ -35,7 +35,7 @@ from tests.transfer_pair import (
 )
 
 TOTAL = NUM_BLOCKS * BLOCK
-TCP = SendOptions(kinds=("tcp",), stall_timeout_s=2, checksum=Checksum.CRC32C)
+TCP = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=2, checksum=Checksum.CRC32C)
 
 
 async def put_through(pair: Pair, faults: Faults, runs: list[Run]) -> None:

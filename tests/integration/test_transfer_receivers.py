@@ -35,7 +35,9 @@ def source() -> Iterator[SourcePool]:
 
 
 def _pool(source: SourcePool, stall_timeout_s: float = STALL_S) -> ChannelPool:
-    options = SendOptions(kinds=("tcp",), connect_timeout_s=5, stall_timeout_s=stall_timeout_s)
+    options = SendOptions(
+        kinds=("tcp",), lanes=2, connect_timeout_s=5, stall_timeout_s=stall_timeout_s
+    )
     return ChannelPool(SENDER, source, options)
 
 

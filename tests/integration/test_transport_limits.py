@@ -52,7 +52,7 @@ async def test_a_sender_without_a_descriptor_loses_the_transfer_and_the_next_one
 async def test_a_receiver_without_a_descriptor_takes_the_connection_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with running_pair(SendOptions(kinds=("tcp",))) as pair:
+    async with running_pair(SendOptions(kinds=("tcp",), lanes=2)) as pair:
         await pair.pool.put(pair.reservation, whole(1))  # all that is opened once is open
         endpoint = pair.reservation.data_endpoint
         client = socket.socket()

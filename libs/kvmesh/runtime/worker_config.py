@@ -14,7 +14,9 @@ from kvmesh.telemetry.config import TelemetryConfig
 class DataSection:
     """The data channel over the network."""
 
-    lanes: int = positive(2, "TCP connections per peer")
+    lanes: int = option(
+        0, "TCP connections per peer; 0: by cores, and by what more or fewer of them gain"
+    )
     checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
     egress_mb_s: float = option(0.0, "TCP megabytes per second to all, reads included; 0: no bound")

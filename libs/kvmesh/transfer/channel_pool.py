@@ -55,7 +55,7 @@ class SendOptions:
 
     Attributes:
         kinds: channels that may be used, in the order of preference.
-        lanes: TCP connections per peer.
+        lanes: TCP connections per peer; 0: by cores, and by what more or fewer of them gain.
         checksum: of TCP payloads; the receiver may want one too.
         budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
         egress_bytes_s: to all peers together, see `ChannelPool.egress`; 0 is no bound. One of both
@@ -72,7 +72,7 @@ class SendOptions:
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
-    lanes: int = 2
+    lanes: int = 0
     checksum: Checksum = Checksum.CRC32C
     budget_bytes_s: float = 0.0
     egress_bytes_s: float = 0.0

@@ -15,9 +15,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h>
 #endif
+
+#include "crc32c.h"
 
 namespace {
 
@@ -29,80 +29,6 @@ constexpr uint64_t kSummedBytes = 256 << 10;
 constexpr uint64_t kScatteredBytes = 512 << 10;
 constexpr int kLentBytes = 1 << 20;
 constexpr uint64_t kLentRange = 8 << 10;  // shorter ranges are copied in less time than lent
-
-// --- crc32c ----------------------------------------------------------------------------------
-
-#if defined(__SSE4_2__) || defined(__ARM_FEATURE_CRC32)
-#define KVMESH_HAS_CRC32C 1
-
-inline uint32_t step8(uint32_t crc, uint64_t word) {
-#if defined(__SSE4_2__)
-  return static_cast<uint32_t>(_mm_crc32_u64(crc, word));
-#else
-  return __crc32cd(crc, word);
-#endif
-}
-
-inline uint32_t step1(uint32_t crc, uint8_t byte) {
-#if defined(__SSE4_2__)
-  return _mm_crc32_u8(crc, byte);
-#else
-  return __crc32cb(crc, byte);
-#endif
-}
-
-inline uint64_t word_at(const uint8_t* at) {
-  uint64_t word;
-  std::memcpy(&word, at, sizeof word);
-  return word;
-}
-
-// The instruction takes three cycles and one can begin in each, so three parts of a stripe are
-// summed at once. To join them, a sum is moved over the zeros that stand for the part behind it,
-// which is linear in its bits: four tables of a byte each.
-constexpr uint64_t kPart = 2048;
-
-struct ZeroTables {
-  uint32_t entry[4][256];
-
-  ZeroTables() {
-    for (int byte = 0; byte < 4; ++byte) {
-      for (uint32_t value = 0; value < 256; ++value) {
-        uint32_t crc = value << (8 * byte);
-        for (uint64_t i = 0; i < kPart; i += 8) crc = step8(crc, 0);
-        entry[byte][value] = crc;
-      }
-    }
-  }
-
-  uint32_t over_zeros(uint32_t crc) const {
-    return entry[0][crc & 255] ^ entry[1][crc >> 8 & 255] ^ entry[2][crc >> 16 & 255] ^
-           entry[3][crc >> 24];
-  }
-};
-
-const ZeroTables zero_tables;
-
-uint32_t crc32c(uint32_t value, const uint8_t* at, uint64_t size) {
-  uint32_t crc = ~value;
-  for (; size >= 3 * kPart; at += 3 * kPart, size -= 3 * kPart) {
-    uint32_t second = 0, third = 0;
-    for (uint64_t i = 0; i < kPart; i += 8) {
-      crc = step8(crc, word_at(at + i));
-      second = step8(second, word_at(at + kPart + i));
-      third = step8(third, word_at(at + 2 * kPart + i));
-    }
-    crc = zero_tables.over_zeros(zero_tables.over_zeros(crc) ^ second) ^ third;
-  }
-  for (; size >= 8; at += 8, size -= 8) crc = step8(crc, word_at(at));
-  for (; size > 0; ++at, --size) crc = step1(crc, *at);
-  return ~crc;
-}
-
-#else
-#define KVMESH_HAS_CRC32C 0
-uint32_t crc32c(uint32_t value, const uint8_t*, uint64_t) { return value; }
-#endif
 
 // --- ranges ----------------------------------------------------------------------------------
 
@@ -245,6 +171,22 @@ void stream(char* to, const char* from, uint64_t size, const char*) { std::memcp
 void end_streams() {}
 #endif
 
+// Copies and sums in one pass; the copy goes past the cache where its lines allow that.
+uint32_t copy_summed(uint32_t value, char* to, const char* from, uint64_t size) {
+#if (defined(__AVX512F__) || defined(__AVX2__)) && KVMESH_HAS_CRC32C
+  if (reinterpret_cast<uintptr_t>(to) % kLine == 0) {
+    uint32_t crc = ~value;
+    const auto* const at = reinterpret_cast<const uint8_t*>(from);
+    const auto line = [&](uint64_t offset) { stream_line(to + offset, from + offset); };
+    const uint64_t rest = sum_lines(crc, at, size, line), done = size - rest;
+    std::memcpy(to + done, from + done, rest);
+    return ~sum_rest(crc, at + done, rest);
+  }
+#endif
+  std::memcpy(to, from, size);
+  return crc32c(value, reinterpret_cast<const uint8_t*>(to), size);
+}
+
 // Bytes from `begin` to `end` of two lists of ranges.
 void copy_part(Cursor target, Cursor source, uint64_t begin, uint64_t end, bool streams) {
   target.advance(begin), source.advance(begin);
@@ -339,6 +281,34 @@ class Lender {
   uint64_t held_ = 0;
 };
 
+// What is summed is received into a memory that stays in the cache, and summed on its way from there
+// to where it belongs: the kernel's copy is then of what the cache holds, and so is ours.
+int receive_summed(int fd, const iovec* ranges, int64_t count, uint32_t* sum, State* state) {
+  alignas(kLine) thread_local char landing[kSummedBytes];
+  Cursor cursor(ranges, count);
+  for (uint64_t left = size_of(ranges, count); left;) {
+    if (state->is_stopped()) return ECANCELED;
+    const uint64_t wanted = left < kSummedBytes ? left : kSummedBytes;
+    const ssize_t received = recv(fd, landing, wanted, MSG_WAITALL);
+    if (received == 0) return ECONNRESET;
+    if (received < 0) {
+      if (errno == EINTR || errno == EAGAIN) continue;
+      return errno;
+    }
+    for (uint64_t done = 0; done < static_cast<uint64_t>(received);) {
+      uint64_t size = received - done;
+      if (size > cursor.left()) size = cursor.left();
+      *sum = copy_summed(*sum, cursor.at(), landing + done, size);
+      cursor.advance(size);
+      done += size;
+    }
+    left -= received;
+    state->add_moved(received);
+  }
+  end_streams();
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -419,6 +389,7 @@ int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, int len
 
 int kvmesh_receive(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,
                    State* state) {
+  if (has_sum) return receive_summed(fd, ranges, count, sum, state);
   iovec buffers[kMaxBuffers];
   const bool scattered = is_scattered(ranges, count);
   for (Cursor cursor(ranges, count); !cursor.at_end();) {
@@ -426,7 +397,7 @@ int kvmesh_receive(int fd, const iovec* ranges, int64_t count, int has_sum, uint
     msghdr message{};
     message.msg_iov = buffers;
     const uint64_t limit = scattered ? kScatteredBytes : kPieceBytes;
-    message.msg_iovlen = cursor.batch(buffers, has_sum ? kSummedBytes : limit);
+    message.msg_iovlen = cursor.batch(buffers, limit);
     if (scattered) fetch_pages(buffers, message.msg_iovlen);
     const ssize_t received = recvmsg(fd, &message, MSG_WAITALL);
     if (received == 0) return ECONNRESET;
@@ -434,7 +405,6 @@ int kvmesh_receive(int fd, const iovec* ranges, int64_t count, int has_sum, uint
       if (errno == EINTR || errno == EAGAIN) continue;
       return errno;
     }
-    if (has_sum) *sum = sum_of(*sum, buffers, message.msg_iovlen, received);
     cursor.advance(received);
     state->add_moved(received);
   }

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
 from kvmesh.kv.handoff_types import WriteClaim
@@ -27,6 +28,7 @@ from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import MAX_RUNS, BlockRun, GetFrame
 from kvmesh.transfer.greeting import LaneOptions, PeerKey, asker_machine, open_frames
 from kvmesh.transfer.host import host_id
+from kvmesh.transfer.lane_width import lanes_by_cores
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
 from kvmesh.transfer.native import load_native
@@ -169,6 +171,7 @@ class BlockReader:
         load_native()
         self._identity = identity
         self._options = options
+        self._num_lanes = options.lanes or lanes_by_cores(usable_cores())
         self._hub = hub
         self._host_id = host_id()
         self._places: OrderedDict[_PlaceKey, _Place] = OrderedDict()
@@ -210,9 +213,9 @@ class BlockReader:
 
         async def carry(item: tuple[int, list[BlockRun], list[memoryview]]) -> None:
             number, piece_runs, views = item
-            await self._carry(lease, number % self._options.lanes, piece_runs, views)
+            await self._carry(lease, number % self._num_lanes, piece_runs, views)
 
-        await carry_all(work, carry, self._options.lanes)
+        await carry_all(work, carry, self._num_lanes)
 
     async def close(self) -> None:
         """Ends all connections; what is under way gets LostError. May be called again."""

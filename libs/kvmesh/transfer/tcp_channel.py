@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmesh.core.clock import SystemClock
+from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
@@ -20,6 +22,7 @@ from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane, claim_of
+from kvmesh.transfer.lane_width import MEASURED_BYTES, LaneWidth
 from kvmesh.transfer.memory import run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.run_table import num_blocks_of
@@ -45,13 +48,13 @@ class TcpOptions:
     """How a TCP channel behaves.
 
     Attributes:
-        lanes: connections per peer.
+        lanes: connections per peer; 0: by cores, and by what more or fewer of them gain.
         checksum: this end's wish.
         tls: wraps each connection; None is plain.
     """
 
     lane: LaneOptions
-    lanes: int = 2
+    lanes: int = 0
     checksum: Checksum = Checksum.CRC32C
     tls: DataTls | None = None
 
@@ -92,6 +95,23 @@ class _Progress:
         return self._loop.time() - self._at
 
 
+class _Turn(NamedTuple):
+    """A transfer as it began.
+
+    Attributes:
+        lanes: that it is spread over.
+        is_measured: it was alone, and large.
+        number: of transfers, this one included.
+        channels: connections that had been opened.
+    """
+
+    lanes: int
+    is_measured: bool
+    number: int
+    channels: int
+    started: float
+
+
 @dataclass(slots=True)
 class _Opening:
     """The making of one connection: one tries, and whoever waits meanwhile shares its failure."""
@@ -123,8 +143,10 @@ class TcpChannel:
         self._options = options
         self._memory = memory
         self._meter = link.meter
-        self._lanes: list[Lane | None] = [None] * options.lanes
-        self._opening = [_Opening() for _ in range(options.lanes)]
+        self._width = LaneWidth.of(options.lanes, usable_cores())
+        self._lanes: list[Lane | None] = [None] * self._width.most
+        self._opening = [_Opening() for _ in range(self._width.most)]
+        self._num_begun = self._num_under_way = 0
         self._closed = False
         self._lost_bytes, self._lost_s = 0, 0.0  # of connections that were replaced
         self._egress = egress
@@ -179,9 +201,10 @@ class TcpChannel:
         block_bytes = self._link.identity.layout.block_bytes if part is None else part.size
         num_blocks = num_blocks_of(runs)
         total = num_blocks * block_bytes
-        pieces = split_runs(runs, self._piece_blocks(num_blocks, block_bytes), MAX_RUNS)
+        turn = self._begun(total)
+        pieces = split_runs(runs, self._piece_blocks(num_blocks, block_bytes, turn.lanes), MAX_RUNS)
         progress = _Progress(Rest(total))
-        memory, width = self._memory, len(pieces)
+        memory, width = self._memory, min(len(pieces), turn.lanes)
         if after is None and isinstance(memory, StagingRing):
             after = memory.moment()
 
@@ -212,9 +235,11 @@ class TcpChannel:
             if total <= INLINE_BYTES:
                 await carry(pieces[0])
             else:
-                await carry_all(pieces, carry, self._options.lanes * _DEPTH)
+                await carry_all(pieces, carry, turn.lanes * _DEPTH)
             is_whole = True
+            self._measured(turn, total)
         finally:
+            self._num_under_way -= 1
             for watch in watches:
                 watch.end(progress.rest)
             arrived = total - progress.rest.num_bytes
@@ -296,7 +321,7 @@ class TcpChannel:
             raise LostError("data channels are closed")
         index = 0
         if width > 1:
-            index = min(range(min(width, len(self._lanes))), key=self._load)
+            index = min(range(width), key=self._load)
         lane = self._lanes[index]
         if lane is not None and lane.is_open:
             return lane
@@ -308,12 +333,26 @@ class TcpChannel:
                 raise
             return min(others, key=lambda lane: lane.unanswered_bytes)
 
-    def _piece_blocks(self, num_blocks: int, block_bytes: int) -> int:
+    def _begun(self, num_bytes: int) -> _Turn:
+        """A transfer begins; large and alone, it may measure another number of connections."""
+        is_measured = num_bytes >= MEASURED_BYTES and self._num_under_way == 0
+        self._num_begun += 1
+        self._num_under_way += 1
+        lanes = self._width.next() if is_measured else self._width.now
+        return _Turn(lanes, is_measured, self._num_begun, self._meter.channels, _CLOCK.now())
+
+    def _measured(self, turn: _Turn, num_bytes: int) -> None:
+        """It ended well, and counts if it shared nothing and had no connection to open."""
+        is_alone = turn.number == self._num_begun and turn.channels == self._meter.channels
+        if turn.is_measured and is_alone:
+            seconds = max(_CLOCK.now() - turn.started, 1e-9)
+            self._width.saw(turn.lanes, num_bytes / seconds)
+
+    def _piece_blocks(self, num_blocks: int, block_bytes: int, lanes: int) -> int:
         """Blocks of one PUT of a transfer, of which several are answered within the stall time.
 
         What a slow link has buffered is no progress that the sender sees.
         """
-        lanes = self._options.lanes
         patience_s = self._options.lane.stall_timeout_s / (4 * lanes * _DEPTH)
         patient = int(self._meter.goodput_bytes_s * patience_s)
         most = min(MAX_PIECE_BYTES, max(patient, MIN_PIECE_BYTES))

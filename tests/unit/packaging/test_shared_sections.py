@@ -42,7 +42,7 @@ def test_one_environment_for_all_services(service: str) -> None:
         ("scheduler", "KVMESH_ROUTING__AGGREGATE_TOKENS", "-1"),
         ("kvmanager", "KVMESH_POOL__WINDOW_S", "0"),
         ("kvmanager", "KVMESH_POOL__BUDGET_MB_S", "-1"),
-        ("prefill", "KVMESH_DATA__LANES", "0"),
+        ("prefill", "KVMESH_DATA__WINDOW_MB", "0"),
         ("prefill", "KVMESH_WORKER__HANDOFF_S", "0"),
         ("decode", "KVMESH_ENGINE__BLOCK_SIZE", "0"),
         ("decode", "KVMESH_FETCH__MAX_QUERIES", "-1"),
