@@ -46,6 +46,7 @@ class Child:
         sticky: its peers know its ports, so it keeps them when it is started again.
         prefix: what its command begins with; it must not fork.
         is_forked: whether it begins with its modules loaded, instead of loading them.
+        fault: a worker's engine is as ill as this file says; see `tests/faulty_worker.py`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Child:
     sticky: bool = False
     prefix: tuple[str, ...] = ()
     is_forked: bool = False
+    fault: Path | None = None
     lives: int = 0
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
     _seen: int = 0
@@ -77,6 +79,9 @@ class Child:
         self._seen, self._events = 0, []
         arguments = [f"--{flag}={value}" for flag, value in self.flags.items()]
         module = f"services.{self.service}"
+        if self.fault is not None:
+            module = "tests.faulty_worker"
+            arguments = [str(self.fault), self.service, *arguments]
         with self.log_path.open("wb") as log:
             if self.is_forked and not self.prefix:
                 self.process = fork_server().start(module, arguments, log.fileno())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Mesh:
         engine: as `engine.kind`.
         flags: extra flags by service, or by name for one process.
         is_forked: as in `Child`.
+        faulty: workers whose engines can be made ill with `fault`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Mesh:
         engine: str = "fake",
         flags: Mapping[str, Flags] | None = None,
         is_forked: bool = False,
+        faulty: Collection[str] = (),
     ) -> None:
         self.folder = folder
         self.secret_file = folder / "mesh.secret"
@@ -56,6 +58,7 @@ class Mesh:
         self._engine = engine
         self._flags = flags or {}
         self._is_forked = is_forked
+        self._faulty = faulty
 
     def __getitem__(self, name: str) -> Child:
         return self.children[name]
@@ -95,9 +98,18 @@ class Mesh:
         special = {**self._flags.get(service, {}), **self._flags.get(name, {})}
         merged = {**everywhere, **flags, **special}
         child = Child(name, service, merged, self.folder, sticky, prefix, self._is_forked)
+        if name in self._faulty:
+            child.fault = self.folder / f"{name}.fault"
         self.children[name] = child
         child.start()
         return child
+
+    def fault(self, name: str, what: str) -> None:
+        """Makes a worker's engine ill; see `tests/faulty_worker.py`."""
+        path = self[name].fault
+        assert path is not None, f"{name} cannot be made ill"
+        path.with_suffix(".new").write_text(what)
+        path.with_suffix(".new").replace(path)
 
     def add_worker(self, name: str) -> Child:
         """Starts a worker; its name says which kind."""
@@ -224,14 +236,15 @@ async def running_mesh(
     engine: str = "fake",
     flags: Mapping[str, Flags] | None = None,
     is_forked: bool = True,
+    faulty: Collection[str] = (),
 ) -> AsyncIterator[Mesh]:
     """A mesh that serves; at the end all that runs must stop with exit code 0 and without errors.
 
     Args:
         flags: extra flags by service, or by name for one process.
-        is_forked: as in `Child`.
+        is_forked, faulty: as in `Mesh`.
     """
-    mesh = Mesh(folder, engine=engine, flags=flags, is_forked=is_forked)
+    mesh = Mesh(folder, engine=engine, flags=flags, is_forked=is_forked, faulty=faulty)
     async with AsyncExitStack() as stack:
         stack.callback(mesh.print_logs)
         mesh.redis = stack.enter_context(redis_process(folder))

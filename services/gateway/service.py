@@ -18,6 +18,7 @@ from kvmesh.console.page import LocalRequests, SharePage
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.health import Health
 from kvmesh.engine.model_source import find_model
 from kvmesh.policy.crowd import Lag
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
@@ -157,7 +158,10 @@ async def _speed_up(encoder: TextEncoder, folder: Path, metrics: GatewayMetrics)
 
 
 def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:
-    sessions.keep([candidate_of(each) for each in workers if each.info.model == served_name])
+    served = [each for each in workers if each.info.model == served_name]
+    sessions.keep([candidate_of(each) for each in served if each.health is not Health.DEAD])
+    # What runs there goes on elsewhere now, not when it has stalled for long enough.
+    sessions.give_up({each.info.worker_id for each in served if each.health is Health.DEAD})
 
 
 async def _serve_http(

@@ -5,6 +5,7 @@ Plain bookkeeping without I/O or clock. Tests: tests/unit/scheduler/test_fleet.p
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections import OrderedDict, deque
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
+from kvmesh.core.health import Health
 from kvmesh.core.types import (
     Placement,
     PrefixMatch,
@@ -27,6 +29,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
+from kvmesh.policy.health import Verdict
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -78,6 +81,7 @@ class _Member:
     changed_at: int
     detail: WorkerDetail = WorkerDetail()
     reported: bool = False
+    verdict: Verdict = Verdict()
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
 
@@ -161,11 +165,11 @@ class Fleet:
         self._insert(info, _RESTORED, reported_at=-math.inf, now=now)
         return True
 
-    def report(self, membership: Membership, load: WorkerLoad, now: float) -> bool:
-        """Notes a load and renews the lease; False if the membership is over."""
+    def report(self, membership: Membership, load: WorkerLoad, now: float) -> WorkerInfo | None:
+        """Notes a load and renews the lease; whose it is, None if the membership is over."""
         member = self._current(membership)
         if member is None:
-            return False
+            return None
         urgent = load.draining != member.load.draining
         changed = load != member.load
         member.load, member.reported = load, True
@@ -176,7 +180,27 @@ class Fleet:
         if changed:
             self._note_change(urgent=urgent)
             member.changed_at = self.version
-        return True
+        return member.info
+
+    def judge(self, verdicts: Mapping[WorkerId, Verdict]) -> list[WorkerInfo]:
+        """Takes what becomes of workers; those that it is news for."""
+        news: list[WorkerInfo] = []
+        for name, verdict in verdicts.items():
+            member = self._members.get(name)
+            if member is None or member.verdict == verdict:
+                continue
+            is_news = member.verdict.level is not verdict.level
+            member.verdict = verdict
+            self._note_change(urgent=is_news)
+            member.changed_at = self.version
+            if is_news:
+                news.append(member.info)
+                self._index.update(_view_of(member))
+        return news
+
+    def reports(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
+        """All members with their loads as they reported them."""
+        return [(each.info, each.load) for each in self._members.values()]
 
     def note_detail(self, membership: Membership, detail: WorkerDetail) -> None:
         """Notes what people want to see; nothing happens if the membership is over."""
@@ -337,14 +361,32 @@ class Fleet:
 
 
 def _worker_of(member: _Member) -> FleetWorker:
-    return FleetWorker(member.info, member.load, member.detail, member.reported, member.reported_at)
+    verdict = member.verdict
+    return FleetWorker(
+        member.info,
+        _load_of(member),
+        member.detail,
+        member.reported,
+        member.reported_at,
+        verdict.level,
+        "" if verdict.level is Health.OK else verdict.reason.value,
+    )
+
+
+def _load_of(member: _Member) -> WorkerLoad:
+    """Nothing new comes to an ejected worker, as if it drained."""
+    if member.verdict.level < Health.DEGRADED or member.load.draining:
+        return member.load
+    return dataclasses.replace(member.load, draining=True)
 
 
 def _view_of(member: _Member) -> WorkerView:
+    # As one that has not reported for long it is tried last.
+    is_suspect = member.verdict.level is Health.SUSPECT
     return WorkerView(
         member.info,
-        member.load,
-        member.reported_at,
+        _load_of(member),
+        -math.inf if is_suspect else member.reported_at,
         prefill_in_flight=len(member.prefill_routes),
         decode_in_flight=len(member.decode_routes),
         pending_tokens=member.load.pending_tokens,

@@ -63,6 +63,12 @@ SCALE_STEPS = Counter(
     ("model", "cluster", "scenario", "role", "step"),
 )
 WORKERS = Gauge("kvmesh_scheduler_workers", "Live workers", ("role",))
+WORKER_HEALTH = Gauge("kvmesh_scheduler_worker_health", "Live workers by level", ("health",))
+HEALTH_CHANGES = Counter(
+    "kvmesh_scheduler_health_changes",
+    "Changes of a worker's level of health",
+    ("cluster", "health", "reason"),
+)
 WORKERS_LOST = Counter(
     "kvmesh_scheduler_workers_lost", "Workers removed without a goodbye", ("cause",)
 )

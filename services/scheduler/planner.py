@@ -76,6 +76,8 @@ class Planner:
         self.role_orders = RoleOrders(decisions)
         self.on_details: Callable[[], None] = lambda: None
         """Called when `details` answers something else than before."""
+        self.on_query: Callable[[RouteQuery, float], None] = lambda _query, _now: None
+        """Called with each query that asks for a plan, and the time."""
         self.profile: Profile | None = None
         """Costs of the model of its name until they are measured."""
         self._shown: list[ModelDetail] = []
@@ -103,6 +105,7 @@ class Planner:
     def note_route(self, gateway: Hashable, query: RouteQuery, plan: RoutePlan | None) -> None:
         """Takes a query and its plan into what the loops know."""
         self._last_asked = self._clock.now()
+        self.on_query(query, self._last_asked)
         is_new = self.demand.note_query(gateway, query, self._last_asked)
         if plan is None:
             return

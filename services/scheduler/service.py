@@ -52,6 +52,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
+from services.scheduler.health import FleetHealth
 from services.scheduler.planner import Planner
 from services.scheduler.registrations import Orders, Registrations
 from services.scheduler.registry import DurableRegistry
@@ -212,7 +213,9 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         log.info("profile_loaded", model=planner.profile.name)
     router = Router(fleet, settings, prefixes, clock, decisions, planner)
     await context.direct.start()
-    registrations = Registrations(fleet, feed, config.fleet, clock)
+    health = FleetHealth(fleet, feed, decisions, clock)
+    planner.on_query = health.note_query
+    registrations = Registrations(fleet, feed, config.fleet, clock, health)
     servicer = SchedulerServicer(
         registrations, feed, router, clock, context.direct, warmup_s=config.fleet.warmup_s
     )
@@ -229,6 +232,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.spawn(planner.run(), "planner")
     context.on_close(registrations.close)
     context.spawn(registrations.expire_leases(), "expire_leases")
+    context.spawn(health.run(), "health")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, planner, decisions)
 

@@ -26,6 +26,7 @@ from kvmesh.cli.scheduler_flags import add_scheduler_flags
 from kvmesh.cli.screen import terminal
 from kvmesh.core.config import OneLineParser
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.health import Health
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.rpc.convert_worker import role_to_proto
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -160,6 +161,8 @@ def state_of(worker: FleetWorker) -> str:
     """One word for whether new work comes to a worker."""
     if worker.detail.cordoned:
         return "cordoned"
+    if worker.health is not Health.OK:
+        return worker.health.name.lower()
     return "draining" if worker.load.draining else "ready"
 
 
@@ -173,6 +176,9 @@ def described(worker: FleetWorker) -> dict[str, Any]:
         "cluster": info.cluster,
         "model": info.model,
         "state": state_of(worker),
+        "scenario": info.scenario,
+        "checkpoint": info.layout.model_fingerprint,
+        "fault": worker.fault,
         "missing_native": list(info.missing_native),
         "control_endpoint": str(info.control_endpoint),
         "prefill_active": load.prefill_active,

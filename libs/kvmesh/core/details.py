@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.core.health import Health
 from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
 
 
@@ -85,6 +86,8 @@ class FleetWorker:
         reported: False until it reports: its load is a guess, its totals are not known. A worker
             that serves for long is new to a scheduler that was restarted.
         reported_at: when its load came, by the scheduler's clock.
+        health: a worker that is DEGRADED or DEAD is told to be draining, too.
+        fault: what is wrong with it, for people.
     """
 
     info: WorkerInfo
@@ -92,3 +95,5 @@ class FleetWorker:
     detail: WorkerDetail = WorkerDetail()
     reported: bool = field(default=True, compare=False)  # not told to watchers
     reported_at: float = field(default=0.0, compare=False)  # neither
+    health: Health = Health.OK
+    fault: str = ""

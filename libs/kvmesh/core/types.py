@@ -339,18 +339,20 @@ class WorkerInfo:
 class WorkerLoad:
     """What a worker is doing now: the indicators of FlowKV appendix B.2, and totals.
 
-    A worker has no queue for prompts, so what waits is counted at the gateways.
-
     Attributes:
         prefill_sending: of `prefill_active`, those that are computed and whose KV is not taken yet.
         pending_tokens: prompt tokens that are accepted and not computed.
         budget_used: tokens of the last step as a share of its budget.
-        compute_used: share of the last second spent in steps that computed prompts, which are bound
-            by compute.
+        compute_used: share of the last second in steps with prompts, which are bound by compute.
         memory_bandwidth_used: share spent in pure decode steps, which are bound by memory.
         sent_bytes_total: KV that left this worker since its start.
         sending_bytes: KV asked to leave that has not arrived.
         sending_s_total: time since its start with KV on its way over TCP.
+        step_age_s: since the engine's running step began; 0: none runs.
+        step_expected_s: what steps like that have taken before; 0: not known.
+        slowdown: time of the latest steps over what such steps have taken before; 0: not known.
+        broken_outputs_total: sequences since its start that ended without a number for a logit.
+        device_errors_total: checks of the device since its start that failed.
     """
 
     prefill_active: int = 0
@@ -369,6 +371,11 @@ class WorkerLoad:
     sent_bytes_total: int = 0
     sending_bytes: int = 0
     sending_s_total: float = 0.0
+    step_age_s: float = 0.0
+    step_expected_s: float = 0.0
+    slowdown: float = 0.0
+    broken_outputs_total: int = 0
+    device_errors_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

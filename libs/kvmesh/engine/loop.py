@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StepResult
+from kvmesh.engine.step_watch import StepWatch
 
 
 class EngineLoop:
@@ -18,6 +19,9 @@ class EngineLoop:
 
     Args:
         on_step: called after every step with its duration in seconds.
+
+    Attributes:
+        watch: how long steps take, on the event loop's clock.
     """
 
     def __init__(
@@ -29,6 +33,7 @@ class EngineLoop:
         self._core = core
         self._runner = runner
         self._on_step = on_step
+        self.watch = StepWatch()
         self._wake = asyncio.Event()
         self._is_planning = False
         core.pool.on_free = self._freed
@@ -59,10 +64,13 @@ class EngineLoop:
                     await self._wake.wait()
                     continue
                 started = loop.time()
+                self.watch.begin(chunks, started)
                 # A cancelled await leaves the thread at work, so the step is always waited for.
                 gone = self._core.take_gone()
                 step = loop.run_in_executor(self._executor, self._compute, gone, chunks)
                 result = await asyncio.shield(step)
+                ended = loop.time()
+                self.watch.end(ended)
                 self._core.finish_step(chunks, result)
                 if self._on_step is not None:
                     self._on_step(loop.time() - started)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.health import Health
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
@@ -23,6 +24,15 @@ _ROLES: dict[Role, types_pb2.Role.ValueType] = {
     Role.HYBRID: types_pb2.ROLE_HYBRID,
 }
 _ROLES_BACK = {number: role for role, number in _ROLES.items()}
+
+
+_HEALTH: dict[Health, types_pb2.Health.ValueType] = {
+    Health.OK: types_pb2.HEALTH_UNSPECIFIED,
+    Health.SUSPECT: types_pb2.HEALTH_SUSPECT,
+    Health.DEGRADED: types_pb2.HEALTH_DEGRADED,
+    Health.DEAD: types_pb2.HEALTH_DEAD,
+}
+_HEALTH_BACK = {number: health for health, number in _HEALTH.items()}
 
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
@@ -102,6 +112,11 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         sent_bytes_total=load.sent_bytes_total,
         sending_bytes=load.sending_bytes,
         sending_s_total=load.sending_s_total,
+        step_age_s=load.step_age_s,
+        step_expected_s=load.step_expected_s,
+        slowdown=load.slowdown,
+        broken_outputs_total=load.broken_outputs_total,
+        device_errors_total=load.device_errors_total,
     )
 
 
@@ -124,6 +139,11 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         sent_bytes_total=message.sent_bytes_total,
         sending_bytes=message.sending_bytes,
         sending_s_total=message.sending_s_total,
+        step_age_s=message.step_age_s,
+        step_expected_s=message.step_expected_s,
+        slowdown=message.slowdown,
+        broken_outputs_total=message.broken_outputs_total,
+        device_errors_total=message.device_errors_total,
     )
 
 
@@ -141,6 +161,8 @@ def fleet_worker_to_proto(
         worker_id="" if with_info else worker.info.worker_id,
         load=worker_load_to_proto(worker.load),
         detail=worker_detail_to_proto(worker.detail) if with_detail else None,
+        health=_HEALTH[worker.health],
+        fault=worker.fault,
     )
 
 
@@ -150,4 +172,11 @@ def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> Fleet
         worker_info_from_proto(message.info),
         worker_load_from_proto(message.load),
         worker_detail_from_proto(message.detail),
+        health=health_from_proto(message.health),
+        fault=message.fault,
     )
+
+
+def health_from_proto(value: types_pb2.Health.ValueType) -> Health:
+    """Health from an enum value; one of a newer scheduler counts as the worst that is known."""
+    return _HEALTH_BACK.get(value, Health.DEAD)

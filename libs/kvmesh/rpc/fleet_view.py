@@ -11,7 +11,11 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import WorkerId
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
-from kvmesh.rpc.convert_worker import fleet_worker_from_proto, worker_load_from_proto
+from kvmesh.rpc.convert_worker import (
+    fleet_worker_from_proto,
+    health_from_proto,
+    worker_load_from_proto,
+)
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 
 
@@ -53,5 +57,7 @@ class FleetMirror:
                 known,
                 load=worker_load_from_proto(each.load),
                 detail=worker_detail_from_proto(each.detail),
+                health=health_from_proto(each.health),
+                fault=each.fault,
             )
         self._version = message.version

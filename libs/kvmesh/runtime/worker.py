@@ -360,6 +360,7 @@ class Worker:
         """What this worker is doing now."""
         now, at = self.core.statistics(), self._clock.now()
         asked_bytes = 0 if self.queries is None else self.queries.sent_bytes
+        steps = self._loop.watch.state(asyncio.get_running_loop().time())
         return WorkerLoad(
             prefill_active=self.prefill.num_attempts,
             decode_running=self.decode.num_tasks - self.decode.num_reserved,
@@ -377,6 +378,9 @@ class Worker:
             sent_bytes_total=self.channels.sent_bytes + asked_bytes,
             sending_bytes=self.channels.sending_bytes,
             sending_s_total=self.channels.sending_s,
+            step_age_s=steps.age_s,
+            step_expected_s=steps.expected_s,
+            slowdown=steps.slowdown,
         )
 
     def detail(self) -> WorkerDetail:

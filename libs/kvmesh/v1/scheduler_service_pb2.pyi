@@ -281,8 +281,14 @@ class FleetWorker(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Whose load it is, where `info` is left out because it is as it was."""
+    health: _types_pb2.Health.ValueType
+    """Level of its fault."""
+    fault: _builtins.str
+    """What is wrong, for people; empty if nothing is."""
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """What it is."""
@@ -302,10 +308,12 @@ class FleetWorker(_message.Message):
         load: _types_pb2.WorkerLoad | None = ...,
         detail: Global___WorkerDetail | None = ...,
         worker_id: _builtins.str = ...,
+        health: _types_pb2.Health.ValueType = ...,
+        fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "fault", b"fault", "health", b"health", "info", b"info", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -191,6 +191,34 @@ STRUCTURE_KIND_LARK: StructureKind.ValueType  # 3
 """Context-free grammar in Lark's notation; its start rule is `start`."""
 Global___StructureKind: _TypeAlias = StructureKind  # noqa: Y015
 
+class _Health:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Health.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HEALTH_UNSPECIFIED: _Health.ValueType  # 0
+    """Nothing is wrong."""
+    HEALTH_SUSPECT: _Health.ValueType  # 1
+    """Tried last."""
+    HEALTH_DEGRADED: _Health.ValueType  # 2
+    """Takes nothing new; what runs there may end."""
+    HEALTH_DEAD: _Health.ValueType  # 3
+    """What runs there is lost, and goes on elsewhere at once."""
+
+class Health(_Health, metaclass=_HealthEnumTypeWrapper):
+    """Level of a worker's fault."""
+
+HEALTH_UNSPECIFIED: Health.ValueType  # 0
+"""Nothing is wrong."""
+HEALTH_SUSPECT: Health.ValueType  # 1
+"""Tried last."""
+HEALTH_DEGRADED: Health.ValueType  # 2
+"""Takes nothing new; what runs there may end."""
+HEALTH_DEAD: Health.ValueType  # 3
+"""What runs there is lost, and goes on elsewhere at once."""
+Global___Health: _TypeAlias = Health  # noqa: Y015
+
 @_typing.final
 class Refusal(_message.Message):
     """A refusal or failure, with what the next one up needs to go on."""
@@ -789,6 +817,11 @@ class WorkerLoad(_message.Message):
     SENT_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     SENDING_BYTES_FIELD_NUMBER: _builtins.int
     SENDING_S_TOTAL_FIELD_NUMBER: _builtins.int
+    STEP_AGE_S_FIELD_NUMBER: _builtins.int
+    STEP_EXPECTED_S_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
+    BROKEN_OUTPUTS_TOTAL_FIELD_NUMBER: _builtins.int
+    DEVICE_ERRORS_TOTAL_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -821,6 +854,16 @@ class WorkerLoad(_message.Message):
     """KV bytes asked to leave that have not arrived."""
     sending_s_total: _builtins.float
     """Seconds since start with KV on its way over TCP."""
+    step_age_s: _builtins.float
+    """Seconds since the engine's running step began; 0: none runs."""
+    step_expected_s: _builtins.float
+    """Seconds that steps like it have taken before; 0: not known."""
+    slowdown: _builtins.float
+    """Time of the steps of late over what steps like them have taken before; 0: not known."""
+    broken_outputs_total: _builtins.int
+    """Sequences since start that ended without a number for a logit."""
+    device_errors_total: _builtins.int
+    """Checks of the device since start that failed."""
     def __init__(
         self,
         *,
@@ -840,10 +883,15 @@ class WorkerLoad(_message.Message):
         sent_bytes_total: _builtins.int = ...,
         sending_bytes: _builtins.int = ...,
         sending_s_total: _builtins.float = ...,
+        step_age_s: _builtins.float = ...,
+        step_expected_s: _builtins.float = ...,
+        slowdown: _builtins.float = ...,
+        broken_outputs_total: _builtins.int = ...,
+        device_errors_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "broken_outputs_total", b"broken_outputs_total", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "device_errors_total", b"device_errors_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -286,6 +286,11 @@ class WorkerSessions:
                 del self._sessions[session.worker_id]
                 self._retire(session)
 
+    def give_up(self, names: Collection[WorkerId]) -> None:
+        """Ends the sessions of workers that compute no more: open attempts are lost at once."""
+        for name in names & self._sessions.keys():
+            self._retire(self._sessions.pop(name))
+
     def in_flight(self) -> dict[WorkerId, int]:
         """Open attempts of this gateway at each worker."""
         return {worker_id: session.num_open for worker_id, session in self._sessions.items()}

@@ -1,0 +1,247 @@
+"""Levels of faults: which workers are tried last, drained or given up, from what they report and
+from what gateways lost there. Pure.
+
+A worker is compared with itself and with the others of its cluster: an engine that was always slow
+is not ill, and neither is one on a machine on which all are slow. At most a share of a cluster is
+ejected at a time, and never the last worker of a role of a group. One that was ejected comes back
+after a rest, is tried last for a while, and rests twice as long if it fails again.
+Source: P/D-Serve 3.4 names levels and detection and leaves both open. Tests:
+tests/unit/policy/test_health.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.core.health import Health
+from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.policy.groups import GroupKey
+
+HANG_S = 1.5
+HANG_FACTOR = 10.0
+"""A step hangs after this long, and this often as long as steps like it have taken."""
+
+UNKNOWN_STEP_S = 60.0
+"""A step of a kind that never ran before hangs after this long: it may be compiled first."""
+
+SUSPECT_SHARE = 0.5
+"""Of what makes a worker hang or slow, makes it suspect."""
+
+SLOW_FACTOR = 6.0
+"""A worker is slow if its steps take this often as long as usual."""
+
+PEER_FACTOR = 2.0
+"""And this often as long, beside usual, as those of the others of its cluster."""
+
+BROKEN_WINDOW_S = 30.0
+MIN_BROKEN = 3
+"""Sequences without a number for a logit in the window: fewer may be the fault of a request."""
+
+LOST_WINDOW_S = 5.0
+MIN_LOST = 3
+"""Requests that gateways lost at a worker in the window."""
+
+EJECTED_SHARE = 0.25
+"""Of a cluster's workers are ejected at a time, one at least."""
+
+REST_S = 10.0
+MAX_REST_S = 320.0
+PROBATION_S = 10.0
+
+
+class HealthReason(enum.Enum):
+    """What is wrong with a worker."""
+
+    FINE = "nothing is wrong"
+    HANGS = "its step does not end"
+    SLOW = "its steps take much longer than they did"
+    BROKEN = "its logits are not numbers"
+    DEVICE = "its device reports errors"
+    LOSES = "gateways lose requests there"
+    RESTS = "it was ejected a short while ago"
+    PROBATION = "it came back a short while ago"
+    BUDGET = "too many of its cluster are ejected"
+    LAST = "it is the last of its role"
+
+
+_FATAL = {HealthReason.HANGS: Health.DEAD}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a worker.
+
+    Attributes:
+        fault: what is wrong, also where it stays for another reason.
+    """
+
+    level: Health = Health.OK
+    reason: HealthReason = HealthReason.FINE
+    fault: HealthReason = HealthReason.FINE
+
+
+@dataclass(slots=True)
+class _Record:
+    """One life of one worker."""
+
+    incarnation: int
+    broken: deque[tuple[float, int]] = field(default_factory=deque)
+    broken_total: int = 0
+    device_total: int = 0
+    device_failed_at: float | None = None
+    lost: deque[float] = field(default_factory=deque)
+    ejected_at: float | None = None
+    rest_s: float = REST_S
+    back_at: float | None = None
+    verdict: Verdict = Verdict()
+
+
+class HealthBoard:
+    """What is known of each worker. Every `now` is on one clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._records: dict[WorkerId, _Record] = {}
+
+    def note_report(self, info: WorkerInfo, load: WorkerLoad, now: float) -> None:
+        """A worker reported."""
+        record = self._record(info)
+        if load.broken_outputs_total > record.broken_total:
+            record.broken.append((now, load.broken_outputs_total - record.broken_total))
+        if load.device_errors_total > record.device_total:
+            record.device_failed_at = now
+        record.broken_total = load.broken_outputs_total
+        record.device_total = load.device_errors_total
+
+    def note_lost(self, worker_id: WorkerId, now: float) -> None:
+        """A gateway lost a request there, for the first time for that request."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            record.lost.append(now)
+
+    def verdicts(
+        self, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
+    ) -> dict[WorkerId, Verdict]:
+        """What becomes of each worker now.
+
+        Args:
+            workers: all live ones, with their loads as they were reported.
+        """
+        names = {info.worker_id for info, _ in workers}
+        self._records = {name: each for name, each in self._records.items() if name in names}
+        clusters: dict[str, list[tuple[WorkerInfo, WorkerLoad]]] = {}
+        for worker in workers:
+            clusters.setdefault(worker[0].cluster, []).append(worker)
+        found: dict[WorkerId, Verdict] = {}
+        for members in clusters.values():
+            found.update(self._of_cluster(members, now))
+        return found
+
+    def _of_cluster(
+        self, members: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
+    ) -> dict[WorkerId, Verdict]:
+        budget = max(1, int(EJECTED_SHARE * len(members)))
+        slowdowns = sorted(load.slowdown for _, load in members if load.slowdown > 0)
+        awake = [(info, self._record(info)) for info, load in members if not load.draining]
+        # Who is out stays out first: places go to others once its rest is over.
+        order = sorted(members, key=lambda each: self._record(each[0]).ejected_at is None)
+        for info, load in order:
+            record = self._record(info)
+            fault, share = self._fault(record, load, slowdowns, now)
+            record.verdict = self._judged(record, fault, share, now)
+            if record.verdict.level < Health.DEGRADED:
+                record.ejected_at = None
+                continue
+            if record.ejected_at is None and not load.draining:
+                others = [each for each in awake if each[0].worker_id != info.worker_id]
+                stays = _must_stay(info, others)
+                if stays or budget <= 0:
+                    why = HealthReason.LAST if stays else HealthReason.BUDGET
+                    record.verdict = Verdict(Health.SUSPECT, why, fault)
+                    continue
+                record.ejected_at = now
+            budget -= 1
+        return {info.worker_id: self._record(info).verdict for info, _ in members}
+
+    def _judged(self, record: _Record, fault: HealthReason, share: float, now: float) -> Verdict:
+        if share >= 1.0:
+            if record.back_at is not None and record.ejected_at is None:
+                record.rest_s = min(2 * record.rest_s, MAX_REST_S)
+            record.back_at = None
+            return Verdict(_FATAL.get(fault, Health.DEGRADED), fault, fault)
+        if record.ejected_at is not None:
+            if now < record.ejected_at + record.rest_s:
+                return Verdict(Health.DEGRADED, HealthReason.RESTS, record.verdict.fault)
+            record.back_at = now
+        if record.back_at is not None and now < record.back_at + PROBATION_S:
+            return Verdict(Health.SUSPECT, HealthReason.PROBATION, record.verdict.fault)
+        if share >= SUSPECT_SHARE:
+            return Verdict(Health.SUSPECT, fault, fault)
+        return Verdict()
+
+    def _fault(
+        self, record: _Record, load: WorkerLoad, slowdowns: Sequence[float], now: float
+    ) -> tuple[HealthReason, float]:
+        """What is most wrong, and how much; 1 ejects.
+
+        Args:
+            slowdowns: of all workers of the cluster that tell theirs, sorted.
+        """
+        _drop_before(record.lost, now - LOST_WINDOW_S)
+        while record.broken and record.broken[0][0] <= now - BROKEN_WINDOW_S:
+            record.broken.popleft()
+        failed_at = record.device_failed_at
+        device = failed_at is not None and now < failed_at + REST_S
+        shares = {
+            HealthReason.HANGS: load.step_age_s / _hang_s(load),
+            HealthReason.SLOW: _slowness(load.slowdown, slowdowns),
+            HealthReason.BROKEN: sum(count for _, count in record.broken) / MIN_BROKEN,
+            HealthReason.DEVICE: float(device),
+            HealthReason.LOSES: len(record.lost) / MIN_LOST,
+        }
+        # One that is fatal comes before one that is larger.
+        fault = max(shares, key=lambda each: (shares[each] >= 1 and each in _FATAL, shares[each]))
+        return fault, shares[fault]
+
+    def _record(self, info: WorkerInfo) -> _Record:
+        record = self._records.get(info.worker_id)
+        if record is None or record.incarnation != info.incarnation:
+            record = self._records[info.worker_id] = _Record(info.incarnation)
+        return record
+
+
+def _hang_s(load: WorkerLoad) -> float:
+    if not load.step_expected_s:
+        return UNKNOWN_STEP_S
+    return max(HANG_S, HANG_FACTOR * load.step_expected_s)
+
+
+def _slowness(slowdown: float, slowdowns: Sequence[float]) -> float:
+    # The median of the others: it is one of them itself.
+    others, place = len(slowdowns) - 1, bisect_left(slowdowns, slowdown)
+    middle = others // 2
+    usual = slowdowns[middle + (middle >= place)] if others > 0 else 1.0
+    return slowdown / max(SLOW_FACTOR, PEER_FACTOR * usual)
+
+
+def _must_stay(info: WorkerInfo, others: Iterable[tuple[WorkerInfo, _Record]]) -> bool:
+    """Whether no other worker of its group that is not ejected could do its part."""
+    group = GroupKey.of(info)
+    roles = {
+        other.role
+        for other, record in others
+        if record.ejected_at is None and GroupKey.of(other) == group
+    }
+    if Role.HYBRID in roles:
+        return False
+    if info.role is Role.HYBRID:
+        return not {Role.PREFILL, Role.DECODE} <= roles
+    return info.role not in roles
+
+
+def _drop_before(times: deque[float], moment: float) -> None:
+    while times and times[0] <= moment:
+        times.popleft()

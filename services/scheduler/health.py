@@ -1,0 +1,75 @@
+"""Judges the fleet's workers, by `policy/health.py`: who is tried last, drained or given up.
+
+Tests: tests/unit/scheduler/test_health.py, tests/chaos/test_engine_faults.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.health import Health
+from kvmesh.core.types import RequestId, RouteQuery, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.policy.health import LOST_WINDOW_S, HealthBoard
+from kvmesh.telemetry.logs import event_logger
+from services.scheduler import metrics
+from services.scheduler.decisions import DecisionLog
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Fleet
+
+log = event_logger(__name__)
+
+JUDGE_S = 0.25
+
+
+class FleetHealth:
+    """What workers report and gateways lose, and what becomes of it.
+
+    Args:
+        decisions: takes each change of a level.
+    """
+
+    def __init__(self, fleet: Fleet, feed: FleetFeed, decisions: DecisionLog, clock: Clock) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._decisions = decisions
+        self._clock = clock
+        self._board = HealthBoard()
+        # Requests whose losses were counted, and when.
+        self._lost: dict[tuple[RequestId, WorkerId], float] = {}
+
+    def note_report(self, info: WorkerInfo, load: WorkerLoad, now: float) -> None:
+        """A worker reported."""
+        self._board.note_report(info, load, now)
+
+    async def run(self) -> None:
+        """Judges all the time, until cancelled."""
+        while True:
+            await asyncio.sleep(JUDGE_S)
+            self.judge(self._clock.now())
+            self._feed.changed()
+
+    def note_query(self, query: RouteQuery, now: float) -> None:
+        """A gateway asks, and says at which workers it lost the request before."""
+        for worker_id in query.lost:
+            name = (query.request_id, worker_id)
+            if name not in self._lost:
+                self._board.note_lost(worker_id, now)
+            self._lost[name] = now
+
+    def judge(self, now: float) -> None:
+        """Takes stock."""
+        verdicts = self._board.verdicts(self._fleet.reports(), now)
+        for info in self._fleet.judge(verdicts):
+            verdict = verdicts[info.worker_id]
+            word = verdict.level.name.lower()
+            metrics.HEALTH_CHANGES.labels(info.cluster, word, verdict.reason.name.lower()).inc()
+            facts = {"worker_id": info.worker_id, "health": word, "fault": verdict.fault.value}
+            self._decisions.add_fleet("health", verdict.reason.name.lower(), **facts)
+            log.warning("worker_health", reason=verdict.reason.value, **facts)
+        counts = dict.fromkeys(Health, 0)
+        for verdict in verdicts.values():
+            counts[verdict.level] += 1
+        for level, count in counts.items():
+            metrics.WORKER_HEALTH.labels(level.name.lower()).set(count)
+        self._lost = {name: at for name, at in self._lost.items() if at > now - 10 * LOST_WINDOW_S}

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvmesh.core.health import Health
+from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.engine.step_watch import StepWatch
+from kvmesh.policy.health import (
+    HANG_FACTOR,
+    HANG_S,
+    MAX_REST_S,
+    MIN_BROKEN,
+    MIN_LOST,
+    PROBATION_S,
+    REST_S,
+    SLOW_FACTOR,
+    UNKNOWN_STEP_S,
+    HealthBoard,
+    HealthReason,
+    Verdict,
+)
+from tests.unit.engine.test_step_watch import DECODE, PROMPT
+from tests.unit.policy.fleet_examples import worker_info
+
+HANGS = WorkerLoad(step_age_s=HANG_S, step_expected_s=0.05)
+SLOW = WorkerLoad(slowdown=SLOW_FACTOR)
+FINE = WorkerLoad(slowdown=1.0)
+
+
+class Fleet:
+    """Four prefill and four decode workers that report each half second."""
+
+    def __init__(self, *, num_each: int = 4) -> None:
+        self.board = HealthBoard()
+        self.now = 0.0
+        self.loads: dict[str, WorkerLoad] = {}
+        self.infos: dict[str, WorkerInfo] = {}
+        for role in (Role.PREFILL, Role.DECODE):
+            for number in range(num_each):
+                name = f"{role.value[0]}{number}"
+                self.infos[name], self.loads[name] = worker_info(name, role), FINE
+
+    def judge(self, after_s: float = 0.5) -> dict[WorkerId, Verdict]:
+        self.now += after_s
+        for name, info in self.infos.items():
+            self.board.note_report(info, self.loads[name], self.now)
+        told = [(info, self.loads[name]) for name, info in self.infos.items()]
+        return self.board.verdicts(told, self.now)
+
+    def level(self, name: str, after_s: float = 0.5) -> Health:
+        return self.judge(after_s)[WorkerId(name)].level
+
+    def ejected(self) -> set[str]:
+        return {name for name, each in self.judge().items() if each.level >= Health.DEGRADED}
+
+
+@pytest.mark.parametrize(
+    ("load", "level", "reason"),
+    [
+        (FINE, Health.OK, HealthReason.FINE),
+        (HANGS, Health.DEAD, HealthReason.HANGS),
+        (dataclasses.replace(HANGS, step_age_s=HANG_S / 2), Health.SUSPECT, HealthReason.HANGS),
+        (WorkerLoad(step_age_s=4.0, step_expected_s=5.0), Health.OK, HealthReason.FINE),
+        (WorkerLoad(step_age_s=UNKNOWN_STEP_S / 3), Health.OK, HealthReason.FINE),
+        (WorkerLoad(step_age_s=UNKNOWN_STEP_S), Health.DEAD, HealthReason.HANGS),
+        (SLOW, Health.DEGRADED, HealthReason.SLOW),
+        (WorkerLoad(slowdown=SLOW_FACTOR / 2), Health.SUSPECT, HealthReason.SLOW),
+        (WorkerLoad(broken_outputs_total=MIN_BROKEN), Health.DEGRADED, HealthReason.BROKEN),
+        (WorkerLoad(broken_outputs_total=1), Health.OK, HealthReason.FINE),
+        (WorkerLoad(device_errors_total=1), Health.DEGRADED, HealthReason.DEVICE),
+    ],
+)
+def test_levels(load: WorkerLoad, level: Health, reason: HealthReason) -> None:
+    fleet = Fleet()
+    fleet.loads["d1"] = load
+    found = fleet.judge()
+    assert (found[WorkerId("d1")].level, found[WorkerId("d1")].reason) == (level, reason)
+    assert all(each == Verdict() for name, each in found.items() if name != "d1")
+
+
+def test_a_worker_where_requests_are_lost_is_drained() -> None:
+    fleet = Fleet()
+    fleet.judge()
+    for count in range(MIN_LOST):
+        assert fleet.level("p0", 0.1) is (Health.OK if count < 2 else Health.SUSPECT)
+        fleet.board.note_lost(WorkerId("p0"), fleet.now)
+    assert fleet.level("p0") is Health.DEGRADED
+
+
+def test_an_engine_that_hangs_is_more_than_slow() -> None:
+    fleet = Fleet()
+    fleet.loads["d1"] = dataclasses.replace(HANGS, slowdown=1000.0)
+    assert fleet.level("d1") is Health.DEAD
+
+
+def test_a_machine_on_which_all_are_slow_loses_nobody() -> None:
+    fleet = Fleet()
+    fleet.loads = dict.fromkeys(fleet.loads, WorkerLoad(slowdown=20.0))
+    assert not fleet.ejected()
+
+
+def test_no_more_than_a_share_of_a_cluster_is_ejected() -> None:
+    fleet = Fleet()
+    fleet.loads = dict.fromkeys(fleet.loads, HANGS)
+    first = fleet.ejected()
+    assert len(first) == 2
+    assert fleet.ejected() == first, "places are not passed on while they hang"
+    reasons = {each.reason for name, each in fleet.judge().items() if name not in first}
+    assert reasons == {HealthReason.BUDGET}
+
+
+def test_the_last_of_a_role_stays() -> None:
+    fleet = Fleet(num_each=1)
+    fleet.loads["d0"] = HANGS
+    verdict = fleet.judge()[WorkerId("d0")]
+    assert verdict == Verdict(Health.SUSPECT, HealthReason.LAST, HealthReason.HANGS)
+    # Workers of another group or checkpoint cannot do its part.
+    for name, change in (("e", {"scenario": "doc"}), ("f", {"model": "other"})):
+        fleet.infos[name] = worker_info(name, Role.DECODE, **change)
+        fleet.loads[name] = FINE
+    assert fleet.level("d0") is Health.SUSPECT
+    fleet.infos["h"], fleet.loads["h"] = worker_info("h", Role.HYBRID), FINE
+    assert fleet.level("d0") is Health.DEAD
+
+
+def test_who_comes_back_is_tried_last_and_rests_longer_the_next_time() -> None:
+    fleet = Fleet()
+    rest_s = REST_S
+    for _ in range(8):
+        fleet.loads["p0"] = SLOW
+        assert fleet.level("p0") is Health.DEGRADED
+        ejected_at = fleet.now
+        fleet.loads["p0"] = WorkerLoad()
+        while fleet.level("p0") is Health.DEGRADED:
+            assert fleet.now - ejected_at <= rest_s
+        assert fleet.now - ejected_at == pytest.approx(rest_s, abs=1.0)
+        assert fleet.level("p0") is Health.SUSPECT
+        rest_s = min(2 * rest_s, MAX_REST_S)
+    assert fleet.level("p0", PROBATION_S) is Health.OK
+
+
+def test_another_life_begins_well() -> None:
+    fleet = Fleet()
+    fleet.loads["p0"] = WorkerLoad(broken_outputs_total=9)
+    assert fleet.ejected() == {"p0"}
+    fleet.infos["p0"] = dataclasses.replace(fleet.infos["p0"], incarnation=2)
+    fleet.loads["p0"] = WorkerLoad()
+    assert not fleet.ejected()
+
+
+class Engine:
+    """Steps in virtual time."""
+
+    def __init__(self, draw: random.Random, step_s: Callable[[float], float]) -> None:
+        self.watch = StepWatch()
+        self._draw = draw
+        self._step_s = step_s
+        self._ends_at: float | None = None
+
+    def load(self, now: float) -> WorkerLoad:
+        """What is reported at `now`, after all steps that ended before."""
+        at = now if self._ends_at is None else self._ends_at
+        while self._ends_at is None or self._ends_at <= now:
+            if self._ends_at is not None:
+                at = self._ends_at
+                self.watch.end(at)
+            is_prompt = self._draw.random() < 0.3
+            self.watch.begin(PROMPT if is_prompt else DECODE, at)
+            self._ends_at = at + self._step_s(at) * (2.0 if is_prompt else 1.0)
+        steps = self.watch.state(now)
+        return WorkerLoad(
+            step_age_s=steps.age_s, step_expected_s=steps.expected_s, slowdown=steps.slowdown
+        )
+
+
+def test_an_hour_of_steps_of_five_seconds_ejects_nobody() -> None:
+    """Steps vary by half, and one in fifty takes three times as long."""
+    draw = random.Random(1)
+
+    def step_s(_: float) -> float:
+        return 5.0 * draw.uniform(0.75, 1.25) * (3.0 if draw.random() < 0.02 else 1.0)
+
+    fleet = Fleet()
+    engines = {name: Engine(draw, step_s) for name in fleet.infos}
+    while fleet.now < 3600:
+        fleet.loads = {name: each.load(fleet.now + 0.5) for name, each in engines.items()}
+        assert not fleet.ejected(), fleet.loads
+
+
+@pytest.mark.parametrize("factor", [10.0, 1e9], ids=["tenfold", "hangs"])
+def test_a_fault_ejects_within_three_seconds(factor: float) -> None:
+    draw, begins_at = random.Random(2), 60.0
+
+    def step_s(now: float, *, ill: bool = False) -> float:
+        return 0.05 * draw.uniform(0.75, 1.25) * (factor if ill and now >= begins_at else 1.0)
+
+    fleet = Fleet()
+    engines = {name: Engine(draw, step_s) for name in fleet.infos}
+    engines["d2"] = Engine(draw, lambda now: step_s(now, ill=True))
+    ejected: set[str] = set()
+    while not ejected:
+        assert fleet.now < begins_at + 2.5, "0.5 s are left for what is between a report and a view"
+        fleet.loads = {name: each.load(fleet.now + 0.5) for name, each in engines.items()}
+        ejected = fleet.ejected()
+        assert fleet.now > begins_at or not ejected
+    assert ejected == {"d2"}
+    assert HANG_FACTOR * 0.05 < HANG_S

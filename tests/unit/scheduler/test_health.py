@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from kvmesh.core.health import Health
+from kvmesh.core.types import RequestId, Role, RoutePlan, WorkerId, WorkerLoad
+from kvmesh.policy.health import HANG_S, MIN_LOST, REST_S
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Membership
+from services.scheduler.health import FleetHealth
+from tests.unit.policy.fleet_examples import query, worker_info
+from tests.unit.scheduler.parts import Parts
+
+HANGS = WorkerLoad(step_age_s=HANG_S, step_expected_s=0.05, blocks_free=512)
+IDLE = WorkerLoad(blocks_free=512)
+
+
+class Judged(Parts):
+    """Two prefill and three decode workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.health = FleetHealth(self.fleet, FleetFeed(self.fleet), self.decisions, self.clock)
+        self.planner.on_query = self.health.note_query
+        self.members: dict[str, Membership] = {}
+        for role, count in ((Role.PREFILL, 2), (Role.DECODE, 3)):
+            for number in range(count):
+                info = worker_info(f"{role.value[0]}{number}", role)
+                member = self.fleet.register(info, 0.0)
+                assert isinstance(member, Membership)
+                self.members[info.worker_id] = member
+
+    def second(self, **loads: WorkerLoad) -> None:
+        self.clock.advance(1.0)
+        now = self.clock.now()
+        for name, member in self.members.items():
+            load = loads.get(name, IDLE)
+            info = self.fleet.report(member, load, now)
+            assert info is not None
+            self.health.note_report(info, load, now)
+        self.health.judge(now)
+
+    def shown(self, name: str) -> tuple[Health, bool, str]:
+        (found,) = [each for each in self.fleet.workers() if each.info.worker_id == name]
+        return found.health, found.load.draining, found.fault
+
+    async def decoders(self, name: str, **asked: object) -> list[WorkerId]:
+        wanted = query(2000, request_id=RequestId(name), **asked)
+        plan = await self.router.route(wanted, "")
+        assert isinstance(plan, RoutePlan)
+        return [each.worker_id for each in plan.decode]
+
+
+async def test_an_engine_that_hangs_gets_nothing_and_is_said_to_be_dead() -> None:
+    parts = Judged()
+    parts.second()
+    assert sorted(await parts.decoders("a")) == ["d0", "d1", "d2"]
+    version = parts.fleet.urgent_version
+    parts.second(d0=HANGS)
+    assert parts.shown("d0") == (Health.DEAD, True, "its step does not end")
+    assert parts.fleet.urgent_version > version, "gateways hear of it at once"
+    assert sorted(await parts.decoders("b")) == ["d1", "d2"]
+    (entry,) = [e for e in parts.decisions.as_json()["fleet"] if e["kind"] == "health"]
+    assert (entry["worker_id"], entry["health"], entry["reason"]) == ("d0", "dead", "hangs")
+    for _ in range(round(REST_S)):
+        parts.second()
+    assert parts.shown("d0")[:2] == (Health.SUSPECT, False)
+    assert (await parts.decoders("c"))[-1] == "d0", "it is tried last"
+
+
+async def test_the_last_of_a_role_is_asked_all_the_same() -> None:
+    parts = Judged()
+    parts.second(d0=HANGS)
+    for name in ("d1", "d2"):
+        assert parts.fleet.leave(parts.members.pop(name))
+    parts.second(d0=HANGS)
+    assert parts.shown("d0")[1], "who was ejected while there were others stays so"
+    fresh = Judged()
+    for name in ("d1", "d2"):
+        assert fresh.fleet.leave(fresh.members.pop(name))
+    fresh.second(d0=HANGS)
+    assert fresh.shown("d0") == (Health.SUSPECT, False, "it is the last of its role")
+    assert await fresh.decoders("a") == ["d0"]
+
+
+async def test_each_request_that_a_gateway_lost_counts_once() -> None:
+    parts = Judged()
+    parts.second()
+    lost = frozenset({WorkerId("d0")})
+    for _ in range(3 * MIN_LOST):
+        await parts.decoders("same", avoid=lost, lost=lost)
+    parts.second()
+    assert parts.shown("d0")[0] is Health.OK
+    for number in range(MIN_LOST - 1):
+        await parts.decoders(f"r{number}", avoid=lost, lost=lost)
+    parts.second()
+    assert parts.shown("d0") == (Health.DEGRADED, True, "gateways lose requests there")
