@@ -148,7 +148,7 @@ up: setup-local ## start a local stack: make up MODEL=dir-or-org/name PREFILL=n 
 
 .PHONY: up-vllm e2e-vllm bench-vllm
 up-vllm: $(VLLM_VENV)/.made ## the same with vLLM as its engine, in .venv-vllm
-	$(VLLM_PY) -m kvmesh.cli up --engine vllm $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) $(ARGS)
+	$(VLLM_PY) -m kvmesh.cli up --engine vllm --start-timeout 300 $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) $(ARGS)
 
 e2e-vllm: $(VLLM_VENV)/.tests ## tests of vLLM below our scheduler: runner, whole mesh, kill loops
 	OMP_NUM_THREADS=1 GRPC_VERBOSITY=ERROR $(VLLM_PY) -m pytest -q -W default -k vllm $(ARGS) tests/contract/test_runner_contract.py tests/vllm

@@ -60,7 +60,11 @@ def scaled(runner: ModelRunner, bounds: Sequence[int]) -> tuple[int, ...]:
     return tuple(bound * scale_of(runner) for bound in bounds)
 
 
-@pytest.fixture(params=["fake", "kvmesh", pytest.param("vllm", marks=needs_vllm)])
+# The first test that loads vLLM waits for its imports.
+_VLLM = pytest.param("vllm", marks=[needs_vllm, pytest.mark.timeout(600)])
+
+
+@pytest.fixture(params=["fake", "kvmesh", _VLLM])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -6,6 +6,7 @@ Tests: tests/unit/cli/test_machine_checks.py.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import re
 import sys
@@ -199,16 +200,21 @@ def check_congestion_control(settings: Path = _TCP_SETTINGS) -> Finding:
     return Finding.warn("congestion", f"{name}, cubic is not allowed", remedy)
 
 
-def check_vllm(model: Path | None, version: Version = importlib.metadata.version) -> Finding:
+def check_vllm(
+    model: Path | None,
+    version: Version = importlib.metadata.version,
+    load: Callable[[str], object] = ctypes.CDLL,
+) -> Finding:
     """The engine `vllm`, which most do without; and the model in it.
 
     Args:
         version: of an installed package.
+        load: see `vllm_check.installation_problems`.
     """
     found = vllm_check.installed_version(version)
     if not found:
         return Finding.ok("vllm", "not installed; only `--engine vllm` needs it")
-    problems = vllm_check.installation_problems(version)
+    problems = vllm_check.installation_problems(version, load=load)
     if problems:
         return Finding.fail("vllm", f"vLLM {found} cannot be loaded", "; ".join(problems))
     try:

