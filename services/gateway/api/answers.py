@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from json.encoder import encode_basestring
 from typing import Protocol
 
@@ -250,7 +250,7 @@ class _Stream:
 
     Attributes:
         entry: of the journal; None where it is not written.
-        is_held: nothing is sent before the journal has the request.
+        write: sends events, when the journal has the request.
         has_begun: something was sent, or will be.
     """
 
@@ -260,10 +260,11 @@ class _Stream:
         self._out = out
         self._held: list[Callable[[], None]] = []
         self.entry = entry
-        self.is_held = entry is not None and not entry.begun.done()
         self.has_begun = False
-        self.write = out.write
-        if self.is_held and entry is not None:
+        self.write: Callable[[bytes], None] = out.write
+        self._is_held = entry is not None and not entry.begun.done()
+        if self._is_held and entry is not None:
+            self.write = self._hold
             entry.begun.add_done_callback(self._release)
 
     def send(self, events: bytes, where: Placed) -> None:
@@ -273,7 +274,7 @@ class _Stream:
             headers = {**SSE_HEADERS, **self._answer.headers(where)}
             self._do(lambda: self._out.begin(headers, events))
         elif events:
-            self._do(lambda: self._out.write(events))
+            self.write(events)
 
     def ends(self, events: bytes, where: Placed) -> None:
         """Sends the last events of a choice, and after those of the last one the end."""
@@ -311,14 +312,17 @@ class _Stream:
             ending = _event(answer.responses.closing_usage(answer.usage()), id_line)
         self._do(lambda: self._out.end(ending + DONE))
 
+    def _hold(self, events: bytes) -> None:
+        self._held.append(partial(self._out.write, events))
+
     def _do(self, sends: Callable[[], None]) -> None:
-        if self.is_held:
+        if self._is_held:
             self._held.append(sends)
         else:
             sends()
 
     def _release(self, _: object) -> None:
-        self.is_held = False
+        self._is_held, self.write = False, self._out.write
         held, self._held = self._held, []
         for sends in held:
             sends()
@@ -335,7 +339,6 @@ class _StreamSink(_ChoiceSink):
         self._event_with: Callable[[str, str], bytes] | None = None
         # What every token calls, looked up once.
         self._keep = self._text.token_ids.extend
-        self._write = stream.write
         call = answer.call
         # Then pieces in the middle differ in nothing but their text.
         self._is_plain = not (
@@ -368,10 +371,9 @@ class _StreamSink(_ChoiceSink):
         entry = self._entry
         if finish is None and self._event_with is not None:
             self._keep(token_ids)  # no thinking is left to be counted
-            if entry is not None:
-                entry.tokens(self._index, token_ids)
+            id_line = "" if entry is None else entry.after(self._index, token_ids)
             if text:
-                self._write(self._event_with(text, "" if entry is None else entry.id_line()))
+                self._stream.write(self._event_with(text, id_line))
             return
         self._answer.note(self._index, token_ids, finish)
         events = self._noted(text, token_ids, logprobs, finish)
@@ -379,11 +381,7 @@ class _StreamSink(_ChoiceSink):
             self._stream.ends(events, self.where)
             return
         self._stream.send(events, self.where)
-        if (
-            self._is_plain
-            and not self._stream.is_held
-            and self._answer.responses.is_answer(self._index)
-        ):
+        if self._is_plain and self._answer.responses.is_answer(self._index):
             self._event_with = EventTemplate(self._body_with).event
 
     def _body_with(self, text: str) -> Body | None:
@@ -405,7 +403,7 @@ class _StreamSink(_ChoiceSink):
         place.open()
         if not was_opened and len(bodies) > 1:
             events = _event(bodies.pop(0), entry.id_line())
-        entry.tokens(self._index, token_ids)
+        entry.after(self._index, token_ids)
         if finish is not None:
             place.complete()
         return events + b"".join([_event(body, entry.id_line()) for body in bodies])

@@ -61,9 +61,11 @@ class Place:
         """The next event has these tokens, too; every token of a stream passes here."""
         self.num_tokens = count = self.num_tokens + len(token_ids)
         self.waiting += token_ids
+        tail = self._tail
         for token_id in token_ids:
-            self._tail += f".{token_id:x}"
-        self.text = f"{count}{self._tail}"
+            tail = f"{tail}.{token_id:x}"
+        self._tail = tail
+        self.text = f"{count}{tail}"
         self.is_opened = True
 
     def open(self) -> None:

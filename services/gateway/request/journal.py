@@ -182,16 +182,17 @@ class Entry:
 
     def id_line(self, *, is_over: bool = False) -> str:
         """The line of an event that says where the stream is after it."""
-        places = self.places
-        if len(places) == 1 and self.is_kept and not is_over and len(places[0].waiting) < MAX_TAIL:
-            return f"id: {self.key}:{places[0].text}\n"  # as nearly all are
-        return id_line(self.key, places, is_over=is_over) if self.is_kept else "id:\n"
+        return id_line(self.key, self.places, is_over=is_over) if self.is_kept else "id:\n"
 
-    def tokens(self, choice: int, token_ids: Sequence[int]) -> None:
-        """The next event has these tokens."""
-        self.places[choice].add(token_ids)
+    def after(self, choice: int, token_ids: Sequence[int]) -> str:
+        """The next event has these tokens, too: its line. Every token of a stream passes here."""
+        place = self.places[choice]
+        place.add(token_ids)
         if not self.is_dirty:
             self.journal.mark(self)
+        if self.is_kept and len(place.waiting) < MAX_TAIL and len(self.places) == 1:
+            return f"id: {self.key}:{place.text}\n"  # as nearly all are
+        return self.id_line()
 
     def close(self) -> None:
         """The stream is over, or nobody reads it here any more. May be called again."""

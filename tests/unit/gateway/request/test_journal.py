@@ -108,12 +108,12 @@ def _given(entry: Entry) -> GivenId:
 async def test_ids_name_what_is_not_written_yet() -> None:
     journal = _journal(store := FakeStore())
     entry = await _opened(journal)
-    entry.tokens(0, [10, 11])
-    entry.tokens(1, [12])
+    entry.after(0, [10, 11])
+    entry.after(1, [12])
     assert entry.id_line() == f"id: {entry.key}:2.a.b,1.c\n"
     await journal.flush()
     assert entry.id_line() == f"id: {entry.key}:2,1\n"
-    entry.tokens(0, [13])
+    entry.after(0, [13])
     delivered = delivered_of(_given(entry), kept_of(store.streams[entry.key]))
     assert [each and each.token_ids for each in delivered.choices] == [(10, 11, 13), (12,)]
 
@@ -121,11 +121,11 @@ async def test_ids_name_what_is_not_written_yet() -> None:
 async def test_a_lost_answer_loses_and_repeats_nothing() -> None:
     journal = _journal(store := FakeStore())
     entry = await _opened(journal)
-    entry.tokens(0, [1, 2])
+    entry.after(0, [1, 2])
     store.loses_answers = 1
     await journal.flush()
     assert _given(entry).places[0].tail == (1, 2)
-    entry.tokens(0, [3])
+    entry.after(0, [3])
     await journal.flush()
     assert _given(entry).places[0].tail == ()
     assert kept_of(store.streams[entry.key]).token_ids[0] == [1, 2, 3]
@@ -135,7 +135,7 @@ async def test_a_store_that_has_forgotten_a_stream() -> None:
     journal = _journal(store := FakeStore())
     entry = await _opened(journal)
     store.streams.clear()
-    entry.tokens(0, [1])
+    entry.after(0, [1])
     await journal.flush()
     assert entry.id_line() == "id:\n", "clients are not to come back with it"
     assert store.streams == {}
