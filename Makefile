@@ -195,6 +195,10 @@ bench-transfer: setup ## data channels against memcpy, iperf3 and other engines;
 bench-engine: setup ## the CPU engine against transformers, a bare loop and the floor; writes bench/results/engine.*
 	$(PY) -m benchmarks.engine $(ARGS)
 
+.PHONY: bench-engine-avx2
+bench-engine-avx2: setup ## the same engines as on a CPU without AVX-512 and bf16; writes bench/results/engine_avx2.*
+	$(PY) -m benchmarks.engine --avx2 --save bench/results/engine_avx2.json $(ARGS)
+
 .PHONY: bench-long-prompt
 bench-long-prompt: setup ## a prompt of 32k tokens on the CPU: time and memory; writes bench/results/long_prompt.*
 	$(PY) -m benchmarks.long_prompt $(ARGS)

@@ -41,6 +41,7 @@ from benchmarks.engine_peers import (
 )
 from benchmarks.engine_report import SHARE_OF_READING, WEIGHTS_READ, markdown, targets
 from benchmarks.engines import ENGINES
+from benchmarks.older_cpu import use_avx2
 from benchmarks.peer_versions import own_versions, peer_versions
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import ROOT
@@ -72,6 +73,8 @@ _OVERHEAD_BATCH = 8
 def main() -> None:
     """Measures and writes the result."""
     options = _parse()
+    if options.avx2:
+        use_avx2("benchmarks.engine", sys.argv[1:])
     torch.set_num_threads(options.threads)
     pythons = {name: Path(python) for name, python in options.peers}
     peers = own_versions("transformers") | peer_versions(
@@ -94,7 +97,7 @@ def main() -> None:
         "command": command_line(["python", "-m", "benchmarks.engine"], sys.argv[1:]),
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
-        "machine": machine() | {"threads": options.threads},
+        "machine": machine() | {"threads": options.threads, "only_avx2": options.avx2},
         "versions": versions() | peers,
         "seed": options.seed,
         "context": options.context,
@@ -117,6 +120,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=12, help="turns of each engine in a cell")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--avx2", action="store_true", help="all engines as on a CPU without AVX-512 and bf16"
+    )
     parser.add_argument(
         "--peers",
         nargs="+",
