@@ -244,7 +244,6 @@ class TierMachine(EngineMachine):
             self.core.fills,
             [Tier("host", self.num_places)],
             [HostStore(arena, self.late)],
-            block_bytes,
             ManualClock(),
         )
         self.loading: list[Sequence] = []

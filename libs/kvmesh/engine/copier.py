@@ -35,10 +35,10 @@ class InlineCopier:
 class ThreadCopier:
     """Copies in a thread of its own, while the event loop and the engine's thread go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "swap") -> None:
         self._jobs: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._wake = asyncio.Event()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="swap")
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self.on_done: Callable[[], None] | None = None
         """Told after each `done`."""
 

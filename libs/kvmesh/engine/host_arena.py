@@ -95,6 +95,10 @@ class HostArena:
             copy_views([view], self._places(wanted, count))
             self._memory.written(first, count)
 
+    def views(self, places: Sequence[int]) -> list[memoryview]:
+        """The memory of places."""
+        return self._places(iter(places), len(places))
+
     def free(self, places: Sequence[int]) -> None:
         """Gives places back."""
         self._free += places

@@ -12,14 +12,12 @@ from functools import partial
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.types import BlockHash
+from kvmesh.engine.disk_store import DiskStore
 from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.tier_stores import Good, TierStore
 from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
 from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics
 from kvmesh.policy.preemption import FADING, with_sample
-
-BATCH_BYTES = 8 << 20
-"""Most that is copied down at once: a prompt that waits for its prefix waits behind this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,7 @@ class TieredCache:
 
     Args:
         stores: of the tiers, the fastest first.
+        spill: of the second tier, if the first one is host memory and there is one below.
         clock: measures how long loads take.
     """
 
@@ -64,18 +63,17 @@ class TieredCache:
         fills: PrefixFills,
         tiers: Sequence[Tier],
         stores: Sequence[TierStore],
-        block_bytes: int,
         clock: Clock,
+        spill: DiskStore | None = None,
     ) -> None:
         assert pool.is_idle, "no block was taken yet"
         self._pool = pool
         self._fills = fills
         self._stores = tuple(stores)
-        self._block_bytes = block_bytes
         self._clock = clock
         self._tiers = Tiers(tiers, pool.went_below)
-        self._batch = max(1, BATCH_BYTES // block_bytes)
-        self._is_saving = False
+        self._spill = spill
+        self._is_saving = self._is_spilling = False
         self._num_loads = 0
         self._token_s = 0.0
         self._block_s = [0.0] * len(stores)
@@ -89,7 +87,7 @@ class TieredCache:
         pool = self._pool
         if self._is_saving or pool.num_empty >= EMPTY_SHARE * pool.num_blocks:
             return
-        chosen = {each.key: each for each in pool.unsaved(self._batch)}
+        chosen = {each.key: each for each in pool.unsaved(self._stores[0].num_at_once)}
         copies = self._tiers.begin_write(0, chosen)
         if not copies:
             return
@@ -98,7 +96,7 @@ class TieredCache:
         self._is_saving = True
         self._stores[0].save(
             [each.block for each in blocks],
-            [copy.place for copy in copies],
+            copies,
             lambda: [pool.is_same(each) for each in blocks],
             partial(self._saved, blocks, copies),
         )
@@ -108,6 +106,29 @@ class TieredCache:
         for copy, is_good in zip(copies, good, strict=True):
             self._tiers.end_write(0, copy, is_good=is_good)
         self.clean()
+        self._clean_host()
+
+    def _clean_host(self) -> None:
+        """Likewise from host memory to disk."""
+        host = self._tiers[0]
+        if self._spill is None or self._is_spilling:
+            return
+        if host.num_free >= EMPTY_SHARE * host.num_places:
+            return
+        copies = self._tiers.begin_write(1, host.unsaved(self._spill.num_at_once))
+        if not copies:
+            return
+        self._is_spilling = True
+        sources = [host.begin_read(copy.key) for copy in copies]
+        places = [source.place for source in sources]
+        self._spill.spill(places, copies, partial(self._spilled, sources, copies))
+
+    def _spilled(self, sources: Sequence[Copy], copies: Sequence[Copy], good: Good) -> None:
+        self._is_spilling = False
+        for source, copy, is_good in zip(sources, copies, good, strict=True):
+            self._tiers[0].end_read(source, is_good=True)
+            self._tiers.end_write(1, copy, is_good=is_good)
+        self._clean_host()
 
     # --- up ----------------------------------------------------------------------------------
 
@@ -205,7 +226,7 @@ class TieredCache:
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way, up or down."""
-        return not (self._num_loads or self._is_saving)
+        return not (self._num_loads or self._is_saving or self._is_spilling)
 
     def statistics(self) -> list[TierStatistics]:
         """Of each tier, the fastest first."""

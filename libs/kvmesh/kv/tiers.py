@@ -10,8 +10,7 @@ when the block comes up again: so eviction copies nothing, and what was read oft
 
 What goes down: all that is evictable, but for blocks that other workers hold too and nobody has
 read here since that was said (`BlockPool.evict_first`).
-Source: PrfaaS §3.2, TokenLake §4.4. Tests: tests/unit/kv/test_tiers.py,
-tests/property/test_tiers.py.
+Source: PrfaaS §3.2, TokenLake §4.4. Tests: tests/property/test_tiers.py.
 """
 
 from __future__ import annotations
@@ -74,7 +73,9 @@ class Tier:
         self._given_up: set[int] = set()
         # What the tier below lacks, oldest first as a rule; it is empty without one.
         self._unsaved: OrderedDict[BlockHash, None] = OrderedDict()
-        self._stored = self._loaded = self._evicted = self._lost = 0
+        self._stored = self._evicted = self._lost = 0
+        self.loaded_total = 0
+        """Blocks that were read for the pool."""
 
     def __contains__(self, key: object) -> bool:
         return key in self._place_of
@@ -174,7 +175,6 @@ class Tier:
                 self._given_up.discard(copy.place)
                 self._free.append(copy.place)
             return False
-        self._loaded += is_good
         if not is_good:
             self._lost += 1
             self._remove(copy.key)
@@ -202,7 +202,7 @@ class Tier:
             self.num_places,
             len(self._place_of),
             self._stored,
-            self._loaded,
+            self.loaded_total,
             self._evicted,
             self._lost,
         )
@@ -288,7 +288,9 @@ class Tiers:
 
     def end_read(self, level: int, copy: Copy, *, is_good: bool) -> None:
         """See `Tier.end_read`."""
-        if self._tiers[level].end_read(copy, is_good=is_good):
+        tier = self._tiers[level]
+        tier.loaded_total += is_good
+        if tier.end_read(copy, is_good=is_good):
             self._left_tier(copy.key)
 
     def _left_tier(self, key: BlockHash) -> None:

@@ -46,7 +46,7 @@ from kvmesh.runtime.worker_queries import answer_queries, start_queries
 from kvmesh.runtime.worker_runner import find_folder, load_runner
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
-from kvmesh.runtime.worker_tiers import make_tiers
+from kvmesh.runtime.worker_tiers import TierParts, make_tiers
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
@@ -90,7 +90,13 @@ class Worker:
             structures.constraint if structures is not None else None,
             self._swap,
         )
-        self.tiers = make_tiers(config.tiers, self.core, runner, self._clock, self._copier)
+        self._disk_copier = ThreadCopier("disk")
+        self.tiers = make_tiers(
+            config.tiers,
+            TierParts(
+                self.worker_id, self.core, runner, self._clock, self._copier, self._disk_copier
+            ),
+        )
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
         self._copier.on_done = self._loop.wake
@@ -172,6 +178,7 @@ class Worker:
         if self._swap is not None:
             context.stack.callback(self._swap.close)
         if self.tiers is not None:
+            context.spawn(self._disk_copier.run(), "disk")
             context.stack.callback(self.tiers.close)
             self._metrics.registry.register(TierCollector(self.tiers.statistics))
         context.spawn(self.decode.watch_leases(), "leases")

@@ -113,6 +113,8 @@ class TiersSection:
     host_gib: float = option(
         0.0, "host memory for evicted KV, GiB; useful where it is more than the pool; 0: none"
     )
+    disk_gib: float = option(0.0, "disk for KV that host memory evicts, or the pool, GiB; 0: none")
+    disk_path: str = option("", "folder on that disk; its file outlives the worker's restart")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,43 +6,92 @@ Tests: tests/unit/runtime/test_worker_tiers.py, tests/integration/test_tiers.py.
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import WorkerId
+from kvmesh.engine.block_file import BlockFile
 from kvmesh.engine.copier import Copier
 from kvmesh.engine.core import EngineCore
+from kvmesh.engine.disk_store import DiskStore, passage_places
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import ModelRunner
-from kvmesh.engine.tier_stores import HostStore
+from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.tiers import Tier
 from kvmesh.runtime.worker_config import TiersSection
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
 
 _GIB = 1 << 30
 
 
-def make_tiers(
-    config: TiersSection, core: EngineCore, runner: ModelRunner, clock: Clock, copier: Copier
-) -> TieredCache | None:
+@dataclass(frozen=True, slots=True)
+class TierParts:
+    """What tiers are made of.
+
+    Attributes:
+        copier: between the pool and host memory.
+        disk: reads and writes the file.
+    """
+
+    worker_id: WorkerId
+    core: EngineCore
+    runner: ModelRunner
+    clock: Clock
+    copier: Copier
+    disk: Copier
+
+
+def make_tiers(config: TiersSection, parts: TierParts) -> TieredCache | None:
     """What keeps evicted blocks; None where they are gone.
 
     Raises:
-        ConfigError: a size is negative, or not even one block fits.
+        ConfigError: a size is negative, not even one block fits, or the disk cannot be used.
         LostError: the device has no room for what copies pass through.
     """
-    if config.host_gib == 0:
+    core, spec = parts.core, parts.runner.spec
+    block_bytes = spec.layout.block_bytes
+    num_host = _num_places("host_gib", config.host_gib, block_bytes)
+    num_disk = _num_places("disk_gib", config.disk_gib, block_bytes)
+    if not num_host and not num_disk:
         return None
-    block_bytes = runner.spec.layout.block_bytes
-    num_places = int(config.host_gib * _GIB) // block_bytes
-    if num_places <= 0:
+    num_passage = passage_places(block_bytes) if num_disk else 0
+    arena = HostArena(parts.runner.kv, block_bytes, num_host + num_passage)
+    tiers: list[Tier] = []
+    stores: list[TierStore] = []
+    if num_host:
+        tiers.append(Tier("host", num_host))
+        stores.append(HostStore(arena, parts.copier))
+    disk: DiskStore | None = None
+    if num_disk:
+        if not config.disk_path:
+            raise ConfigError("tiers.disk_path is empty: name a folder on a local disk")
+        name = urllib.parse.quote(parts.worker_id, safe="")
+        path = Path(config.disk_path).expanduser() / f"{name}.kv"
+        file = BlockFile(path, f"{spec.layout} {spec.groups}", block_bytes, num_disk)
+        passage = range(num_host, num_host + num_passage)
+        disk = DiskStore(file, arena, passage, parts.copier, parts.disk)
+        tiers.append(Tier("disk", num_disk))
+        tiers[-1].adopt(kept := file.kept())
+        log.info("tier_on_disk", path=str(path), num_blocks=len(kept), num_places=num_disk)
+        stores.append(disk)
+    spill = disk if num_host else None
+    return TieredCache(core.pool, core.fills, tiers, stores, parts.clock, spill)
+
+
+def _num_places(name: str, gib: float, block_bytes: int) -> int:
+    num_places = int(gib * _GIB) // block_bytes
+    if gib and num_places <= 0:
         raise ConfigError(
-            f"tiers.host_gib {config.host_gib:g} holds no block of {block_bytes} bytes:"
-            " give more, or 0"
+            f"tiers.{name} {gib:g} holds no block of {block_bytes} bytes: give more, or 0"
         )
-    store = HostStore(HostArena(runner.kv, block_bytes, num_places), copier)
-    tier = Tier("host", num_places)
-    return TieredCache(core.pool, core.fills, [tier], [store], block_bytes, clock)
+    return num_places
 
 
 async def load_prefix(tiers: TieredCache, fill: PrefixFill) -> LoadResult:

@@ -46,7 +46,6 @@ class Bench:
             self.core.fills,
             [self.tier],
             [HostStore(self.arena, copier or InlineCopier())],
-            block_bytes,
             self.clock,
         )
 

@@ -4,11 +4,12 @@ import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import WorkerId
 from kvmesh.engine.copier import InlineCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.runtime.worker_config import TiersSection
-from kvmesh.runtime.worker_tiers import make_tiers
+from kvmesh.runtime.worker_tiers import TierParts, make_tiers
 
 
 @pytest.mark.parametrize(("gib", "num_places"), [(0.0, None), (1e-6, 8), (1e-8, -1), (-1.0, -1)])
@@ -17,7 +18,9 @@ def test_host_memory_holds_as_many_blocks_as_fit(gib: float, num_places: int | N
     core = EngineCore(runner.spec, 4)
 
     def make() -> int | None:
-        tiers = make_tiers(TiersSection(gib), core, runner, ManualClock(), InlineCopier())
+        inline = InlineCopier()
+        parts = TierParts(WorkerId("w"), core, runner, ManualClock(), inline, inline)
+        tiers = make_tiers(TiersSection(gib), parts)
         return None if tiers is None else tiers.statistics()[0].num_places
 
     if num_places == -1:

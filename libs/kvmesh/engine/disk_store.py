@@ -1,0 +1,205 @@
+"""Places of a file on disk, as a tier: blocks pass through host memory on their way.
+
+Reads and writes are made in a thread of their own, so that a slow disk keeps no other copy waiting.
+A load without progress is given up, and its blocks count as lost: what the disk does with the
+buffers afterwards is nobody's concern. Tests: tests/integration/test_tiers_disk.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvmesh.engine.block_file import BlockFile
+from kvmesh.engine.copier import Copier
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.tier_stores import Good
+from kvmesh.kv.tiers import Copy
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+PIECE_BYTES = 4 << 20
+"""Read at once, while the piece before is copied into the pool."""
+
+STALL_S = 2.0
+"""A load without progress is given up after this: the prompt is computed."""
+
+NUM_PIECES = 3
+"""Buffers: one that is written from, and two that are read into in turn."""
+
+
+def passage_places(block_bytes: int) -> int:
+    """Places of an arena that a store needs for itself."""
+    return NUM_PIECES * _piece_blocks(block_bytes)
+
+
+def _piece_blocks(block_bytes: int) -> int:
+    return max(1, PIECE_BYTES // block_bytes)
+
+
+class _Load:
+    """Places on their way into blocks."""
+
+    def __init__(self, num_blocks: int, done: Callable[[Good], None]) -> None:
+        self.good = [False] * num_blocks
+        self.num_left = num_blocks
+        self.num_copying = 0
+        self.done = done
+        self.is_given_up = False
+        self.is_over = False
+        self.watch: asyncio.TimerHandle | None = None
+
+
+class DiskStore:
+    """See `TierStore`; all but copies is on the event loop.
+
+    Args:
+        arena: that blocks pass through.
+        passage: its places for that, `passage_places` of them.
+        copier: between arena and pool.
+        disk: reads and writes the file.
+    """
+
+    def __init__(
+        self,
+        file: BlockFile,
+        arena: HostArena,
+        passage: Sequence[int],
+        copier: Copier,
+        disk: Copier,
+    ) -> None:
+        self._file = file
+        self._arena = arena
+        self._copier = copier
+        self._disk = disk
+        size = self.num_at_once = len(passage) // NUM_PIECES
+        self._outbound = list(passage[:size])
+        self._inbound = [list(passage[at : at + size]) for at in (size, 2 * size)]
+        self._waiting: deque[tuple[_Load, int, Sequence[int], Sequence[int]]] = deque()
+
+    # --- down --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        blocks: Sequence[int],
+        copies: Sequence[Copy],
+        is_same: Callable[[], Good],
+        done: Callable[[Good], None],
+    ) -> None:
+        """See `TierStore.save`; at most `num_at_once` blocks, one call at a time."""
+        buffer = self._outbound[: len(blocks)]
+        self._copier.start(
+            partial(self._arena.store, blocks, buffer),
+            lambda: self._write_same(buffer, copies, is_same(), done),
+        )
+
+    def _write_same(
+        self,
+        buffer: Sequence[int],
+        copies: Sequence[Copy],
+        same: Good,
+        done: Callable[[Good], None],
+    ) -> None:
+        """Only what was read whole is written."""
+        kept = [index for index, is_same in enumerate(same) if is_same]
+        places, chosen = [buffer[i] for i in kept], [copies[i] for i in kept]
+
+        def written(good: Good) -> None:
+            is_there = dict(zip(kept, good, strict=True))
+            done([is_there.get(index, False) for index in range(len(copies))])
+
+        self.spill(places, chosen, written)
+
+    def spill(
+        self, places: Sequence[int], copies: Sequence[Copy], done: Callable[[Good], None]
+    ) -> None:
+        """Writes places of the arena, which nobody changes until `done`."""
+        good: Good = []
+
+        def write() -> None:
+            good.extend(self._file.write(copies, self._arena.views(places)))
+
+        self._disk.start(write, lambda: done(good))
+
+    # --- up ----------------------------------------------------------------------------------
+
+    def load(
+        self, places: Sequence[int], blocks: Sequence[int], done: Callable[[Good], None]
+    ) -> None:
+        """See `TierStore.load`."""
+        load = _Load(len(places), done)
+        size = self.num_at_once
+        for first in range(0, len(places), size):
+            last = first + size
+            self._waiting.append((load, first, places[first:last], blocks[first:last]))
+        self._watch(load)
+        self._read_next()
+
+    def _watch(self, load: _Load) -> None:
+        if load.watch is not None:
+            load.watch.cancel()
+        loop = asyncio.get_running_loop()
+        load.watch = loop.call_later(STALL_S, self._give_up, load)
+
+    def _give_up(self, load: _Load) -> None:
+        log.warning("tier_stalled", seconds=STALL_S, num_blocks=load.num_left)
+        load.is_given_up = True
+        self._end_if_over(load)
+
+    def _read_next(self) -> None:
+        while self._inbound and self._waiting:
+            load, first, places, blocks = self._waiting.popleft()
+            if not load.is_given_up:
+                self._read(load, first, places, blocks, self._inbound.pop())
+
+    def _read(
+        self,
+        load: _Load,
+        first: int,
+        places: Sequence[int],
+        blocks: Sequence[int],
+        buffer: list[int],
+    ) -> None:
+        good: Good = []
+
+        def read() -> None:
+            good.extend(self._file.read(places, self._arena.views(buffer[: len(places)])))
+
+        def is_read() -> None:
+            if load.is_given_up:
+                self._give_back(buffer)
+                return
+            self._watch(load)
+            load.num_copying += 1
+            whole = [index for index, is_good in enumerate(good) if is_good]
+            copy = partial(self._arena.load, [buffer[i] for i in whole], [blocks[i] for i in whole])
+            self._copier.start(copy, copied)
+
+        def copied() -> None:
+            load.num_copying -= 1
+            load.num_left -= len(places)
+            load.good[first : first + len(places)] = good
+            self._give_back(buffer)
+            self._end_if_over(load)
+
+        self._disk.start(read, is_read)
+
+    def _give_back(self, buffer: list[int]) -> None:
+        self._inbound.append(buffer)
+        self._read_next()
+
+    def _end_if_over(self, load: _Load) -> None:
+        if load.is_over or load.num_copying or (load.num_left and not load.is_given_up):
+            return
+        load.is_over = True
+        if load.watch is not None:
+            load.watch.cancel()
+        load.done(load.good)
+
+    def close(self) -> None:
+        """See `TierStore.close`."""
+        self._file.close()
+        self._arena.close()
