@@ -48,7 +48,7 @@ KEEP = 0.03
 """A shortcut that saves less than this share nowhere is deleted."""
 
 NOTES = (
-    f"chats of benchmarks/chat_prompts.py, {IN_FLIGHT} in flight; tokens come one by one, "
+    f"chats of benchmarks/chat_prompts.py, {IN_FLIGHT} in flight if not said; tokens come one by one, "
     f"{1000 * STEP_S:g} ms apart; workers publish their prefixes, and none is there\n"
     "- telemetry as `kvmesh up` ships it: logs, metrics, traces of "
     f"{TRACES_PER_SECOND} requests in a second\n"
@@ -67,12 +67,14 @@ class Traffic:
 
     Attributes:
         roles: prefill and decode are two workers.
+        in_flight: requests at a time; with many, one turn of the event loop brings much.
     """
 
     name: str
     num_tokens: int
     stream: bool
     roles: bool
+    in_flight: int = IN_FLIGHT
 
 
 TRAFFIC = (
@@ -80,6 +82,7 @@ TRAFFIC = (
     Traffic("streams of 64 tokens", 64, stream=True, roles=False),
     Traffic("whole answers of 16 tokens, P/D", 16, stream=False, roles=True),
     Traffic("streams of 64 tokens, P/D", 64, stream=True, roles=True),
+    Traffic("64 streams at a time, P/D", 64, stream=True, roles=True, in_flight=64),
 )
 
 
@@ -104,7 +107,7 @@ class Variant:
                 self.num_failed += not reply.ok
 
         before = self.process.exact_cpu_s
-        await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
+        await asyncio.gather(*(caller() for _ in range(traffic.in_flight)))
         self.cpu_ms.append(1000 * (self.process.exact_cpu_s - before) / len(prompts))
 
     def _payload(self, messages: Messages, traffic: Traffic) -> bytes:
@@ -186,6 +189,7 @@ def _mesh(*, roles: bool, traced: bool) -> Iterator[AblationMesh]:
 async def _measure(
     mesh: AblationMesh, variants: Sequence[Variant], traffic: Traffic, rounds: int, count: int
 ) -> list[Row]:
+    count = max(count, 2 * traffic.in_flight)
     # Each round has its own chats, the same ones for all gateways.
     drawn = (messages for _, messages in chats((rounds + 1) * count, seed=count))
     warm = [messages for _, messages in chats(WARM_UP, seed=1)]
@@ -257,7 +261,7 @@ async def run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=31, help="how often all take their turn")
+    parser.add_argument("--rounds", type=int, default=15, help="how often all take their turn")
     parser.add_argument("--requests", type=int, default=24, help="of each gateway in a round")
     parser.add_argument("--only", nargs="*", choices=list(SHORTCUTS), help="shortcuts to leave out")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")

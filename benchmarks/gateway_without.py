@@ -37,13 +37,6 @@ def _without_direct_http() -> None:
     direct.wrap = lambda _, factory: factory
 
 
-def _without_plain_bodies() -> None:
-    from services.gateway.fronts import calls  # noqa: PLC0415
-
-    module: Any = calls
-    module.plain_chat_call = lambda *_: None
-
-
 def _without_event_template() -> None:
     from services.gateway.api.responses import Responses  # noqa: PLC0415
 
@@ -134,7 +127,6 @@ class Shortcut:
 
 SHORTCUTS: Mapping[str, Shortcut] = {
     "direct-http": Shortcut("plain requests past aiohttp", _without_direct_http),
-    "plain-bodies": Shortcut("plain chat bodies past the schema", _without_plain_bodies),
     "fastokens": Shortcut("prompts encoded by fastokens", _without_fastokens),
     "direct-sockets": Shortcut("messages on sockets beside gRPC", _without_direct_sockets),
     "raw-tokens": Shortcut("tokens taken as they come off the wire", _without_raw_tokens),

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import SamplingParams
-from kvmesh.core.values import quick
+from kvmesh.core.values import changed, quick
 from services.gateway.api.schema import ChatBody, CompletionBody
 from services.gateway.api.structured import structure_of
 from services.gateway.config import LimitsConfig
@@ -172,7 +172,7 @@ def with_chat(
         body.add_generation_prompt is not False,
         arguments,
     )
-    call = _with_tools(replace(call, prompts=(prompt,), tools=tools), body)
+    call = _with_tools(changed(call, prompts=(prompt,), tools=tools), body)
     return with_reasoning(call, reasoning, include=body.include_reasoning is not False)
 
 
@@ -199,7 +199,7 @@ def completion_call(
     if echo and sampling.num_logprobs >= 0:
         # Echoed text has log-probabilities too.
         scored = max(sampling.num_prompt_logprobs, sampling.num_logprobs)
-        sampling = replace(sampling, num_prompt_logprobs=scored)
+        sampling = changed(sampling, num_prompt_logprobs=scored)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     return ApiCall(
         endpoint=Endpoint.COMPLETION,
@@ -230,7 +230,7 @@ def with_reasoning(call: ApiCall, family: ReasoningFamily | None, *, include: bo
     # A structure holds from the first token on and leaves no room for thinking.
     if family is None or call.sampling.structure is not None:
         return call
-    return replace(
+    return changed(
         call,
         reasoning=family,
         include_reasoning=include,
@@ -245,11 +245,11 @@ def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
     structure = tool_structure(call.tools, body.tools or ())
     if structure is None:
         skips = call.skip_special_tokens and not call.tools.keeps_special_tokens
-        return replace(call, skip_special_tokens=skips)
+        return changed(call, skip_special_tokens=skips)
     # A forced call is all that comes: what text would look like has nothing to say. Agents send
     # both, for their first turn and their last.
-    return replace(
-        call, sampling=replace(call.sampling, structure=structure), structure_field="tools"
+    return changed(
+        call, sampling=changed(call.sampling, structure=structure), structure_field="tools"
     )
 
 
@@ -292,7 +292,7 @@ def _common(
         )
     structure, structure_field = structure_of(body)
     if structure is not None:
-        sampling = replace(sampling, structure=structure)
+        sampling = changed(sampling, structure=structure)
     truncate = body.truncate_prompt_tokens
     return {
         "model": body.model or "",

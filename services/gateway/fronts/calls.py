@@ -26,9 +26,7 @@ from services.gateway.api.openai import (
     Endpoint,
     chat_call,
     completion_call,
-    with_reasoning,
 )
-from services.gateway.api.plain_call import plain_chat_call
 from services.gateway.api.schema import ChatBody, CompletionBody, parse_body
 from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.request.choice import Caller, Choice, Delivered, prompt_sum
@@ -218,8 +216,6 @@ class Calls:
         defaults = frontend.tokenizer.sampling_defaults
         if endpoint is Endpoint.CHAT:
             chat = frontend.tokenizer.chat
-            if (call := plain_chat_call(content, defaults)) is not None:
-                return with_reasoning(call, chat.reasoning_family, include=True)
             body = parse_body(ChatBody, content)
             families = (chat.tool_family, chat.reasoning_family)
             return chat_call(body, frontend.limits, defaults, *families)
