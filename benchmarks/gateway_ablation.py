@@ -48,8 +48,8 @@ KEEP = 0.03
 """A shortcut that saves less than this share nowhere is deleted."""
 
 NOTES = (
-    f"chats of benchmarks/chat_prompts.py, {IN_FLIGHT} in flight if not said; tokens come one by one, "
-    f"{1000 * STEP_S:g} ms apart; workers publish their prefixes, and none is there\n"
+    f"chats of benchmarks/chat_prompts.py, {IN_FLIGHT} in flight if not said; tokens come one by"
+    f" one, {1000 * STEP_S:g} ms apart; workers publish their prefixes, and none is there\n"
     "- telemetry as `kvmesh up` ships it: logs, metrics, traces of "
     f"{TRACES_PER_SECOND} requests in a second\n"
     "- cpu ms: for a request, lower quartile of the rounds, since others on the machine only ever"
