@@ -165,11 +165,11 @@ class Fleet:
         self._insert(info, _RESTORED, reported_at=-math.inf, now=now)
         return True
 
-    def report(self, membership: Membership, load: WorkerLoad, now: float) -> WorkerInfo | None:
-        """Notes a load and renews the lease; whose it is, None if the membership is over."""
+    def report(self, membership: Membership, load: WorkerLoad, now: float) -> bool:
+        """Notes a load and renews the lease; False if the membership is over."""
         member = self._current(membership)
         if member is None:
-            return None
+            return False
         urgent = load.draining != member.load.draining
         changed = load != member.load
         member.load, member.reported = load, True
@@ -180,7 +180,7 @@ class Fleet:
         if changed:
             self._note_change(urgent=urgent)
             member.changed_at = self.version
-        return member.info
+        return True
 
     def judge(self, verdicts: Mapping[WorkerId, Verdict]) -> list[WorkerInfo]:
         """Takes what becomes of workers; those that it is news for."""

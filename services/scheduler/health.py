@@ -9,7 +9,7 @@ import asyncio
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.health import Health
-from kvmesh.core.types import RequestId, RouteQuery, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import RequestId, RouteQuery, WorkerId
 from kvmesh.policy.health import LOST_WINDOW_S, HealthBoard
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
@@ -37,10 +37,6 @@ class FleetHealth:
         self._board = HealthBoard()
         # Requests whose losses were counted, and when.
         self._lost: dict[tuple[RequestId, WorkerId], float] = {}
-
-    def note_report(self, info: WorkerInfo, load: WorkerLoad, now: float) -> None:
-        """A worker reported."""
-        self._board.note_report(info, load, now)
 
     async def run(self) -> None:
         """Judges all the time, until cancelled."""

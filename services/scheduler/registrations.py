@@ -28,7 +28,6 @@ from services.scheduler import metrics
 from services.scheduler.config import FleetConfig
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
-from services.scheduler.health import FleetHealth
 
 log = event_logger(__name__)
 
@@ -39,16 +38,8 @@ Orders = Outbox[RegisterWorkerResponse]
 class Registrations:
     """One stream of each worker; a newer one of the same worker ends the older one."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        feed: FleetFeed,
-        config: FleetConfig,
-        clock: Clock,
-        health: FleetHealth,
-    ) -> None:
+    def __init__(self, fleet: Fleet, feed: FleetFeed, config: FleetConfig, clock: Clock) -> None:
         self._fleet = fleet
-        self._health = health
         self._feed = feed
         self._config = config
         self._clock = clock
@@ -72,11 +63,8 @@ class Registrations:
                     return Refusal(RefusalReason.INVALID, f"{kind} came before the worker's info")
                 elif kind == "load":
                     load = worker_load_from_proto(request.load)
-                    now = self._clock.now()
-                    info = self._fleet.report(membership, load, now)
-                    if info is None:
+                    if not self._fleet.report(membership, load, self._clock.now()):
                         return None  # its lease ended; it connects and registers again
-                    self._health.note_report(info, load, now)
                     self._note_change()
                 elif kind == "detail":
                     self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))

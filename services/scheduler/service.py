@@ -215,7 +215,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     await context.direct.start()
     health = FleetHealth(fleet, feed, decisions, clock)
     planner.on_query = health.note_query
-    registrations = Registrations(fleet, feed, config.fleet, clock, health)
+    registrations = Registrations(fleet, feed, config.fleet, clock)
     servicer = SchedulerServicer(
         registrations, feed, router, clock, context.direct, warmup_s=config.fleet.warmup_s
     )

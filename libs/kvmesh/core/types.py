@@ -351,8 +351,6 @@ class WorkerLoad:
         step_age_s: since the engine's running step began; 0: none runs.
         step_expected_s: what steps like that have taken before; 0: not known.
         slowdown: time of the latest steps over what such steps have taken before; 0: not known.
-        broken_outputs_total: sequences since its start that ended without a number for a logit.
-        device_errors_total: checks of the device since its start that failed.
     """
 
     prefill_active: int = 0
@@ -374,8 +372,6 @@ class WorkerLoad:
     step_age_s: float = 0.0
     step_expected_s: float = 0.0
     slowdown: float = 0.0
-    broken_outputs_total: int = 0
-    device_errors_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

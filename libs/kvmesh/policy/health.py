@@ -37,10 +37,6 @@ SLOW_FACTOR = 6.0
 PEER_FACTOR = 2.0
 """And this often as long, beside usual, as those of the others of its cluster."""
 
-BROKEN_WINDOW_S = 30.0
-MIN_BROKEN = 3
-"""Sequences without a number for a logit in the window: fewer may be the fault of a request."""
-
 LOST_WINDOW_S = 5.0
 MIN_LOST = 3
 """Requests that gateways lost at a worker in the window."""
@@ -59,8 +55,6 @@ class HealthReason(enum.Enum):
     FINE = "nothing is wrong"
     HANGS = "its step does not end"
     SLOW = "its steps take much longer than they did"
-    BROKEN = "its logits are not numbers"
-    DEVICE = "its device reports errors"
     LOSES = "gateways lose requests there"
     RESTS = "it was ejected a short while ago"
     PROBATION = "it came back a short while ago"
@@ -89,10 +83,6 @@ class _Record:
     """One life of one worker."""
 
     incarnation: int
-    broken: deque[tuple[float, int]] = field(default_factory=deque)
-    broken_total: int = 0
-    device_total: int = 0
-    device_failed_at: float | None = None
     lost: deque[float] = field(default_factory=deque)
     ejected_at: float | None = None
     rest_s: float = REST_S
@@ -105,16 +95,6 @@ class HealthBoard:
 
     def __init__(self) -> None:
         self._records: dict[WorkerId, _Record] = {}
-
-    def note_report(self, info: WorkerInfo, load: WorkerLoad, now: float) -> None:
-        """A worker reported."""
-        record = self._record(info)
-        if load.broken_outputs_total > record.broken_total:
-            record.broken.append((now, load.broken_outputs_total - record.broken_total))
-        if load.device_errors_total > record.device_total:
-            record.device_failed_at = now
-        record.broken_total = load.broken_outputs_total
-        record.device_total = load.device_errors_total
 
     def note_lost(self, worker_id: WorkerId, now: float) -> None:
         """A gateway lost a request there, for the first time for that request."""
@@ -191,15 +171,9 @@ class HealthBoard:
             slowdowns: of all workers of the cluster that tell theirs, sorted.
         """
         _drop_before(record.lost, now - LOST_WINDOW_S)
-        while record.broken and record.broken[0][0] <= now - BROKEN_WINDOW_S:
-            record.broken.popleft()
-        failed_at = record.device_failed_at
-        device = failed_at is not None and now < failed_at + REST_S
         shares = {
             HealthReason.HANGS: load.step_age_s / _hang_s(load),
             HealthReason.SLOW: _slowness(load.slowdown, slowdowns),
-            HealthReason.BROKEN: sum(count for _, count in record.broken) / MIN_BROKEN,
-            HealthReason.DEVICE: float(device),
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
         }
         # One that is fatal comes before one that is larger.

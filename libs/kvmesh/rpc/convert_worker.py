@@ -115,8 +115,6 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         step_age_s=load.step_age_s,
         step_expected_s=load.step_expected_s,
         slowdown=load.slowdown,
-        broken_outputs_total=load.broken_outputs_total,
-        device_errors_total=load.device_errors_total,
     )
 
 
@@ -142,8 +140,6 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         step_age_s=message.step_age_s,
         step_expected_s=message.step_expected_s,
         slowdown=message.slowdown,
-        broken_outputs_total=message.broken_outputs_total,
-        device_errors_total=message.device_errors_total,
     )
 
 

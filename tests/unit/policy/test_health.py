@@ -13,7 +13,6 @@ from kvmesh.policy.health import (
     HANG_FACTOR,
     HANG_S,
     MAX_REST_S,
-    MIN_BROKEN,
     MIN_LOST,
     PROBATION_S,
     REST_S,
@@ -46,8 +45,6 @@ class Fleet:
 
     def judge(self, after_s: float = 0.5) -> dict[WorkerId, Verdict]:
         self.now += after_s
-        for name, info in self.infos.items():
-            self.board.note_report(info, self.loads[name], self.now)
         told = [(info, self.loads[name]) for name, info in self.infos.items()]
         return self.board.verdicts(told, self.now)
 
@@ -69,9 +66,6 @@ class Fleet:
         (WorkerLoad(step_age_s=UNKNOWN_STEP_S), Health.DEAD, HealthReason.HANGS),
         (SLOW, Health.DEGRADED, HealthReason.SLOW),
         (WorkerLoad(slowdown=SLOW_FACTOR / 2), Health.SUSPECT, HealthReason.SLOW),
-        (WorkerLoad(broken_outputs_total=MIN_BROKEN), Health.DEGRADED, HealthReason.BROKEN),
-        (WorkerLoad(broken_outputs_total=1), Health.OK, HealthReason.FINE),
-        (WorkerLoad(device_errors_total=1), Health.DEGRADED, HealthReason.DEVICE),
     ],
 )
 def test_levels(load: WorkerLoad, level: Health, reason: HealthReason) -> None:
@@ -145,7 +139,7 @@ def test_who_comes_back_is_tried_last_and_rests_longer_the_next_time() -> None:
 
 def test_another_life_begins_well() -> None:
     fleet = Fleet()
-    fleet.loads["p0"] = WorkerLoad(broken_outputs_total=9)
+    fleet.loads["p0"] = SLOW
     assert fleet.ejected() == {"p0"}
     fleet.infos["p0"] = dataclasses.replace(fleet.infos["p0"], incarnation=2)
     fleet.loads["p0"] = WorkerLoad()

@@ -33,9 +33,7 @@ class Judged(Parts):
         now = self.clock.now()
         for name, member in self.members.items():
             load = loads.get(name, IDLE)
-            info = self.fleet.report(member, load, now)
-            assert info is not None
-            self.health.note_report(info, load, now)
+            assert self.fleet.report(member, load, now)
         self.health.judge(now)
 
     def shown(self, name: str) -> tuple[Health, bool, str]:

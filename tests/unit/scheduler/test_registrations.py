@@ -11,7 +11,6 @@ from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig
 from services.scheduler.feed import FleetFeed
-from services.scheduler.health import FleetHealth
 from services.scheduler.registrations import Orders, Registrations
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.parts import Parts
@@ -20,9 +19,7 @@ from tests.unit.scheduler.parts import Parts
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_closing_service_does_not_take_its_workers_for_lost(closes: bool) -> None:
     parts = Parts()
-    feed = FleetFeed(parts.fleet)
-    health = FleetHealth(parts.fleet, feed, parts.decisions, parts.clock)
-    registrations = Registrations(parts.fleet, feed, FleetConfig(), parts.clock, health)
+    registrations = Registrations(parts.fleet, FleetFeed(parts.fleet), FleetConfig(), parts.clock)
     stream_ends = asyncio.Event()
 
     async def requests() -> AsyncIterator[RegisterWorkerRequest]:
