@@ -7,6 +7,7 @@ Tests: tests/unit/engine/test_step_watch.py.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class StepWatch:
         self._usual: dict[_Kind, _Usual] = {}
         self._ended: deque[_Ended] = deque()
         self._running: tuple[_Kind, float] | None = None
+        self._starved: deque[tuple[float, float]] = deque([(-math.inf, 0.0)])
 
     def begin(self, chunks: Sequence[SequenceChunk], now: float) -> None:
         """A step begins."""
@@ -95,21 +97,41 @@ class StepWatch:
             usual.add(took_s)
         self._forget(now)
 
-    def state(self, now: float) -> StepState:
-        """How it is now."""
+    def state(self, now: float, starved_s: float = 0.0) -> StepState:
+        """How it is now.
+
+        Args:
+            starved_s: how long the process has waited for a core in all; no step can help that.
+        """
         self._forget(now)
+        self._starved.append((now, starved_s))
         took_s = sum(each.took_s for each in self._ended)
         usual_s = sum(each.usual_s for each in self._ended)
         age_s = expected_s = 0.0
         if self._running is not None:
             kind, began_at = self._running
-            age_s, usual = now - began_at, self._usual.get(kind)
+            age_s = max(now - began_at - self._starved_since(began_at), 0.0)
+            usual = self._usual.get(kind)
             if usual is not None and usual.num_steps >= MIN_KNOWN:
                 expected_s = usual.mean_s
                 took_s += age_s
                 usual_s += min(age_s, expected_s)
+        if self._ended:
+            took_s -= self._starved_since(self._ended[0].at - self._ended[0].took_s)
+        took_s = max(took_s, usual_s)
         return StepState(age_s, expected_s, took_s / usual_s if usual_s > 0 else 0.0)
 
+    def _starved_since(self, moment: float) -> float:
+        """From the last look before a moment on."""
+        return self._starved[-1][1] - next(
+            total for at, total in reversed(self._starved) if at <= moment
+        )
+
     def _forget(self, now: float) -> None:
+        since = now - WINDOW_S if self._running is None else min(now - WINDOW_S, self._running[1])
+        if self._ended:
+            since = min(since, self._ended[0].at - self._ended[0].took_s)
+        while len(self._starved) > 1 and self._starved[1][0] <= since:
+            self._starved.popleft()
         while self._ended and self._ended[0].at <= now - WINDOW_S:
             self._ended.popleft()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from functools import partial
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.silence import read_threads
+from kvmesh.core.starved_time import StarvedTime
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
@@ -100,6 +103,7 @@ class Worker:
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
         self._copier.on_done = self._loop.wake
+        self._starved = StarvedTime(partial(read_threads, os.getpid()))
         self._steps = StepMeter(config.engine.max_batch_tokens)
 
     async def start(self) -> None:
@@ -367,7 +371,8 @@ class Worker:
         """What this worker is doing now."""
         now, at = self.core.statistics(), self._clock.now()
         asked_bytes = 0 if self.queries is None else self.queries.sent_bytes
-        steps = self._loop.watch.state(asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        steps = self._loop.watch.state(now_s, self._starved.total_s(now_s))
         return WorkerLoad(
             prefill_active=self.prefill.num_attempts,
             decode_running=self.decode.num_tasks - self.decode.num_reserved,

@@ -69,6 +69,18 @@ def test_tenfold_steps_are_seen_within_the_window() -> None:
     assert steps.slowdown > 8
 
 
+def test_what_the_process_waited_for_a_core_is_no_fault_of_its_engine() -> None:
+    steps = Steps()
+    steps.run(DECODE, 0.05, 100)
+    steps.watch.state(steps.now, 7.0)
+    steps.watch.begin(DECODE, steps.now)
+    state = steps.watch.state(steps.now + 2.0, 8.95)
+    assert state.age_s == pytest.approx(0.05)
+    assert state.slowdown == pytest.approx(1.0)
+    state = steps.watch.state(steps.now + 4.0, 8.95)
+    assert state.age_s == pytest.approx(2.05), "since then it could have run"
+
+
 def test_a_slower_engine_becomes_the_usual_one_after_minutes() -> None:
     steps = Steps()
     steps.run(DECODE, 0.05, 100)
