@@ -1,4 +1,4 @@
-"""What an attempt is told of and what it wants done, as values.
+"""The states of an attempt, and the actions that it returns.
 
 The rules are in `attempt.py`. Pure.
 """

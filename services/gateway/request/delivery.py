@@ -1,7 +1,7 @@
-"""The one way of tokens to a client: pushed through the detokenizer into a sink.
+"""Delivers tokens to a client: they are pushed through the detokenizer into a sink.
 
-What differs between APIs is how a sink writes what it is given. Nothing waits here: a sink either
-writes to a connection, or keeps what it has for a task that does (`pulled`).
+Each API has a sink that writes text in its own format. Nothing waits here: a sink either writes to
+a connection, or queues its pieces for a task that does (`pulled`).
 Tests: tests/unit/gateway/request/test_delivery.py.
 """
 
@@ -66,10 +66,10 @@ class Sink(Protocol):
 
 
 class Delivery:
-    """Takes one choice's tokens and pushes its text.
+    """Turns one choice's tokens into text and pushes it into a sink.
 
     Args:
-        ledger: is told of what went out.
+        ledger: counts what was sent.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Delivery:
 
 
 async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs several choices of a call at a time; the first error ends them all."""
+    """Runs the choices of a call concurrently; the first error cancels the others."""
     if len(works) == 1:
         await works[0]
         return

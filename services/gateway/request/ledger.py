@@ -1,4 +1,4 @@
-"""What is noted of one request, by what happens to it: crowd, connections, metrics, spans, trace.
+"""Bookkeeping of one request: crowd, connections, metrics, spans and the console's log.
 
 All times are on the loop's clock. Tests: tests/integration/test_gateway_http.py,
 tests/integration/test_gateway_moves.py, tests/e2e/test_trace.py.
@@ -89,24 +89,24 @@ class Ledger:
         self.waiting = self._mesh.lanes.enter(self.request.scenario)
 
     def routed(self, plan: RoutePlan, now: float) -> None:
-        """There is a plan."""
+        """The scheduler sent a plan."""
         self._trace.note(Moment.ROUTED, now, text=f"{plan.policy}: {plan.reason}")
 
     def asks(self, kind: Kind) -> str:
-        """A worker is asked; the traceparent for its question."""
+        """A worker is asked; returns the traceparent to send along."""
         if not self._is_traced:
             return self.request.traceparent
         return self._span_of(_ASK_SPANS[kind]).traceparent
 
     def holds(self, worker_id: WorkerId, now: float) -> None:
-        """A worker holds blocks for it."""
+        """A worker reserved blocks."""
         self._trace.note(Moment.RESERVED, now, worker_id)
         self._end_span("gateway.reserve", worker=worker_id)
 
     def refused(
         self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None, now: float
     ) -> None:
-        """Somebody said no; without a worker it was none of them."""
+        """A worker refused; without `worker_id` it was the scheduler or this gateway."""
         mesh, reason = self._mesh, refusal.reason.value
         mesh.metrics.refused(reason, stage.value)
         self._trace.note(Moment.REFUSED, now, worker_id, f"{stage.value}: {reason}")
@@ -118,7 +118,7 @@ class Ledger:
             span.event("refused", worker=worker_id, reason=reason)
 
     def taken(self, taken: Taken, num_offers: int, now: float) -> None:
-        """Workers took it."""
+        """Workers accepted the request."""
         mesh, prefill = self._mesh, taken.prefill_worker
         self._end_search(now, placed=True)
         self._end_span("gateway.offer", worker=prefill)
@@ -134,7 +134,7 @@ class Ledger:
     # --- its tokens ---
 
     def first(self, first: FirstToken, num_sent: int, worker_id: WorkerId, now: float) -> None:
-        """The first token of an attempt that sent so many came."""
+        """The first token of an attempt arrived; `num_sent` tokens had been sent to its worker."""
         if self.cached_tokens is None:
             self.cached_tokens = self._trace.cached_tokens = first.cached_tokens
         self.lane.prefill_times.note(num_sent, now - self._taken_at)
@@ -145,7 +145,7 @@ class Ledger:
             self._span_of("gateway.decode")
 
     def decoding(self, worker_id: WorkerId, now: float) -> None:
-        """The KV is where tokens are made."""
+        """The decode worker has all of the KV."""
         self._trace.note(Moment.HANDED_OFF, now, worker_id)
 
     def finished(self, now: float) -> None:
@@ -155,7 +155,7 @@ class Ledger:
     # --- ends ---
 
     def lost(self, move: Move, num_tokens: int, now: float) -> None:
-        """A worker lost it after so many tokens."""
+        """A worker lost the request after `num_tokens` tokens."""
         self._mesh.metrics.moved(move.reason)
         self._trace.note(Moment.LOST, now, move.worker_id, move.reason)
         log.warning(
@@ -169,15 +169,15 @@ class Ledger:
         self._end_attempt(num_tokens, now)
 
     def failed(self, error: KvMeshError) -> None:
-        """This is what its client is told."""
+        """The request ends with this error."""
         self._record.failed(error)
 
     def ends(self, finish: FinishReason) -> None:
-        """The client has all of it."""
+        """The last piece went to the client."""
         self._record.ends(finish)
 
     def close(self, num_tokens: int, now: float) -> None:
-        """It is over, whatever happened, after so many tokens of workers. May be called again."""
+        """Closes the books after `num_tokens` tokens, however it ended. May be called again."""
         if not self._is_open:
             return
         self._is_open = False

@@ -1,8 +1,8 @@
 """The life of one request: plan, attempt, and the next attempt when a worker lost it.
 
-What workers say is taken as it comes off the wire, told to the attempt, and what that wants done is
-done here. A task wakes when a search has an answer and when the request ends, not for tokens.
-Every exit, whatever it is, cancels what is still open at workers.
+Messages of workers are passed to the attempt as they arrive, and the actions that it returns are
+carried out here. The task wakes when a search has an answer and when the request ends, not for
+tokens. Every exit cancels what is still open at workers.
 Tests: tests/integration/test_gateway_one_worker.py, test_gateway_moves.py.
 """
 
@@ -54,10 +54,10 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class Receiver(Protocol):
-    """Whoever is told of a request's tokens."""
+    """Receives a request's tokens."""
 
     def placed(self, where: Placed) -> None:
-        """Where it runs from here on."""
+        """The workers that run it from now on."""
         ...
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
@@ -173,7 +173,7 @@ class Life:
             self.close()
 
     def close(self) -> None:
-        """Ends what is open. May be called again."""
+        """Cancels what is still open at workers. May be called again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -300,7 +300,7 @@ class Life:
         return None
 
     async def _ask_later(self, ask: act.Ask, session: WorkerSession, link: Link) -> None:
-        """Asks when a connection is up that was only just started."""
+        """Waits for a connection that was just started, then asks."""
         try:
             await link.stream.wait_connected(session.may_connect_s())
             self._send(ask, session)
@@ -430,7 +430,7 @@ class Life:
         return self._request.request_id, number
 
     async def _wait(self) -> None:
-        """Until something happens that a task has to see."""
+        """Waits until `_wake_up`."""
         self._wake = self._loop.create_future()
         try:
             await self._wake

@@ -1,4 +1,4 @@
-"""Where the time of a request goes: waiting, prefill, decode.
+"""Measures how long a request waits, prefills and decodes.
 
 Tests: tests/integration/test_gateway_http.py.
 """

@@ -1,4 +1,4 @@
-"""Finding workers that take a request: plans, rounds over them, pauses, and its turn.
+"""Searches for workers: asks for plans, tries their candidates, pauses, and waits for its turn.
 
 Asks again and again until the deadline, then refuses once, with the last reason it was told.
 Waiting for capacity happens here and nowhere else.
@@ -45,7 +45,7 @@ from services.gateway.request.turnstile import Turn
 
 
 class Asker(Protocol):
-    """Whoever asks the workers."""
+    """Asks the workers of a plan; `Life` does."""
 
     @property
     def holds(self) -> bool:
@@ -148,7 +148,7 @@ class Search:
                     return
 
     def refused(self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None) -> None:
-        """Remembers a refusal: it is counted, traced, and the last one is the client's answer."""
+        """Counts and traces a refusal; the client is told the last one."""
         now = self._now()
         self._refusals.note(stage, refusal, worker_id, now)
         self._ledger.refused(stage, refusal, worker_id, now)
