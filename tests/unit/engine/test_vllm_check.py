@@ -80,7 +80,8 @@ def test_head_and_block_sizes_of_a_cpu(tmp_path: Path) -> None:
     assert (model.head_dim, model.num_layers, model.num_kv_heads) == (8, 2, 2)
     found = check.model_problems(model, device="cpu", block_size=16)
     assert [each.partition(" ")[0] for each in found] == ["heads", "blocks"]
-    assert check.model_problems(model, device="cuda", block_size=16) == []
+    (found_there,) = check.model_problems(model, device="cuda", block_size=16)
+    assert found_there.startswith("on cuda vLLM's blocks are not within reach yet")
     model = check.read_vllm_model(write_checkpoint(tmp_path, head_dim=32))
     assert check.model_problems(model, device="cpu", block_size=64) == []
 
