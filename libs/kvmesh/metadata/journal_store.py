@@ -2,7 +2,7 @@
 
 A stream is a list under `P stream:<key>`: its head, then records in the order of writing. It lives
 as long as the gateway that writes it may need it, and a short time after its end.
-Tests: tests/contract/test_journal_store.py.
+Tests: tests/unit/gateway/request/test_journal.py, tests/integration/test_gateway_resume.py.
 """
 
 from __future__ import annotations
