@@ -251,7 +251,7 @@ class Worker:
         self._registration = SchedulerRegistration(
             [target for target in targets if target],
             self._info,
-            self.load,
+            self.report,
             self._ordered_to_drain,
             self._context.access,
             operator=OperatorHooks(self.detail, self._ordered_to_cordon, self._ordered_to_be),
@@ -368,11 +368,9 @@ class Worker:
             log.warning("readers_left", num_leases=self.pool.statistics().num_open)
 
     def load(self) -> WorkerLoad:
-        """What this worker is doing now."""
+        """What this worker is doing now; metrics are read in another thread."""
         now, at = self.core.statistics(), self._clock.now()
         asked_bytes = 0 if self.queries is None else self.queries.sent_bytes
-        now_s = asyncio.get_running_loop().time()
-        steps = self._loop.watch.state(now_s, self._starved.total_s(now_s))
         return WorkerLoad(
             prefill_active=self.prefill.num_attempts,
             decode_running=self.decode.num_tasks - self.decode.num_reserved,
@@ -390,6 +388,14 @@ class Worker:
             sent_bytes_total=self.channels.sent_bytes + asked_bytes,
             sending_bytes=self.channels.sending_bytes,
             sending_s_total=self.channels.sending_s,
+        )
+
+    def report(self) -> WorkerLoad:
+        """The load, with how long the engine's steps take; on the event loop only."""
+        now = asyncio.get_running_loop().time()
+        steps = self._loop.watch.state(now, self._starved.total_s(now))
+        return dataclasses.replace(
+            self.load(),
             step_age_s=steps.age_s,
             step_expected_s=steps.expected_s,
             slowdown=steps.slowdown,
