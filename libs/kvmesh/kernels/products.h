@@ -93,9 +93,11 @@ void panel_rows(const C* x, int64_t x_stride, const C* panel, int64_t count, con
     for (int v = 0; v < kAtOnce; ++v)
       for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + (first + v) * kWidth);
     const char* line = next + first * 64;
+    // Weights that are read once for each sixteen outputs would be driven out of the first cache.
+    constexpr int kCache = kManyRegisters ? 3 : 2;
     for (int64_t i = 0; i < count; i += kLane<C>, line += LINES * 64) {
       for (int v = 0; v < kAtOnce; ++v)
-        if (first + v < LINES) __builtin_prefetch(line + v * 64);
+        if (first + v < LINES) __builtin_prefetch(line + v * 64, 0, kCache);
       multiply_add<kAtOnce>(panel + i * kPanel + first * kWidth * kLane<C>, x + i, x_stride, R, own);
     }
     for (int v = 0; v < kAtOnce; ++v)
