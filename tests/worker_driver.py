@@ -194,10 +194,15 @@ class Driver:
         """Whether an event waits to be read."""
         return not self._queue(side, key).empty()
 
-    async def reserve(self, worker: Worker, key: Key, spec: SequenceSpec) -> decode_pb.DecodeEvent:
+    async def reserve(
+        self, worker: Worker, key: Key, spec: SequenceSpec, tpot_ms: int = 0
+    ) -> decode_pb.DecodeEvent:
         """Sends a reserve and returns the answer."""
         message = decode_pb.DecodeReserve(
-            request_id=key.request_id, attempt=key.attempt, sequence=sequence_spec_to_proto(spec)
+            request_id=key.request_id,
+            attempt=key.attempt,
+            sequence=sequence_spec_to_proto(spec),
+            tpot_ms=tpot_ms,
         )
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)

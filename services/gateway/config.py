@@ -75,6 +75,9 @@ class LimitsConfig:
     """Deadlines and limits of one request."""
 
     ttft_deadline_ms: int = positive(10_000, "default longest wait until a worker takes a request")
+    tpot_limit_ms: int = option(
+        0, "default longest mean time per token that requests accept; 0: any"
+    )
     request_timeout_s: float = positive(600.0, "longest life of a request")
     prefill_timeout_s: float = positive(
         60.0, "a prefill without its first token or handoff after this long is lost"

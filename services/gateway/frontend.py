@@ -13,6 +13,7 @@ from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.quota import Tenant
+from kvmesh.rpc.convert import limit_from_ms
 from services.gateway.api.model_checks import check_call, check_prompt, choice_sampling
 from services.gateway.api.openai import ApiCall
 from services.gateway.errors import Stage, StageRefusedError
@@ -180,6 +181,7 @@ class Frontend:
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
+        tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
         ticket = caller.ticket
         tenant = Tenant() if ticket is None else ticket.tenant
         call = await with_tokens(self.tokenizer, call)
@@ -207,6 +209,7 @@ class Frontend:
                     tenant=tenant,
                     rank=call.priority,
                     checkpoint=checkpoint,
+                    tpot_s=tpot_s,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         if delivered is not None:

@@ -290,7 +290,11 @@ async def test_bad_fields(stack: Stack, change: dict[str, Any], param: str) -> N
 
 
 async def test_bad_headers_name_themselves(stack: Stack) -> None:
-    for name, value in (("x-kvmesh-placement", "elsewhere"), ("x-slo-ttft-ms", "soon")):
+    for name, value in (
+        ("x-kvmesh-placement", "elsewhere"),
+        ("x-slo-ttft-ms", "soon"),
+        ("x-slo-tpot-ms", "0"),
+    ):
         with pytest.raises(openai.BadRequestError, match=name):
             await stack.client.completions.create(
                 model=MODEL, prompt="a", extra_headers={name: value}

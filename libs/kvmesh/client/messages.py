@@ -75,6 +75,8 @@ class GenerateOptions(SamplingOptions, ToolOptions, total=False):
         stop: a string or strings that end generation; not part of the output.
         timeout_s: for the whole call, retries included.
         ttft_deadline_s: time to the first token after which the gateway refuses.
+        tpot_limit_s: longest mean time per token that is accepted; workers that would take longer
+            are not asked.
         request_id: identity in logs and traces; made by the gateway when absent.
         scenario: routing class of the request.
         cache_salt: keeps cached prefixes of callers with other salts apart.
@@ -87,6 +89,7 @@ class GenerateOptions(SamplingOptions, ToolOptions, total=False):
     stop: str | Sequence[str]
     timeout_s: float
     ttft_deadline_s: float
+    tpot_limit_s: float
     request_id: str
     scenario: str
     cache_salt: str
@@ -177,7 +180,8 @@ def request_message(
         model=options.get("model", default_model),
         stop=(stop,) if isinstance(stop, str) else stop,
         request_id=options.get("request_id", ""),
-        ttft_deadline_ms=_milliseconds(options.get("ttft_deadline_s", 0.0)),
+        ttft_deadline_ms=_milliseconds(options.get("ttft_deadline_s", 0.0), "ttft_deadline_s"),
+        tpot_limit_ms=_milliseconds(options.get("tpot_limit_s", 0.0), "tpot_limit_s"),
         scenario=options.get("scenario", ""),
         cache_salt=options.get("cache_salt", ""),
         placement=placement_to_proto(options.get("placement", Placement.AUTO)),
@@ -189,10 +193,10 @@ def request_message(
     return message
 
 
-def _milliseconds(seconds: float) -> int:
+def _milliseconds(seconds: float, name: str) -> int:
     if not 0 <= seconds < 4_000_000:
-        raise InvalidRequestError(f"{seconds} s is not a deadline", "ttft_deadline_s")
-    # 0 would mean "the default", so a tiny deadline stays one millisecond.
+        raise InvalidRequestError(f"{seconds} s is no limit", name)
+    # 0 would mean "the default", so a tiny one stays one millisecond.
     return max(1, round(seconds * 1000)) if seconds > 0 else 0
 
 

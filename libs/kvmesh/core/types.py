@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NewType
 
+from kvmesh.core.pace import NO_LIMIT_S, PaceRoom
 from kvmesh.core.values import quick
 
 WorkerId = NewType("WorkerId", str)
@@ -351,6 +352,7 @@ class WorkerLoad:
         step_age_s: since the engine's running step began; 0: none runs.
         step_expected_s: what steps like that have taken before; 0: not known.
         slowdown: time of the latest steps over what such steps have taken before; 0: not known.
+        room: what it can take of requests that limit their time per token.
     """
 
     prefill_active: int = 0
@@ -372,6 +374,7 @@ class WorkerLoad:
     step_age_s: float = 0.0
     step_expected_s: float = 0.0
     slowdown: float = 0.0
+    room: PaceRoom = PaceRoom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +421,7 @@ class RouteQuery:
         waiting_reserved: of these, those that wait for prefill, with a reservation or behind one.
         lost: of the workers to avoid, those that lost work of this request.
         fingerprint: of the checkpoint that is to serve it; empty: any of the model.
+        tpot_s: longest mean time per token that the client accepts.
     """
 
     request_id: RequestId
@@ -433,6 +437,7 @@ class RouteQuery:
     waiting_reserved: int = 0
     lost: frozenset[WorkerId] = frozenset()
     fingerprint: str = ""
+    tpot_s: float = NO_LIMIT_S
 
 
 @dataclass(frozen=True, slots=True)

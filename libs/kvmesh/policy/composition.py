@@ -56,6 +56,8 @@ class Composition:
         joint: what requests that ask at the same time are divided by; None: they are decided on
             one by one.
         joint_window_s: how long a request waits for others where its prompt would wait anyway.
+        knows_tpot: limits on the time per token are kept, where requests have them; in simulations,
+            for the baselines' sake.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Composition:
     monitor: bool = False
     joint: JointRule | None = None
     joint_window_s: float = JOINT_WINDOW_S
+    knows_tpot: bool = False
 
     @property
     def orders_by_load(self) -> bool:
@@ -77,7 +80,7 @@ class Composition:
 COMPOSITIONS: dict[str, Composition] = {
     each.name: each
     for each in (
-        Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True),
+        Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True, knows_tpot=True),
         Composition(
             "joint", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.FIRST_TOKEN
         ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
+from kvmesh.policy.token_pace import takes
 from kvmesh.policy.view import WorkerView
 
 DECODE_CACHE_WEIGHT = 0.5
@@ -60,7 +61,8 @@ class Standing:
             logits.
         prefill_busy: the worker would reject an offer: a prefill worker has slots and no queue.
         prefill_share: prefill slots in use, as a share.
-        decode_full: the worker would refuse a reservation for want of a slot or blocks.
+        decode_full: the worker would refuse a reservation for want of a slot or blocks, or because
+            somebody's time per token would be longer than accepted.
         decode_share: decode slots or blocks in use, as a share, whichever is scarcer.
         fetch: why the worker fetches a prefix, or does not.
         source: whom it fetches from.
@@ -120,7 +122,11 @@ class Standing:
         self.decode_share = slots if slots > blocks else blocks
         # Those on their way are taken to be as long as this one.
         needed = (left // info.layout.block_size + 1) * (1 + worker.decode_in_flight)
-        self.decode_full = decode_used >= info.decode_slots or load.blocks_free < needed
+        self.decode_full = (
+            decode_used >= info.decode_slots
+            or load.blocks_free < needed
+            or not takes(load.room, query.tpot_s, query.num_tokens * (1 + worker.decode_in_flight))
+        )
 
     @property
     def may_help_prefill(self) -> bool:

@@ -24,6 +24,7 @@ from kvmesh.policy.load_score import (
     score,
 )
 from kvmesh.policy.role_switch import Help, Switch, SwitchLimits, SwitchReason, other, plan_switches
+from kvmesh.policy.token_pace import time_used
 from kvmesh.policy.waiting import Waiting
 
 CYCLE_S = 1.0
@@ -44,12 +45,14 @@ class WorkerReading:
 
 def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
     """Share of the room for sequences: of blocks, and where they decode of slots, whichever is
-    scarcer. A decode worker without a free slot is full, however short its sequences are.
+    scarcer, or of the time per token that they accept. A decode worker without a free slot is
+    full, however short its sequences are.
     """
     blocks = 1.0 - load.blocks_free / max(info.num_blocks, 1)
     if info.role is Role.PREFILL:
         return blocks
-    return max(blocks, load.decode_running / max(info.decode_slots, 1))
+    slots = load.decode_running / max(info.decode_slots, 1)
+    return max(blocks, slots, min(time_used(load.room), 1.0))
 
 
 def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerReading:

@@ -49,6 +49,7 @@ from kvmesh.policy.seats import (
     split_sides,
     take_seats,
 )
+from kvmesh.policy.token_pace import bears
 from kvmesh.policy.view import FleetView, WorkerView
 
 
@@ -227,7 +228,10 @@ def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
     fitting = [
         seat
         for seat in decode
-        if seat.uncached_tokens <= most and seat.takes_short_prompt and _is_in_favour(seat)
+        if seat.uncached_tokens <= most
+        and seat.takes_short_prompt
+        and _can_be_borne(call, seat)
+        and _is_in_favour(seat)
     ]
     if not fitting:
         return None
@@ -250,6 +254,7 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
         for seat in sides.decode
         if cost(seat) * HELP_SLOWDOWN < latest
         and seat.may_help_prefill
+        and _can_be_borne(call, seat)
         and _is_in_favour(seat)
         # A hybrid's cost may count on asking whoever decodes: that would be itself.
         and seat.fetch is not FetchReason.ASK
@@ -259,6 +264,15 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
     best = min(helpers, key=cost)  # the first by name of several
     reason = f"aggregated, prefill workers are later: {prefill_reason(best)}{fetch_words(best)}"
     return _plan(call, [best], [], RouteCause.HELP, reason)
+
+
+def _can_be_borne(call: Call, seat: Seat) -> bool:
+    """Those who decode there keep their times per token although their steps wait for the prompt,
+    and for what the worker has accepted before.
+    """
+    worker = seat.worker
+    accepted = worker.pending_tokens + worker.prefill_in_flight * call.query.num_tokens
+    return bears(worker.load.room, (seat.uncached_tokens + accepted) * call.view.pace.token_s)
 
 
 def _is_in_favour(seat: Seat) -> bool:

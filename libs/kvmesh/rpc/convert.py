@@ -6,6 +6,8 @@ Tests: tests/unit/rpc/test_convert.py.
 
 from __future__ import annotations
 
+import math
+
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import (
     BLOCK_HASH_BYTES,
@@ -73,6 +75,16 @@ def finish_reason_from_proto(number: types_pb2.FinishReason.ValueType) -> Finish
     if number not in _FINISH_BACK:
         raise ProtocolError("unknown_enum", f"finish reason {number}")
     return _FINISH_BACK[number]
+
+
+def limit_to_ms(limit_s: float) -> int:
+    """A limit on the time per token as messages tell it: 0 is none, and none becomes 0."""
+    return 0 if math.isinf(limit_s) else max(round(limit_s * 1000), 1)
+
+
+def limit_from_ms(limit_ms: int) -> float:
+    """The limit of a message, in seconds; infinite for none."""
+    return limit_ms / 1000 if limit_ms else math.inf
 
 
 def placement_to_proto(placement: Placement) -> types_pb2.PlacementMode.ValueType:

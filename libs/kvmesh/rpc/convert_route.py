@@ -22,6 +22,8 @@ from kvmesh.kv.hashing import join_hashes, split_hashes
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
     endpoint_to_proto,
+    limit_from_ms,
+    limit_to_ms,
     placement_from_proto,
     placement_to_proto,
 )
@@ -104,6 +106,7 @@ def route_query_to_proto(
         waiting_reserved=query.waiting_reserved,
         lost_worker_ids=sorted(query.lost),
         model_fingerprint=query.fingerprint,
+        tpot_ms=limit_to_ms(query.tpot_s),
     )
 
 
@@ -123,6 +126,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         waiting_reserved=message.waiting_reserved,
         lost=frozenset(WorkerId(name) for name in message.lost_worker_ids),
         fingerprint=message.model_fingerprint,
+        tpot_s=limit_from_ms(message.tpot_ms),
     )
 
 

@@ -5,9 +5,12 @@ Tests: tests/unit/rpc/test_convert.py.
 
 from __future__ import annotations
 
+import math
+
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.health import Health
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
@@ -115,6 +118,7 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         step_age_s=load.step_age_s,
         step_expected_s=load.step_expected_s,
         slowdown=load.slowdown,
+        room=_room_to_proto(load.room),
     )
 
 
@@ -140,6 +144,29 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         step_age_s=message.step_age_s,
         step_expected_s=message.step_expected_s,
         slowdown=message.slowdown,
+        room=_room_from_proto(message.room),
+    )
+
+
+def _room_to_proto(room: PaceRoom) -> types_pb2.PaceRoom:
+    message = types_pb2.PaceRoom(
+        constant_s=room.pace.constant_s,
+        token_s=room.pace.token_s,
+        context_tokens=room.context_tokens,
+    )
+    if math.isfinite(room.strictest_s):
+        message.strictest_s = room.strictest_s
+    if math.isfinite(room.spare_s):
+        message.spare_s = room.spare_s
+    return message
+
+
+def _room_from_proto(message: types_pb2.PaceRoom) -> PaceRoom:
+    return PaceRoom(
+        StepPace(message.constant_s, message.token_s),
+        message.context_tokens,
+        message.strictest_s if message.HasField("strictest_s") else math.inf,
+        message.spare_s if message.HasField("spare_s") else math.inf,
     )
 
 

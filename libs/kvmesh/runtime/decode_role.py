@@ -14,8 +14,10 @@ import grpc
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Reservation
 from kvmesh.engine.sequence import Emission, Sequence
+from kvmesh.policy.token_pace import takes
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
+    limit_from_ms,
     refusal_to_proto,
     reservation_to_proto,
     sequence_spec_from_proto,
@@ -23,6 +25,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.arriving_kv import ArrivingKv
+from kvmesh.runtime.decode_pace import DecodePace
 from kvmesh.runtime.decode_task import DecodeOutbox, DecodeTask
 from kvmesh.runtime.local_start import LocalPrefill, StartedOutbox
 from kvmesh.runtime.worker_parts import WorkerParts
@@ -41,6 +44,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     Attributes:
         arriving: takes the KV of reservations in.
+        pace: of its tokens.
         local_prefill: starts prompts with their reservation; sets itself.
         draining: nothing new is taken.
     """
@@ -55,6 +59,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self._metrics = parts.metrics
         self._slots = slots
         self._tasks: dict[tuple[DecodeOutbox, RequestId, int], DecodeTask] = {}
+        self._clock = parts.clock
+        self.pace = DecodePace(self._tasks.values)
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -144,6 +150,10 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             spec = sequence_spec_from_proto(message.sequence)
         except ProtocolError as error:
             return Refusal(RefusalReason.INVALID, str(error))
+        limit_s = limit_from_ms(message.tpot_ms)
+        if not takes(self.pace.room(self._clock.now()), limit_s, len(spec.token_ids)):
+            text = "with this request a token would take longer than it or others here accept"
+            return Refusal(RefusalReason.NO_SLOTS, text, retry_after_ms=50)
         sequence = self._core.admit_decode(spec)
         if isinstance(sequence, Refusal):
             return sequence
@@ -151,6 +161,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         arriving = self._core.arriving_blocks(sequence, num_cached_blocks)
         blocks = [each.block for each in arriving]
         task = DecodeTask(outbox, key[1], message.attempt, sequence, span, blocks)
+        task.tpot_s = limit_s
         reservation = self.arriving.reserve(task)
         self._tasks[key] = task
         self._idle.clear()
@@ -159,6 +170,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def _taken(self, task: DecodeTask) -> None:
         task.span.event("committed")
+        task.decodes_since = self._clock.now()
         self._on_change()  # it runs, and waits for its KV no more: planner loops tell them apart
         task.sequence.on_emission = lambda emission: self._emit(task, emission)
 
@@ -230,7 +242,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def _end(self, task: DecodeTask, why: str) -> None:
         del self._tasks[task.outbox, task.request_id, task.attempt]
-        generated = len(task.sequence.tokens) - len(task.sequence.spec.token_ids)
+        self.pace.ended(task)
+        generated = task.num_generated
         task.span.set(outcome=why, generated_tokens=generated)
         task.span.end()
         log.debug(

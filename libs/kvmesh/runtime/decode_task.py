@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class DecodeTask:
         reservation_id: None once decode has taken the blocks over.
         local_write: the engine of this worker computes the prompt right in the blocks.
         stop_prefill: ends the prompt that was started with the reservation.
+        tpot_s: longest mean time per token that its client accepts; infinite for none.
+        decodes_since: when its KV was complete, in seconds on the worker's clock.
     """
 
     outbox: DecodeOutbox
@@ -34,3 +37,10 @@ class DecodeTask:
     reservation_id: int | None = None
     local_write: int | None = None
     stop_prefill: Callable[[], None] | None = None
+    tpot_s: float = math.inf
+    decodes_since: float | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated here."""
+        return len(self.sequence.tokens) - len(self.sequence.spec.token_ids)

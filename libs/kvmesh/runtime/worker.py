@@ -300,6 +300,8 @@ class Worker:
         self._metrics.step_seconds.observe(seconds)
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
+        if not self._steps.last_prompt_tokens:
+            self.decode.pace.observe(seconds)
         if self.queries is not None and self._steps.last_prompt_tokens:
             self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
         if num_tokens := self._steps.last_prompt_tokens:
@@ -391,7 +393,7 @@ class Worker:
         )
 
     def report(self) -> WorkerLoad:
-        """The load, with how long the engine's steps take; on the event loop only."""
+        """The load, with how long steps take and what that leaves; on the event loop only."""
         now = asyncio.get_running_loop().time()
         steps = self._loop.watch.state(now, self._starved.total_s(now))
         return dataclasses.replace(
@@ -399,6 +401,7 @@ class Worker:
             step_age_s=steps.age_s,
             step_expected_s=steps.expected_s,
             slowdown=steps.slowdown,
+            room=self.decode.pace.room(self._clock.now()),
         )
 
     def detail(self) -> WorkerDetail:

@@ -36,6 +36,8 @@ class DecodingSet:
     def start(self, sequence: SimSequence) -> None:
         """The sequence has one token without KV, in every step from now on."""
         sequence.settled_at = self.steps
+        if sequence.decodes_from is None:
+            sequence.decodes_from = self.steps
         self.count += 1
         self._base_context += sequence.num_tokens - self.steps
         self.await_due(sequence)

@@ -30,9 +30,8 @@ from kvmesh.sim.host import Host
 from kvmesh.sim.link import SharedLink
 from kvmesh.sim.prefix_index import PrefixIndex
 from kvmesh.sim.profile import Device, Profile
-from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.trace_request import TRACE_BLOCK
-from kvmesh.sim.worker import SimWorker, WorkerListener
+from kvmesh.sim.worker import SimWorker, WorkerListener, WorkerRules
 
 MODEL = "simulated"
 REMOTE = "remote"
@@ -93,19 +92,17 @@ class SimFleet:
         events: EventQueue,
         profile: Profile,
         listener: WorkerListener,
+        rules: WorkerRules,
         *,
-        queue_offers: bool,
         report_interval_s: float,
-        chunks: ChunkTokens,
         order: FleetIndex | None = None,
         grouped: bool = False,
     ) -> None:
         self._events = events
         self._profile = profile
         self._listener = listener
-        self._queue_offers = queue_offers
+        self._rules = rules
         self._report_interval_s = report_interval_s
-        self._chunks = chunks
         self.host = None if profile.sharing is None else Host(profile.sharing, events.now)
         self._order = order
         self._grouped = grouped
@@ -146,9 +143,8 @@ class SimFleet:
             device,
             self._events,
             self._listener,
-            queue_offers=self._queue_offers,
-            chunks=self._chunks,
-            host=self.host,
+            self._rules,
+            self.host,
         )
         self.workers[info.worker_id] = worker
         self.index.add(info.worker_id, worker.pool)

@@ -117,6 +117,7 @@ class SimSequence:
         gone: released, or lost with its worker.
         settled_at: while it decodes, the step of its worker up to which the numbers here count.
         due_at: while it decodes, the step at which it ends or needs a block.
+        decodes_from: the step of its worker before its first one of decode.
     """
 
     request: SimRequest
@@ -133,6 +134,7 @@ class SimSequence:
     gone: bool = False
     settled_at: int | None = None
     due_at: int | None = None
+    decodes_from: int | None = None
 
     @property
     def remaining(self) -> int:

@@ -22,7 +22,7 @@ from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
 from kvmesh.sim.joint import JointDecisions, Waiting
 from kvmesh.sim.placing import Answer
 from kvmesh.sim.requests import SimRequest
-from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.scenario import Scenario, accepted_tpot_s
 from kvmesh.sim.trace_request import TRACE_BLOCK
 
 Decide = Callable[[], RoutePlan | Refusal]
@@ -54,6 +54,7 @@ class SimRouter:
         self._reasons = reasons
         self._around = around
         self._pace = profile_pace(scenario.profile)
+        self._tpot_s = accepted_tpot_s(scenario)
         self._reads = RecentReads()
         self._joint = JointDecisions(events, self._hold_s, self._route_together)
 
@@ -69,10 +70,10 @@ class SimRouter:
             answer(decide() if self._around is None else self._around(decide))
         else:
             matches = self._fleet.index.match(request.reusable_hashes)
-            self._joint.take(Waiting(request, _query(request, avoid), matches, answer))
+            self._joint.take(Waiting(request, self._query(request, avoid), matches, answer))
 
     def _route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
-        query = _query(request, avoid)
+        query = self._query(request, avoid)
         matches = self._fleet.index.match(request.reusable_hashes)
         plan = decide_route(
             self._system,
@@ -125,14 +126,14 @@ class SimRouter:
             self._reads.note(plan.route, TRACE_BLOCK)
         return plan.route
 
-
-def _query(request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
-    return RouteQuery(
-        request.request_id,
-        MODEL,
-        request.num_tokens,
-        request.remaining_tokens,
-        request.hashes,
-        avoid=avoid,
-        scenario=request.trace.scenario,
-    )
+    def _query(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
+        return RouteQuery(
+            request.request_id,
+            MODEL,
+            request.num_tokens,
+            request.remaining_tokens,
+            request.hashes,
+            avoid=avoid,
+            scenario=request.trace.scenario,
+            tpot_s=self._tpot_s,
+        )

@@ -6,6 +6,7 @@ Tests: tests/unit/sim/test_scenario.py.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from kvmesh.core.errors import ConfigError
@@ -99,3 +100,8 @@ class Scenario:
     chunks: ChunkTokens = ChunkTokens()
     jitter: float = 0.1
     sample_s: float = 10.0
+
+
+def accepted_tpot_s(scenario: Scenario) -> float:
+    """Longest mean time per token that the system is told of; infinite where it knows none."""
+    return scenario.objectives.tpot_s if scenario.system.knows_tpot else math.inf

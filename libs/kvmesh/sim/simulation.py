@@ -24,11 +24,11 @@ from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.placing import Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.router import Decide, SimRouter
-from kvmesh.sim.scenario import Failure, FailureKind, Scenario
+from kvmesh.sim.scenario import Failure, FailureKind, Scenario, accepted_tpot_s
 from kvmesh.sim.systems import System
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.turns import Lanes
-from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker import SimWorker, WorkerRules
 
 
 @dataclass(eq=False, slots=True)
@@ -122,9 +122,8 @@ class Simulation:
             self.events,
             scenario.profile,
             self,
-            queue_offers=system.queue_offers,
+            WorkerRules(system.queue_offers, scenario.chunks, accepted_tpot_s(scenario)),
             report_interval_s=system.report_interval_s,
-            chunks=scenario.chunks,
             order=_index(system, self.rng),
             grouped=system.grouped,
         )

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Protocol
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.pace import PaceRoom
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.batching import BatchLimits, plan_batch
+from kvmesh.policy.token_pace import AnswerLength, Paced, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.host import Host
@@ -114,6 +116,8 @@ class StepLoop:
         self._timer: Timer | None = None
         self._in_step = False
         self._other_work_s = 0.0
+        self._fit = StepFit()
+        self._answers = AnswerLength()
         self.computed_tokens = 0
         self.busy_s = 0.0
         self.preemptions = 0
@@ -122,6 +126,29 @@ class StepLoop:
     def num_preempted(self) -> int:
         """Sequences that lost their blocks and wait for new ones."""
         return len(self._preempted)
+
+    def room(self, limit_s: float, num_awaited: int) -> PaceRoom:
+        """What is left for requests with limits on their time per token.
+
+        Args:
+            limit_s: of every sequence here.
+            num_awaited: tokens of sequences that will decode here and do not yet.
+        """
+        now, steps, decoding = self._events.now(), self._decoding.steps, self._decoding
+        if self._run is not None:
+            steps += max(int((now - self._run.started_at) / self._run.step_s), 0)
+        paced = [
+            Paced(limit_s, steps - each.decodes_from, now - each.request.first_token_s)
+            for each in self._running
+            if each.decodes_from is not None and each.request.first_token_s is not None
+        ]
+        pace, context = self._fit.pace(), decoding.context + num_awaited
+        return PaceRoom(
+            pace,
+            context,
+            limit_s if context else math.inf,
+            spare_s(paced, pace.of(decoding.context), self._answers.tokens),
+        )
 
     def join(self, sequence: SimSequence) -> None:
         """Computes what the sequence has no KV for, from the next step on."""
@@ -272,6 +299,7 @@ class StepLoop:
         run, self._run = self._run, None
         assert run is not None, "a run that ends was started"
         self.busy_s += run.num_steps * run.step_s
+        self._fit.add(self._decoding.context, run.step_s, run.num_steps)
         self._decoding.steps += run.num_steps
         if self._host is not None:
             self._host.note_tokens(run.num_steps * self._decoding.count)
@@ -290,7 +318,7 @@ class StepLoop:
         for sequence in self._decoding.take_due():
             self._decoding.settle(sequence)
             if sequence.left <= 0:
-                self._listener.finished(sequence)
+                self._end(sequence)
             else:
                 self._decoding.put_due(sequence)
 
@@ -310,7 +338,11 @@ class StepLoop:
                 self._drop(sequence)
             self._listener.first_token(sequence)
         if sequence.left <= 0 and not sequence.hold_after_first and not sequence.gone:
-            self._listener.finished(sequence)
+            self._end(sequence)
+
+    def _end(self, sequence: SimSequence) -> None:
+        self._answers.add(sequence.request.trace.output_tokens)
+        self._listener.finished(sequence)
 
     def seal(self, sequence: SimSequence) -> None:
         """Makes computed blocks of the prompt shareable; generated text is known to nobody else."""

@@ -5,15 +5,26 @@ real ones. Tests: tests/unit/sim/test_worker.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.core.busy_time import BusyTime
-from kvmesh.core.types import BlockHash, Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
+from kvmesh.core.pace import PaceRoom
+from kvmesh.core.types import (
+    BlockHash,
+    Refusal,
+    RefusalReason,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+)
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.token_pace import takes
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
@@ -26,6 +37,21 @@ LEASE_S = 1e9
 """Longer than any run: gateways renew for as long as they care, and cancel what they drop."""
 
 GROWTH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRules:
+    """How the workers of a fleet work.
+
+    Attributes:
+        queue_offers: accept prompts beyond the slots into a local queue.
+        chunks: tokens per step.
+        tpot_s: longest mean time per token that requests accept; infinite for none.
+    """
+
+    queue_offers: bool = False
+    chunks: ChunkTokens = ChunkTokens()
+    tpot_s: float = math.inf
 
 
 class WorkerListener(Protocol):
@@ -56,8 +82,6 @@ class SimWorker:
     """One instance.
 
     Args:
-        queue_offers: accept prompts beyond the slots into a local queue.
-        chunks: tokens per step.
         host: whose cores it shares with others.
 
     Attributes:
@@ -71,9 +95,7 @@ class SimWorker:
         device: Device,
         events: EventQueue,
         listener: WorkerListener,
-        *,
-        queue_offers: bool,
-        chunks: ChunkTokens,
+        rules: WorkerRules,
         host: Host | None = None,
     ) -> None:
         self.info = info
@@ -85,9 +107,10 @@ class SimWorker:
         self.sending = BusyTime()
         self._events = events
         self._listener = listener
-        self._queue_offers = queue_offers
+        self._queue_offers = rules.queue_offers
+        self._tpot_s = rules.tpot_s
         num_slots = info.prefill_slots + info.decode_slots
-        limits = BatchLimits(chunks.alone, num_slots, chunks.mixed)
+        limits = BatchLimits(rules.chunks.alone, num_slots, rules.chunks.mixed)
         self.steps = StepLoop(device, self.pool, limits, events, self, host)
         self._num_sequences = 0
         self._waiting: list[SimSequence] = []
@@ -112,6 +135,8 @@ class SimWorker:
             return Refusal(RefusalReason.NO_SLOTS, "all decode slots are taken")
         if self.steps.num_preempted:
             return Refusal(RefusalReason.NO_BLOCKS, "sequences that were preempted come first")
+        if not takes(self._room(), self._tpot_s, request.num_tokens):
+            return Refusal(RefusalReason.NO_SLOTS, "its steps would take longer than accepted")
         sequence = self._admit(request, min(GROWTH_TOKENS, request.remaining_tokens))
         if isinstance(sequence, Refusal):
             return sequence
@@ -366,8 +391,15 @@ class SimWorker:
                 decode_preempted=num_preempted,
                 blocks_free=self.pool.num_free,
                 prefill_tokens_total=self.steps.computed_tokens,
+                room=self._room(),
             )
         return self._load
+
+    def _room(self) -> PaceRoom:
+        if math.isinf(self._tpot_s):
+            return PaceRoom()
+        awaited = sum(each.num_tokens for each in self._decodes if not each.has_first)
+        return self.steps.room(self._tpot_s, awaited)
 
     @property
     def num_waiting(self) -> int:

@@ -32,6 +32,7 @@ class DecodeReserve(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     START_WITHIN_MS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -42,6 +43,8 @@ class DecodeReserve(_message.Message):
     """Not 0: the worker computes the prompt as well, right in what it reserves, and has this many milliseconds to the
     first token. What its prefill side says comes in events of this attempt; one cancel ends both.
     """
+    tpot_ms: _builtins.int
+    """Longest mean time per token that the client accepts, in milliseconds; 0: any."""
     @_builtins.property
     def sequence(self) -> _types_pb2.SequenceSpec:
         """The sequence that will be decoded."""
@@ -59,10 +62,11 @@ class DecodeReserve(_message.Message):
         traceparent: _builtins.str = ...,
         start_within_ms: _builtins.int = ...,
         source: _types_pb2.PrefixSource | None = ...,
+        tpot_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

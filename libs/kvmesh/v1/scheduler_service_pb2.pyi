@@ -41,6 +41,7 @@ class RouteRequest(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -67,6 +68,8 @@ class RouteRequest(_message.Message):
     """Of these, those that wait for prefill: they hold a reservation, or stand behind those that do."""
     model_fingerprint: _builtins.str
     """Fingerprint of the checkpoint that is to serve it; empty: any of the model."""
+    tpot_ms: _builtins.int
+    """Longest mean time per token that the client accepts, in milliseconds; 0: any."""
     @_builtins.property
     def avoid_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that just failed or refused this request."""
@@ -98,10 +101,11 @@ class RouteRequest(_message.Message):
         more: _abc.Iterable[Global___RouteRequest] | None = ...,
         lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         model_fingerprint: _builtins.str = ...,
+        tpot_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -820,6 +820,7 @@ class WorkerLoad(_message.Message):
     STEP_AGE_S_FIELD_NUMBER: _builtins.int
     STEP_EXPECTED_S_FIELD_NUMBER: _builtins.int
     SLOWDOWN_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -858,6 +859,10 @@ class WorkerLoad(_message.Message):
     """Seconds that steps like it have taken before; 0: not known."""
     slowdown: _builtins.float
     """Time of the steps of late over what steps like them have taken before; 0: not known."""
+    @_builtins.property
+    def room(self) -> Global___PaceRoom:
+        """What it can take of requests that limit their time per token."""
+
     def __init__(
         self,
         *,
@@ -880,11 +885,57 @@ class WorkerLoad(_message.Message):
         step_age_s: _builtins.float = ...,
         step_expected_s: _builtins.float = ...,
         slowdown: _builtins.float = ...,
+        room: Global___PaceRoom | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["room", b"room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class PaceRoom(_message.Message):
+    """What a decode worker has to offer to requests that limit their time per token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSTANT_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    STRICTEST_S_FIELD_NUMBER: _builtins.int
+    SPARE_S_FIELD_NUMBER: _builtins.int
+    constant_s: _builtins.float
+    """A decode step takes this long, whatever is in it, in seconds."""
+    token_s: _builtins.float
+    """And so much longer for each token of its contexts, in seconds."""
+    context_tokens: _builtins.int
+    """Tokens of the contexts of all sequences here, awaited ones included."""
+    strictest_s: _builtins.float
+    """The strictest limit of a sequence here, in seconds per token; unset: none has one."""
+    spare_s: _builtins.float
+    """Seconds of computing prompts that all of them can bear; unset: any."""
+    def __init__(
+        self,
+        *,
+        constant_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
+        context_tokens: _builtins.int = ...,
+        strictest_s: _builtins.float | None = ...,
+        spare_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_spare_s", b"_spare_s", "_strictest_s", b"_strictest_s", "spare_s", b"spare_s", "strictest_s", b"strictest_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spare_s", b"_spare_s", "_strictest_s", b"_strictest_s", "constant_s", b"constant_s", "context_tokens", b"context_tokens", "spare_s", b"spare_s", "strictest_s", b"strictest_s", "token_s", b"token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__spare_s: _TypeAlias = _typing.Literal["spare_s"]  # noqa: Y015
+    _WhichOneofArgType__spare_s: _TypeAlias = _typing.Literal["_spare_s", b"_spare_s"]  # noqa: Y015
+    _WhichOneofReturnType__strictest_s: _TypeAlias = _typing.Literal["strictest_s"]  # noqa: Y015
+    _WhichOneofArgType__strictest_s: _TypeAlias = _typing.Literal["_strictest_s", b"_strictest_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spare_s) -> _WhichOneofReturnType__spare_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__strictest_s) -> _WhichOneofReturnType__strictest_s | None: ...
+
+Global___PaceRoom: _TypeAlias = PaceRoom  # noqa: Y015

@@ -35,7 +35,7 @@ from services.gateway.request.journal import Entry, Head, Kept, delivered_of, ow
 from services.gateway.tenants.admission import Ticket
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "request-id")
-MAX_TTFT_MS = 3_600_000
+MAX_MS = 3_600_000
 
 PATHS = {
     "/v1/chat/completions": Endpoint.CHAT,
@@ -234,6 +234,7 @@ def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Tick
         scenario=parse_scenario(headers.get("x-kvmesh-scenario", "")),
         placement=parse_placement(headers.get("x-kvmesh-placement", "")),
         ttft_ms=ttft_ms_of(headers),
+        tpot_ms=milliseconds_of(headers, "x-slo-tpot-ms"),
         traceparent=headers.get("traceparent", ""),
         ticket=ticket,
     )
@@ -272,13 +273,20 @@ def ttft_ms_of(headers: Headers) -> int:
     Raises:
         InvalidRequestError: not a whole number of milliseconds in range.
     """
-    text = headers.get("x-slo-ttft-ms", "")
+    return milliseconds_of(headers, "x-slo-ttft-ms")
+
+
+def milliseconds_of(headers: Headers, name: str) -> int:
+    """The value of a header that names a time; 0 without one.
+
+    Raises:
+        InvalidRequestError: not a whole number of milliseconds in range.
+    """
+    text = headers.get(name, "")
     if not text:
         return 0
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_TTFT_MS):
-        raise InvalidRequestError(
-            f"x-slo-ttft-ms: {text!r}; allowed: 1 to {MAX_TTFT_MS} (milliseconds)", "x-slo-ttft-ms"
-        )
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_MS):
+        raise InvalidRequestError(f"{name}: {text!r}; allowed: 1 to {MAX_MS} (milliseconds)", name)
     return int(text)
 
 

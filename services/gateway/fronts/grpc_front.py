@@ -127,6 +127,7 @@ def _caller(
         scenario=request.scenario,
         placement=placement_of(request),
         ttft_ms=request.ttft_deadline_ms,
+        tpot_ms=request.tpot_limit_ms,
         traceparent=metadata.get("traceparent", ""),
         ticket=ticket,
     )

@@ -26,6 +26,7 @@ class Caller:
         arrived_at: when the call came to this machine, in seconds on the loop's clock.
         request_id: the caller's; empty makes one.
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
+        tpot_ms: longest mean time per token; 0 takes the default.
         traceparent: the caller's trace context.
         ticket: from `Frontend.admit`; what the call uses is charged to its tenant.
     """
@@ -37,6 +38,7 @@ class Caller:
     ttft_ms: int = 0
     traceparent: str = ""
     ticket: Ticket | None = None
+    tpot_ms: int = 0
 
 
 class Behind(NamedTuple):

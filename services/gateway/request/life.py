@@ -23,7 +23,7 @@ from kvmesh.core.types import (
     TokenLogprobs,
     WorkerId,
 )
-from kvmesh.rpc.convert import fill_sequence_spec, reservation_to_proto
+from kvmesh.rpc.convert import fill_sequence_spec, limit_to_ms, reservation_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest
@@ -331,6 +331,7 @@ class Life:
             reserve = request.reserve
             self._write_sequence(reserve.sequence)
             reserve.traceparent = traceparent
+            reserve.tpot_ms = limit_to_ms(self.ledger.request.tpot_s)
             if ask.kind is Kind.START:
                 reserve.start_within_ms = search.remaining_ms
                 if source is not None:

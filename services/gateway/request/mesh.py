@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class GenerationRequest:
         request_id: unique among all requests in the mesh.
         arrived_at: when it came to this machine, in seconds on the loop's clock.
         ttft_s: longest wait until a worker takes it.
+        tpot_s: longest mean time per token that its client accepts; infinite for none.
         checkpoint: fingerprint of the one that is to serve it, while there are workers of it; it
             alone may go on with tokens that it has generated.
         traceparent: parent of its spans.
@@ -48,6 +50,7 @@ class GenerationRequest:
     tenant: Tenant = Tenant()
     rank: int = 0
     checkpoint: str = ""
+    tpot_s: float = math.inf
 
 
 class Placed(NamedTuple):

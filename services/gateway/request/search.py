@@ -238,6 +238,7 @@ class Search:
             waiting=waiting,
             waiting_reserved=waiting_reserved,
             lost=self._failed,
+            tpot_s=request.tpot_s,
             fingerprint=self.fingerprint,
         )
 

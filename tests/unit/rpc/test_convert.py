@@ -7,6 +7,7 @@ import pytest
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import (
     BlockHash,
     Candidate,
@@ -61,7 +62,8 @@ INFO = WorkerInfo(
     64,
     missing_native=("kernels", "transfer"),
 )
-LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5)
+ROOM = PaceRoom(StepPace(0.01, 1e-7), 5000, 0.03, 1.5)
+LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5, room=ROOM)
 SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7)
 CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32, SOURCE)
 
@@ -148,6 +150,7 @@ def test_route_query_round_trip() -> None:
         waiting=3,
         waiting_reserved=2,
         lost=frozenset({WorkerId("x")}),
+        tpot_s=0.03,
     )
     message = convert_route.route_query_to_proto(query, 7, "00-trace")
     assert message.correlation_id == 7

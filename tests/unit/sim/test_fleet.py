@@ -15,8 +15,7 @@ from kvmesh.core.types import (
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import LOST_AFTER_S, SimFleet, WorkerGroup, parse_fleet
 from kvmesh.sim.requests import SimSequence
-from kvmesh.sim.steps import ChunkTokens
-from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker import SimWorker, WorkerRules
 from tests.unit.sim.examples import profile, request
 
 P, D = WorkerId("home-prefill-0"), WorkerId("home-decode-1")
@@ -49,9 +48,8 @@ def start(report_interval_s: float = 0.0) -> tuple[SimFleet, EventQueue]:
         events,
         profile(),
         listener,
-        queue_offers=False,
+        WorkerRules(),
         report_interval_s=report_interval_s,
-        chunks=ChunkTokens(),
     )
     listener.fleet = fleet
     fleet.build(parse_fleet("home:d:prefill:1,home:d:decode:1"))

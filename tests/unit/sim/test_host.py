@@ -18,7 +18,7 @@ from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace_request import TraceRequest
-from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker import SimWorker, WorkerRules
 from tests.unit.sim.examples import profile
 from tests.unit.sim.test_worker import Log, finish, run_local
 
@@ -31,9 +31,8 @@ def two_workers(sharing: Sharing | None) -> tuple[SimWorker, SimWorker, Log]:
         events,
         dataclasses.replace(profile(), sharing=sharing),
         log,
-        queue_offers=False,
+        WorkerRules(chunks=ChunkTokens(4096, 4096)),
         report_interval_s=0.0,
-        chunks=ChunkTokens(4096, 4096),
     )
     fleet.build((WorkerGroup("home", "d", Role.HYBRID, 2),))
     first, second = fleet.workers.values()

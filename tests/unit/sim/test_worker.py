@@ -11,7 +11,7 @@ from kvmesh.sim.fleet import SimFleet, WorkerGroup
 from kvmesh.sim.requests import SimSequence
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.trace_request import TRACE_BLOCK
-from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker import SimWorker, WorkerRules
 from tests.unit.sim.examples import profile, request
 
 
@@ -51,9 +51,8 @@ def start(*, queue_offers: bool = False, chunk: int = 4096, **device: Any) -> tu
         events,
         profile(**device),
         log,
-        queue_offers=queue_offers,
+        WorkerRules(queue_offers, ChunkTokens(chunk, chunk)),
         report_interval_s=0.0,
-        chunks=ChunkTokens(chunk, chunk),
     )
     fleet.build((WorkerGroup("home", "d", Role.HYBRID, 1),))
     return next(iter(fleet.workers.values())), log

@@ -1,0 +1,133 @@
+"""Limits on the time per token: what a batch takes, and what it can bear between its steps."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kvmesh.core.pace import PaceRoom, StepPace
+from kvmesh.policy.token_pace import (
+    KEPT_SHARE,
+    AnswerLength,
+    Paced,
+    StepFit,
+    bears,
+    spare_s,
+    takes,
+    time_used,
+)
+
+PACE = StepPace(0.010, 1e-7)
+
+
+def fitted(contexts: list[float], noise: float = 0.0) -> StepPace:
+    draw = random.Random(1)
+    fit = StepFit()
+    for context in contexts:
+        fit.add(context, PACE.of(context) * (1 + noise * draw.uniform(-1, 1)))
+    return fit.pace()
+
+
+class TestFit:
+    def test_nothing_is_known_at_first(self) -> None:
+        assert StepFit().pace() == StepPace()
+
+    @pytest.mark.parametrize("noise", [0.0, 0.05])
+    def test_it_finds_constant_and_slope(self, noise: float) -> None:
+        contexts = [10_000.0 * (1 + step % 30) for step in range(400)]
+        for context in (20_000, 150_000, 300_000):
+            assert fitted(contexts, noise).of(context) == pytest.approx(PACE.of(context), rel=0.05)
+
+    def test_a_context_that_never_varied_says_nothing_of_others(self) -> None:
+        pace = fitted([50_000.0] * 100)
+        assert pace.token_s == 0.0
+        assert pace.of(400_000) == pytest.approx(PACE.of(50_000))
+
+    def test_neither_part_is_negative(self) -> None:
+        fit = StepFit()
+        for context, seconds in ((1e3, 0.5), (1e5, 0.1), (2e5, 0.0)):
+            fit.add(context, seconds)
+        pace = fit.pace()
+        assert pace.token_s == 0.0
+        assert pace.constant_s > 0.0
+
+    def test_many_steps_at_once_are_as_many_one_by_one(self) -> None:
+        once, single = StepFit(), StepFit()
+        once.add(1e4, 0.02, 50)
+        once.add(1e5, 0.03, 50)
+        for context, seconds in ((1e4, 0.02), (1e5, 0.03)):
+            for _ in range(50):
+                single.add(context, seconds)
+        assert once.pace().of(5e4) == pytest.approx(single.pace().of(5e4))
+
+    def test_what_was_long_ago_is_forgotten(self) -> None:
+        fit = StepFit()
+        fit.add(1e4, 9.0, 100)
+        fit.add(1e4, 0.02, 1000)
+        assert fit.pace().of(1e4) == pytest.approx(0.02, rel=0.01)
+
+
+class TestTakes:
+    def test_without_limits_everything_is_taken(self) -> None:
+        assert takes(PaceRoom(PACE, 10**9), math.inf, 10**6)
+
+    def test_an_empty_worker_takes_whatever_comes(self) -> None:
+        assert takes(PaceRoom(PACE), 0.001, 10**6)
+
+    @pytest.mark.parametrize(("strictest", "own"), [(0.03, math.inf), (math.inf, 0.03)])
+    def test_a_batch_is_full_where_its_steps_reach_the_strictest_limit(
+        self, strictest: float, own: float
+    ) -> None:
+        most = (KEPT_SHARE * 0.03 - PACE.constant_s) / PACE.token_s
+        room = PaceRoom(PACE, 100_000, strictest)
+        assert takes(room, own, int(most) - 100_000)
+        assert not takes(room, own, int(most) - 100_000 + 2)
+
+    def test_unknown_steps_refuse_nobody(self) -> None:
+        assert takes(PaceRoom(context_tokens=10**9), 0.001, 1)
+
+
+class TestSpare:
+    def test_nobody_with_a_limit_bears_everything(self) -> None:
+        assert math.isinf(spare_s([], 0.02, 100.0))
+
+    def test_it_is_what_was_gained_and_what_will_be(self) -> None:
+        # 0.2 s gained with 20 tokens, and 10 ms with each of the 80 to come.
+        paced = Paced(0.03, 20, 0.4)
+        assert spare_s([paced], 0.02, 100.0) == pytest.approx(0.2 + 0.8)
+
+    def test_the_one_with_least_decides(self) -> None:
+        many = [Paced(0.03, 50, 1.0), Paced(0.03, 50, 1.5), Paced(1.0, 0, 0.0)]
+        assert spare_s(many, 0.03, 100.0) == pytest.approx(0.0)
+
+    def test_who_is_late_spares_nothing(self) -> None:
+        late = Paced(0.01, 10, 5.0)
+        assert spare_s([late, Paced(0.03, 0, 0.0)], 0.02, 100.0) < 0.0
+
+    def test_a_long_answer_still_has_tokens_to_come(self) -> None:
+        assert spare_s([Paced(0.03, 1000, 30.0)], 0.02, 100.0) == pytest.approx(0.25)
+
+
+class TestBears:
+    def test_prompts_that_fit_into_what_is_spare(self) -> None:
+        room = PaceRoom(PACE, 10_000, 0.03, 0.5)
+        assert bears(room, 0.5)
+        assert not bears(room, 0.51)
+
+    def test_nothing_beside_steps_that_take_most_of_the_limit(self) -> None:
+        assert time_used(PaceRoom(PACE, 100_000, 0.025)) == pytest.approx(0.8)
+        assert not bears(PaceRoom(PACE, 100_000, 0.025, 100.0), 0.001)
+
+    def test_everything_where_nobody_has_a_limit(self) -> None:
+        room = PaceRoom(PACE, 10**9)
+        assert time_used(room) == 0.0
+        assert bears(room, 1e9)
+
+
+def test_the_length_of_answers_follows_those_that_end() -> None:
+    length = AnswerLength()
+    for _ in range(500):
+        length.add(40)
+    assert length.tokens == pytest.approx(40, rel=0.01)

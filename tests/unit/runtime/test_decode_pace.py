@@ -1,0 +1,68 @@
+"""What a worker's decode side has to offer to requests that limit their time per token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from kvmesh.core.pace import PaceRoom, StepPace
+from kvmesh.runtime.decode_pace import DecodePace
+from kvmesh.runtime.decode_task import DecodeTask
+
+
+def task(
+    num_prompt: int, num_generated: int, limit_s: float, since: float | None = 0.0
+) -> DecodeTask:
+    sequence = Mock()
+    sequence.tokens = [1] * (num_prompt + num_generated)
+    sequence.spec.token_ids = (1,) * num_prompt
+    made = DecodeTask(cast("Any", None), cast("Any", "r"), 1, sequence, cast("Any", None), [])
+    made.tpot_s, made.decodes_since = limit_s, since
+    return made
+
+
+def pace_of(*tasks: DecodeTask) -> DecodePace:
+    return DecodePace(lambda: tasks)
+
+
+def test_an_empty_worker_has_room_for_all() -> None:
+    assert pace_of().room(5.0) == PaceRoom()
+
+
+def test_steps_are_measured_by_those_who_decode() -> None:
+    pace = pace_of(task(100, 20, math.inf), task(5000, 0, math.inf, since=None))
+    pace.observe(0.02)
+    assert pace.room(1.0) == PaceRoom(StepPace(0.02, 0.0), 5120)
+
+
+def test_a_step_of_nobody_says_nothing() -> None:
+    pace = pace_of(task(100, 0, math.inf, since=None))
+    pace.observe(0.02)
+    assert pace.room(1.0).pace == StepPace()
+
+
+def test_the_strictest_counts_also_while_its_kv_is_awaited() -> None:
+    room = pace_of(task(10, 5, 0.05), task(10, 0, 0.03, since=None)).room(0.1)
+    assert room.strictest_s == 0.03
+    assert room.context_tokens == 25
+
+
+def test_what_is_spare_is_what_was_gained_and_what_will_be() -> None:
+    pace = pace_of(task(100, 20, 0.03, since=10.0))
+    pace.observe(0.02)
+    ended = task(10, 20, math.inf)
+    for _ in range(1000):
+        pace.ended(ended)  # answers have 20 tokens
+    # 20 tokens at 30 ms in 0.4 s, and a quarter of 20 to come with 10 ms each.
+    assert pace.room(10.4).spare_s == pytest.approx(0.2 + 0.05, rel=0.01)
+
+
+def test_what_never_decoded_is_no_answer() -> None:
+    pace = pace_of(task(100, 0, 0.03))
+    pace.observe(0.02)
+    before = pace.room(0.0)
+    pace.ended(task(10, 0, 0.03, since=None))
+    assert pace.room(0.0) == before
