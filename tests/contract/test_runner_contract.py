@@ -295,18 +295,22 @@ def test_scoring_a_prompt_does_not_change_what_is_said(runner: ModelRunner) -> N
 def test_a_sequence_that_lost_its_blocks_comes_back_with_others(
     runner: ModelRunner, tells: bool
 ) -> None:
-    """An id goes on in other blocks, and another sequence has its old ones; told or not."""
-    prompt = prompt_of(runner)
+    """An id goes on in other blocks while another sequence has its old ones; told or not."""
+    prompt, elsewhere = prompt_of(runner), list(range(8, 16))
     hot = SamplingParams(temperature=1.5, seed=3)
     whole = ids(generate(runner, Line(1, list(prompt), CONTIGUOUS, hot), 8))
+    expected = ids(generate(runner, Line(4, prompt[::-1], elsewhere, hot), 6))
     generate(runner, Line(2, list(prompt), CONTIGUOUS, hot), 4)
     if tells:
         runner.forget([2, 77])
-    taker = ids(generate(runner, Line(3, prompt[::-1], CONTIGUOUS, hot), 8))
-    back = Line(2, prompt + whole[:4], SCATTERED, hot)
+    taker = Line(3, prompt[::-1], CONTIGUOUS, hot)
+    first = ids(generate(runner, taker, 1))
+    back = Line(2, prompt + whole[:4], elsewhere, hot)
     back.num_prompt_tokens = len(prompt)
     assert ids(generate(runner, back, 4, scaled(runner, (9,)))) == whole[4:]
-    assert taker == ids(generate(runner, Line(4, prompt[::-1], SCATTERED, hot), 8))
+    taker.tokens += first
+    rest = ids(generate(runner, taker, 5, start=len(prompt)))
+    assert first + rest == expected
 
 
 def test_a_sequence_may_sit_out_steps(runner: ModelRunner) -> None:
