@@ -101,6 +101,7 @@ class Stack:
                 "PYTHON_IMAGE": BASE_IMAGE,
                 "KVMESH_REDIS_IMAGE": BASE_IMAGE,
                 "KVMESH_PORT": "127.0.0.1:",  # any free port
+                "KVMESH_SECOND_PORT": "127.0.0.1:",
                 "KVMESH_REMOTE_CLUSTER": "remote",
             }
         )

@@ -20,7 +20,7 @@ from tests.waiting import until
 WAITS = "sleep infinity & wait"
 """How the service that makes the secrets stays, after it has made them."""
 
-USE_REDIS = ("gateway", "scheduler", "kvmanager")
+USE_REDIS = ("gateway", "gateway-1", "scheduler", "kvmanager")
 
 
 def script(name: str, folder: Path) -> list[str]:
