@@ -227,8 +227,6 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         if isinstance(sequence, Refusal):
             return sequence
         self._begin(attempt, sequence)
-        if self._queries is not None and not self._is_local(reservation):
-            self._queries.consider(attempt, self._channels.link_view(reservation))
         if not attempt.waits:
             self._choose_way(attempt)
         self._wake_engine()
@@ -268,9 +266,18 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """Lets a sequence run, unless it waits for its prefix."""
         attempt.sequence = sequence
         sequence.on_progress = attempt.progress.set
-        attempt.waits = attempt.source is not None or self._may_load(sequence)
+        if self._asks(attempt):
+            attempt.source = None
+        else:
+            attempt.waits = attempt.source is not None or self._may_load(sequence)
         if not attempt.waits:
             self._core.run(sequence)
+
+    def _asks(self, attempt: PrefillAttempt) -> bool:
+        """Whether it leaves a part of the prompt with the worker that has reserved for it."""
+        if self._queries is None or self._is_local(attempt.reservation):
+            return False
+        return self._queries.consider(attempt, self._channels.link_view(attempt.reservation))
 
     def _may_load(self, sequence: Sequence) -> bool:
         if self._tiers is None:

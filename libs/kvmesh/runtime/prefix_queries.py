@@ -95,13 +95,15 @@ class PrefixQueries:
         if is_full and asked == self._asked:
             self._token_s = with_sample(self._token_s, seconds / num_tokens)
 
-    def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> None:
+    def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> bool:
         """Leaves what the reserving worker has of a prompt with it, if that pays.
 
         Args:
-            attempt: whose sequence was just admitted and has computed nothing. If it asks, it runs
-                at once and needs no source any more.
+            attempt: whose sequence was just admitted and has computed nothing.
             link: to that worker, for what it would cost to fetch instead, where it can be.
+
+        Returns:
+            Whether it asks there; then it needs no prefix from anywhere.
         """
         sequence, reservation = attempt.sequence, attempt.reservation
         assert sequence is not None, "admitted"
@@ -110,18 +112,16 @@ class PrefixQueries:
         blocks = range(sequence.num_computed // size, min(reservation.num_cached_blocks, most))
         holder = Holder.of_reservation(reservation)
         if not blocks or sequence.scores_prompt or not self._asker.answers(holder.peer):
-            return
+            return False
         fetch_s = None
         if attempt.source is not None and link is not None:
             fetch_s = link.estimate_s(len(blocks) * self._core.spec.layout.block_bytes)
         new_tokens = len(sequence.tokens) - blocks.stop * size
         if not self._decide(attempt, holder.peer, self._task(new_tokens, len(blocks)), fetch_s):
-            return
+            return False
         # A reservation names the blocks by their places in the prompt.
         self.leave(sequence, holder, blocks, blocks)
-        if attempt.source is not None:
-            attempt.source = None
-            self._core.run(sequence)
+        return True
 
     def pays_to_leave(
         self, attempt: PrefillAttempt, peer: PeerKey, blocks: range, fetch_s: float | None
