@@ -27,7 +27,7 @@ KILLS ?= 200
 # Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
 MESH_TEST_PROCESSES ?= 3
-TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
+TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose and not long'
 # Real processes race with a busy machine: what fails once in hundreds of runs gets one more try,
 # both tries are printed, and a third test that needs one fails the run.
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR
@@ -116,6 +116,10 @@ lint-protos: setup
 test: setup ## all tests but those that need a GPU or containers
 	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property
 	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
+
+.PHONY: test-long
+test-long: setup ## further forms of long tests: kernels compiled for every device, every policy, every fault
+	$(PY) -m pytest -q -m long tests
 
 test-fast: setup ## what depends on libs/ and services/ alone and is not slow: a minute and a half
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' -n $(TEST_PROCESSES) --dist loadfile --ignore tests/unit/benchmarks --ignore tests/unit/deploy --ignore tests/unit/docs tests/unit tests/property

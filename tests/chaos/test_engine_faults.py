@@ -31,7 +31,7 @@ def ejections(mesh: Mesh) -> list[tuple[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["hang", "slow 10"])
+@pytest.mark.parametrize("fault", ["hang", pytest.param("slow 10", marks=pytest.mark.long)])
 async def test_an_ill_engine_is_ejected_within_three_seconds(tmp_path: Path, fault: str) -> None:
     flags = {"prefill": STEP, "decode": STEP}
     async with (

@@ -71,7 +71,14 @@ async def one_after_the_other(client: ApiClient, seeds: itertools.count[int]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["kvmesh", "joint", "pdserve"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "kvmesh",
+        pytest.param("joint", marks=pytest.mark.long),
+        pytest.param("pdserve", marks=pytest.mark.long),
+    ],
+)
 async def test_a_group_at_ten_times_its_load_is_not_noticed_by_another(
     policy: str, tmp_path: Path
 ) -> None:

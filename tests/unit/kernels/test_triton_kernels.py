@@ -36,6 +36,7 @@ def test_numbers_in_the_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_compilation_without_a_device(tmp_path: Path) -> None:
     assert run_apart(COMPILED, tmp_path, interpret=False) == sum(COMPILED.values())
