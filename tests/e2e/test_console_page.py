@@ -82,7 +82,8 @@ async def test_the_console_shows_the_mesh_and_a_request(mesh: Mesh) -> None:
         await page.wait_for_selector(".flow .node[data-role=decode] >> nth=1")
         names = await page.locator("#workers .role").all_inner_texts()
         assert names == ["decode-0", "decode-1", "prefill-0"]
-        assert await page.locator("#state").inner_text() == "live"
+        state = await page.locator("#state").inner_text()
+        assert state == "live" or state.startswith("slower, no native code"), state
 
         threshold = page.locator(".chart", has_text="Offload threshold")
         await threshold.locator("b", has_text="300").wait_for()

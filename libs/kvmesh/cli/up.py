@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = flags_parser().parse_args(argv)
     try:
-        options, paths = _planned(arguments)
+        options, paths, notes = _planned(arguments)
         settings = LaunchSettings(
             # What a command measures or tests must not hide that a process died.
             restart=not (arguments.no_restart or arguments.run),
@@ -164,6 +164,8 @@ def main(argv: Sequence[str]) -> int:
             has_keys=_has_keys(),
         )
         with hold_state(paths.state), stack_secrets(paths.state, arguments.secret_file) as secrets:
+            for note in notes:
+                print(f"kvmesh up: {note}", file=sys.stderr)
             return _run_held(options, paths, secrets, settings)
     except (ConfigError, CheckpointError) as error:
         for line in str(error).split("\n"):
@@ -171,8 +173,8 @@ def main(argv: Sequence[str]) -> int:
         return USAGE_ERROR
 
 
-def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths]:
-    """What to start and where, its model being here.
+def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, list[str]]:
+    """What to start and where, its model being here, and what to say of it.
 
     Raises:
         ConfigError: why it cannot be started, a line each.
@@ -201,12 +203,10 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths]:
         found += model_problems(options, room)
     if found:
         raise ConfigError("\n".join(found))
-    for note in [*ports.notes, *native_notes(options.engine, options.device)]:
-        print(f"kvmesh up: {note}", file=sys.stderr)
-    if options.max_model_len:
-        return options, paths
-    longest = min(_max_positions(options), options.num_blocks * options.block_size)
-    return dataclasses.replace(options, max_model_len=longest), paths
+    if not options.max_model_len:
+        longest = min(_max_positions(options), options.num_blocks * options.block_size)
+        options = dataclasses.replace(options, max_model_len=longest)
+    return options, paths, [*ports.notes, *native_notes(options.engine, options.device)]
 
 
 def _max_positions(options: StackOptions) -> int:
