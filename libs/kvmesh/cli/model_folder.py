@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmesh.core.chat_template import read_chat_template
 from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.chat_template import read_chat_template
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.weight_files import check_weight_files
@@ -71,7 +71,7 @@ def _check_text(path: Path) -> None:
     # Only who serves text has these packages, and only here they are needed.
     import tokenizers  # noqa: PLC0415
 
-    from kvmesh.core.template_sandbox import compile_chat_template  # noqa: PLC0415
+    from kvmesh.engine.template_sandbox import compile_chat_template  # noqa: PLC0415
 
     try:
         tokenizers.Tokenizer.from_file(str(file))

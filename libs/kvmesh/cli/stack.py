@@ -12,8 +12,8 @@ from pathlib import Path
 from kvmesh.cli.probes import Probe
 from kvmesh.cli.processes import ProcessSpec
 from kvmesh.cli.stack_secrets import StackSecrets
-from kvmesh.core.chat_template import read_chat_template
 from kvmesh.core.types import Endpoint
+from kvmesh.engine.chat_template import read_chat_template
 
 # Clients first, then those who hold their work, then those who know about it.
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}

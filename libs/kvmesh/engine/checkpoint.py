@@ -14,7 +14,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.families import FAMILIES
 from kvmesh.engine.families.family import Family
-from kvmesh.engine.json_fields import Fields, read_json
+from kvmesh.engine.json_fields import Fields, read_json, read_json_if_any
 from kvmesh.engine.rope_fields import refuse_wrong_factors, rope_of, rotary_dim
 
 SUPPORTED = "docs/adding-a-model.md lists what is"
@@ -39,7 +39,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     raw = read_json(path)
     generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json_if_any(generation_path)
     return parse_model_config(raw, generation, origin=str(path))
 
 

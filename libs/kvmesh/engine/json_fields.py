@@ -38,6 +38,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_if_any(path: Path) -> dict[str, Any]:
+    """As `read_json`; empty if there is no such file."""
+    return read_json(path) if path.is_file() else {}
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """A JSON object and where it comes from.

@@ -17,10 +17,11 @@ import jinja2
 import tokenizers
 from jinja2.runtime import new_context
 
-from kvmesh.core.chat_template import SETTINGS_FILE, read_chat_template, read_settings
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
-from kvmesh.core.template_sandbox import compile_chat_template
+from kvmesh.engine.chat_template import SETTINGS_FILE, read_chat_template
 from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.json_fields import read_json_if_any
+from kvmesh.engine.template_sandbox import compile_chat_template
 from services.gateway.text.detokenizer import WholeTokens
 from services.gateway.text.text_encoder import TextEncoder
 from services.gateway.tools.parsers import ToolFamily, family_named
@@ -216,10 +217,12 @@ def load_tokenizer(
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
-    settings = read_settings(folder / SETTINGS_FILE)
+    settings = read_json_if_any(folder / SETTINGS_FILE)
     has_config = (folder / "config.json").is_file()
     max_model_len = load_model_config(folder).max_position_embeddings if has_config else 0
-    generation = read_settings(folder / "generation_config.json") if use_generation_config else {}
+    generation = (
+        read_json_if_any(folder / "generation_config.json") if use_generation_config else {}
+    )
     source = read_chat_template(folder)
     return TextTokenizer(
         _fast_tokenizer(path),

@@ -1,7 +1,7 @@
 """Chat templates compiled as transformers does, but in a sandbox.
 
 Whoever serves chats renders them; whoever checks a model folder only compiles them.
-Tests: tests/unit/core/test_chat_template.py, tests/unit/gateway/test_real_templates.py.
+Tests: tests/unit/engine/test_chat_template.py, tests/unit/gateway/test_real_templates.py.
 """
 
 from __future__ import annotations

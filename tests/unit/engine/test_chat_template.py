@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.core.chat_template import read_chat_template
 from kvmesh.core.errors import CheckpointError
-from kvmesh.core.template_sandbox import compile_chat_template
+from kvmesh.engine.chat_template import read_chat_template
+from kvmesh.engine.template_sandbox import compile_chat_template
 
 NAMED = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
 
@@ -45,7 +45,7 @@ def test_its_own_file_comes_first(tmp_path: Path) -> None:
 
 def test_settings_that_are_no_json_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not valid JSON"):
         read_chat_template(tmp_path)
 
 
