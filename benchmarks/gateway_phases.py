@@ -164,20 +164,9 @@ async def overload(bench: Bench, factor: int) -> Row:
         )
     )
     await bench.settle()
-    done = [reply for reply in replies if reply.ok]
-    refused = [reply for reply in replies if reply.status in (429, 503)]
-    in_time = [reply for reply in done if reply.ttft_s * 1000 <= TTFT_LIMIT_MS]
-    return bench.row(
-        f"overload {factor}x",
-        **{"per s": round(len(in_time) / seconds)},
-        **_cpu(len(replies), front, everything),
-        **_percentiles([reply.ttft_s for reply in done]),
-        failed=len(replies) - len(done) - len(refused),
-        served=len(done),
-        late=len(done) - len(in_time),
-        refused=len(refused),
-        **{"refused p99 ms": _ms([reply.duration_s for reply in refused], 99)},
-    )
+    cpu = _cpu(len(replies), front, everything)
+    values = _limited(replies, TTFT_LIMIT_MS, seconds, cpu)
+    return bench.row(f"overload {factor}x", **values)
 
 
 async def crowd(bench: Bench, factor: int) -> Row:
@@ -200,20 +189,9 @@ async def crowd(bench: Bench, factor: int) -> Row:
         )
     )
     await bench.settle()
-    done = [reply for reply in replies if reply.ok]
-    refused = [reply for reply in replies if reply.status in (429, 503)]
-    in_time = [reply for reply in done if reply.ttft_s * 1000 <= CROWD_LIMIT_MS]
-    return bench.row(
-        f"crowd {factor}x",
-        **{"per s": round(len(in_time) / CROWD_S)},
-        **_cpu(len(replies), front, everything),
-        **_percentiles([reply.ttft_s for reply in done]),
-        failed=len(replies) - len(done) - len(refused),
-        served=len(done),
-        late=len(done) - len(in_time),
-        refused=len(refused),
-        **{"refused p99 ms": _ms([reply.duration_s for reply in refused], 99)},
-    )
+    cpu = _cpu(len(replies), front, everything)
+    values = _limited(replies, CROWD_LIMIT_MS, CROWD_S, cpu)
+    return bench.row(f"crowd {factor}x", **values)
 
 
 async def killed_worker(bench: Bench, num_streams: int = 24) -> Row:
@@ -266,6 +244,23 @@ def _cpu(count: int, front: float, everything: float) -> Row:
     return {
         "front cpu s/1000": round(front * per_thousand, 2),
         "all cpu s/1000": round(everything * per_thousand, 2),
+    }
+
+
+def _limited(replies: Sequence[Reply], limit_ms: float, seconds: float, cpu: Row) -> Row:
+    """What became of requests with a limit on their first token, sent in so many seconds."""
+    done = [reply for reply in replies if reply.ok]
+    refused = [reply for reply in replies if reply.status in (429, 503)]
+    in_time = [reply for reply in done if reply.ttft_s * 1000 <= limit_ms]
+    return {
+        "per s": round(len(in_time) / seconds),
+        **cpu,
+        **_percentiles([reply.ttft_s for reply in done]),
+        "failed": len(replies) - len(done) - len(refused),
+        "served": len(done),
+        "late": len(done) - len(in_time),
+        "refused": len(refused),
+        "refused p99 ms": _ms([reply.duration_s for reply in refused], 99),
     }
 
 

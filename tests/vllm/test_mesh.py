@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
-
 from kvmesh.core.types import SamplingParams
 from tests.e2e.api_client import Answer, ApiClient
-from tests.e2e.test_parity import CASES, Client, after_a_move, all_cases, assert_same, check_form
+from tests.e2e.test_parity import CASES, Said, check_all_ways
 from tests.mesh_processes import MODEL_FOLDER, running_mesh
 from tests.vllm.oracle import generated, some_prompts
 from tests.vllm_engine import BLOCK_SIZE, load_vllm
@@ -24,26 +22,13 @@ NUM_TOKENS = 40
 
 
 async def test_every_feature_is_the_same_everywhere_and_after_a_move(tmp_path: Path) -> None:
-    async with (
-        running_mesh(tmp_path, 1, 1, engine="vllm", flags=FLAGS) as mesh,
-        aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(300)
-        ) as session,
-    ):
-        client = Client(session, mesh.url)
-        together = await all_cases(client, {"x-kvmesh-placement": "aggregated"})
-        for name, said in together.items():
-            # Which tokens this model draws, and so whether a long form ends, is the engine's.
-            if said[0].finish_reason != "length" or "ignore_eos" in CASES[name].body:
-                check_form(name, said)
-        apart = await all_cases(client, {"x-kvmesh-placement": "disaggregated"})
-        for name, said in apart.items():
-            assert_same(name, said, together[name])
-        await mesh.idle()
-        moved = await after_a_move(mesh, client)
-        for name, said in moved.items():
-            assert_same(name, said, together[name])
-        await mesh.idle()
+    async with running_mesh(tmp_path, 1, 1, engine="vllm", flags=FLAGS) as mesh:
+        await check_all_ways(mesh, 300, _has_form)
+
+
+def _has_form(name: str, said: Said) -> bool:
+    # Which tokens this model draws, and so whether a long form ends, is the engine's.
+    return said.finish_reason != "length" or "ignore_eos" in CASES[name].body
 
 
 async def test_workers_killed_in_a_loop_under_streams(tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     path = folder / "config.json"
     raw = read_json(path)
-    generation_path = folder / "generation_config.json"
-    generation = read_json_if_any(generation_path)
+    generation = read_json_if_any(folder / "generation_config.json")
     return parse_model_config(raw, generation, origin=str(path))
 
 
