@@ -134,7 +134,7 @@ class BlockFile:
             record["key_bytes"], record["number"] = len(copy.key), self._number
             record["block_sum"] = crc32c.crc32c(block)
             record["record_sum"] = _sum_of(record)
-        places = np.array([copy.place for copy in copies])
+        places = np.array([copy.place for copy in copies], np.int64)
         try:
             self._write_records(places, np.zeros(len(copies), _RECORD))
             self._write_blocks(copies, blocks)

@@ -103,8 +103,11 @@ class DiskStore:
         same: Good,
         done: Callable[[Good], None],
     ) -> None:
-        """Only what was read whole is written."""
+        """Only what was read whole is written; nothing, if all were evicted meanwhile."""
         kept = [index for index, is_same in enumerate(same) if is_same]
+        if not kept:
+            done(list(same))
+            return
         places, chosen = [buffer[i] for i in kept], [copies[i] for i in kept]
 
         def written(good: Good) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import SequenceSpec
+from kvmesh.engine.block_file import BlockFile
 from kvmesh.engine.copier import Copier, InlineCopier
 from kvmesh.engine.core import EngineCore
+from kvmesh.engine.disk_store import DiskStore, passage_places
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence
-from kvmesh.engine.tier_stores import HostStore
+from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.tiers import Tier
@@ -29,25 +33,36 @@ PLACES = 200
 
 
 class Bench:
-    """An engine of room for little more than one prompt, and a tier for all."""
+    """An engine of room for little more than one prompt, and a tier for all.
+
+    Args:
+        folder: of a tier on disk; without one it is in host memory.
+    """
 
     def __init__(
-        self, groups: KvGroups, num_blocks: int, copier: Copier | None = None, places: int = PLACES
+        self,
+        groups: KvGroups,
+        num_blocks: int,
+        copier: Copier | None = None,
+        places: int = PLACES,
+        folder: Path | None = None,
     ) -> None:
         self.groups = groups
         self.clock = ManualClock()
         self.runner = FakeRunner(num_blocks=num_blocks, groups=groups)
         self.core = EngineCore(self.runner.spec, num_blocks, growth_tokens=0)
         block_bytes = self.runner.spec.layout.block_bytes
-        self.arena = HostArena(self.runner.kv, block_bytes, places)
-        self.tier = Tier("host", places)
-        self.tiers = TieredCache(
-            self.core.pool,
-            self.core.fills,
-            [self.tier],
-            [HostStore(self.arena, copier or InlineCopier())],
-            self.clock,
+        self.arena = HostArena(
+            self.runner.kv, block_bytes, places if folder is None else passage_places(block_bytes)
         )
+        self.tier = Tier("host" if folder is None else "disk", places)
+        copier = copier or InlineCopier()
+        store: TierStore = HostStore(self.arena, copier)
+        if folder is not None:
+            file = BlockFile(folder / "w.kv", "model", block_bytes, places)
+            passage = range(self.arena.num_places)
+            store = DiskStore(file, self.arena, passage, copier, InlineCopier())
+        self.tiers = TieredCache(self.core.pool, self.core.fills, [self.tier], [store], self.clock)
 
     def spec(self, stem: int) -> SequenceSpec:
         return make_spec([stem * 200 + position % 190 for position in range(LENGTH)], max_tokens=4)
@@ -113,6 +128,22 @@ def test_a_copy_that_is_made_too_late_is_none() -> None:
         bench.tier.end_read(copy, is_good=True)
     assert before == 0
     assert len(bench.tier) < 11
+
+
+def test_copies_that_are_all_too_late_cost_nothing_but_themselves(tmp_path: Path) -> None:
+    late = LateCopier()
+    bench = Bench(KvGroups(), 16, late, folder=tmp_path)
+    bench.ask(0)
+    assert late.jobs
+    bench.core.pool.clear_cached()
+    late.catch_up()
+    assert len(bench.tier) == 0
+    assert bench.tiers.is_idle
+    bench.finish(bench.admit(bench.spec(1)))
+    late.catch_up()
+    assert len(bench.tier) > 0
+    bench.tiers.check_integrity()
+    bench.tiers.close()
 
 
 def test_what_fits_the_pool_is_copied_by_nobody() -> None:
