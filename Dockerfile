@@ -84,3 +84,35 @@ COPY services/decode services/decode
 USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.decode"]
+
+# Workers with the engine vLLM, which has pins of its own: some 3 GB.
+FROM base AS worker-vllm
+# What vLLM's build for CPUs links, and the OpenMP of our libraries.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends libgomp1 libnuma1 \
+ && rm -rf /var/lib/apt/lists/*
+COPY constraints-vllm.txt ./
+# The last three are builds for CUDA here: vLLM imports them if they are there, and fails.
+RUN --mount=type=secret,id=pip.conf \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints-vllm.txt -e ".[worker,events,vllm]" \
+ && pip uninstall --yes torchvision torchaudio torchcodec
+COPY models models
+COPY libs libs
+COPY services/__init__.py services/__init__.py
+COPY --from=native /app/libs/kvmesh/kernels/*.so libs/kvmesh/kernels/
+COPY --from=native /app/libs/kvmesh/transfer/*.so libs/kvmesh/transfer/
+ENV KVMESH_ENGINE__KIND=vllm KVMESH_ENGINE__BLOCK_SIZE=32
+# /tmp alone can be written.
+ENV TRITON_CACHE_DIR=/tmp/triton VLLM_CACHE_ROOT=/tmp/vllm VLLM_CONFIG_ROOT=/tmp/vllm
+
+FROM worker-vllm AS prefill-vllm
+COPY services/prefill services/prefill
+USER 10001:10001
+EXPOSE 7000 7001
+ENTRYPOINT ["python", "-m", "services.prefill"]
+
+FROM worker-vllm AS decode-vllm
+COPY services/decode services/decode
+USER 10001:10001
+EXPOSE 7000 7001
+ENTRYPOINT ["python", "-m", "services.decode"]

@@ -43,6 +43,7 @@ VALUES: dict[str, dict[str, Any]] = {
             "env": {"KVMESH_ENGINE__GROWTH_TOKENS": 128, "KVMESH_ENGINE__NUM_THREADS": 2},
         },
     },
+    "vllm": {"engine": {"kind": "vllm", "blockSize": 32}},
     "own-redis": {
         "redis": {"enabled": False, "url": "rediss://redis.data:6379/0", "secret": "redis"},
         "networkPolicy": {"enabled": False},
@@ -315,9 +316,11 @@ def test_only_those_who_call_may_call() -> None:
 
 def test_images_are_those_of_the_dockerfile(manifests: list[Manifest]) -> None:
     targets = set(
-        re.findall(r"^FROM .* AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        re.findall(r"^FROM .* AS ([\w-]+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     )
     for name, pod, container in ours(manifests):
-        assert container["image"].removeprefix("registry.example/") == f"kvmesh-{name}:0.1.0"
+        engine = environment(container).get("KVMESH_ENGINE__KIND", "")
+        image = f"kvmesh-{name}-vllm" if engine == "vllm" else f"kvmesh-{name}"
+        assert container["image"].removeprefix("registry.example/") == f"{image}:0.1.0"
         assert ("imagePullSecrets" in pod) == container["image"].startswith("registry.example/")
-        assert name in targets
+        assert image.removeprefix("kvmesh-") in targets

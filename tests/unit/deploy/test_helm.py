@@ -27,6 +27,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "'replica'": {"decode": {"replica": 3}},
     "/decode/replicas": {"decode": {"replicas": -1}},
     "/engine/dtype": {"engine": {"dtype": "float23"}},
+    "/engine/kind": {"engine": {"kind": "vlm"}},
+    "/engine/blockSize": {"engine": {"kind": "vllm"}},
+    "/engine/device": {"engine": {"kind": "vllm", "blockSize": 32, "device": "cuda"}},
     "/image/registry": {"image": {"registry": "registry.example"}},
     "'engine.growth_tokens'": {"decode": {"env": {"engine.growth_tokens": 1}}},
 }

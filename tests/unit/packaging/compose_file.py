@@ -25,6 +25,8 @@ CONFIGS: dict[str, type[Any]] = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
 }
+TARGETS = {**{name: name for name in CONFIGS}, "prefill-vllm": "prefill", "decode-vllm": "decode"}
+"""Targets of the Dockerfile that are services' images -> the service."""
 CONTROL_PLANE = ("gateway", "scheduler", "kvmanager")
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
@@ -51,6 +53,11 @@ def compose_services() -> dict[str, dict[str, Any]]:
 def kvmesh_services() -> dict[str, dict[str, Any]]:
     """Services that run an image of ours, of all profiles."""
     return {name: each for name, each in all_services().items() if "build" in each}
+
+
+def service_of(service: dict[str, Any]) -> str:
+    """Which of our services a service of the stack runs."""
+    return TARGETS[service["build"]["target"]]
 
 
 def environment_of(service: dict[str, Any]) -> dict[str, str]:

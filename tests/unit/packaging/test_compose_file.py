@@ -15,10 +15,12 @@ from tests.unit.packaging.compose_file import (
     COMPOSE_FILE,
     CONFIGS,
     ROOT,
+    TARGETS,
     compose_services,
     environment_of,
     interpolated,
     kvmesh_services,
+    service_of,
 )
 
 # Variables of OpenMP and gRPC, not of ours.
@@ -58,17 +60,26 @@ def test_the_validation_notices_a_misspelt_key(tmp_path: Path) -> None:
 def test_every_service_is_part_of_the_stack() -> None:
     targets = {service["build"]["target"] for service in kvmesh_services().values()}
     folders = {path.parent.name for path in (ROOT / "services").glob("*/__main__.py")}
-    assert targets == folders == set(CONFIGS)
+    assert targets == set(TARGETS)
+    assert folders == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", kvmesh_services())
 def test_its_environment_is_a_valid_config(name: str) -> None:
     service = kvmesh_services()[name]
-    config_class = CONFIGS[service["build"]["target"]]
+    config_class = CONFIGS[service_of(service)]
     environment = environment_of(service)
     known = {option.env for option in options_of(config_class)}
     assert set(environment) - FOREIGN_VARIABLES <= known
     load_config(config_class, environ=environment)  # raises where a value has the wrong type
+
+
+def test_workers_with_vllm_run_images_of_their_own_in_a_profile() -> None:
+    for name, service in kvmesh_services().items():
+        target = service["build"]["target"]
+        assert service["image"] == f"kvmesh-{target}"
+        is_vllm = target.endswith("-vllm")
+        assert ("vllm" in service.get("profiles", ())) == is_vllm, name
 
 
 @pytest.mark.parametrize("name", kvmesh_services())
@@ -99,7 +110,7 @@ def test_it_listens_for_others_and_says_under_which_name(name: str) -> None:
     service = kvmesh_services()[name]
     environment = environment_of(service)
     assert environment["KVMESH_SERVER__HOST"] == "0.0.0.0"
-    if service["build"]["target"] in {"prefill", "decode"}:
+    if service_of(service) in {"prefill", "decode"}:
         assert environment["KVMESH_WORKER__ID"] == name
         assert environment["KVMESH_SERVER__ADVERTISE_HOST"] == name
 

@@ -53,7 +53,7 @@
 
 {{- define "kvmesh.containerStart" }}
         - name: {{ .name }}
-          image: "{{ .root.Values.image.registry }}kvmesh-{{ .name }}:{{ .root.Values.image.tag }}"
+          image: "{{ .root.Values.image.registry }}kvmesh-{{ .name }}{{ if and (eq .root.Values.engine.kind "vllm") (or (eq .name "prefill") (eq .name "decode")) }}-vllm{{ end }}:{{ .root.Values.image.tag }}"
           imagePullPolicy: {{ .root.Values.image.pullPolicy }}
           securityContext:
             allowPrivilegeEscalation: false
