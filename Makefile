@@ -173,8 +173,9 @@ bench-million: setup ## a million simulated requests on a thousand workers, comp
 	$(PY) -m scripts.compile_simulator build/compiled
 	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --million $(ARGS)
 
-bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
-	$(PY) -m benchmarks.routing $(ARGS)
+bench-routing: setup ## what a route costs: the decision, and the way from a gateway's client over Redis; writes bench/results/rout*
+	$(PY) -m benchmarks.routing
+	$(PY) -m benchmarks.route_path $(ARGS)
 
 .PHONY: bench-tokenizer
 bench-tokenizer: setup ## prompts to tokens, against the library that models are trained with; writes bench/results/tokenizer.*
