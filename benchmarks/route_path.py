@@ -55,8 +55,8 @@ NOTES = (
         "processes of their own, and so are the workers, which share the machine's cores with them"
     ),
     (
-        f"each worker of the first {NUM_DOCUMENTS * HOLDERS:,} holds one of {NUM_DOCUMENTS} documents "
-        f"of {DOCUMENT_BLOCKS:,} blocks, {HOLDERS} workers each document"
+        f"each worker of the first {NUM_DOCUMENTS * HOLDERS:,} holds one of {NUM_DOCUMENTS} "
+        f"documents of {DOCUMENT_BLOCKS:,} blocks, {HOLDERS} workers each document"
     ),
     f"open loop, {RATE:g} routes a second, a document drawn for each",
     "unknown_share: plans that were made without knowing who holds what",
