@@ -155,9 +155,9 @@ class AttemptModel:
 
     def goes_on(self, actions: Actions, expected: tuple[Kind, Candidate] | None) -> None:
         """The search asked whom it should, or nobody is left."""
-        questions = [each for each in actions if isinstance(each, act.Ask | act.Vain)]
+        questions = [each for each in actions if isinstance(each, act.Ask | act.Exhausted)]
         if expected is None:
-            assert questions == [act.Vain()]
+            assert questions == [act.Exhausted()]
             assert self.asked is None
         else:
             assert questions == [actions[-1]]
@@ -195,7 +195,7 @@ class AttemptModel:
                 case act.Move() | act.Break() | act.Expire():
                     self.last = action
                 case _:
-                    assert isinstance(action, act.Refuse | act.Vain)
+                    assert isinstance(action, act.Refuse | act.Exhausted)
         self.outcome = self.attempt.outcome
 
     def open_job(self, action: act.Forget | act.Cancel) -> Job:
@@ -256,7 +256,7 @@ class AttemptModel:
 
     def hear_started(self, job: Job, worker_id: WorkerId) -> None:
         known = self.is_asked(job, Kind.START)
-        actions = self.attempt.started(job.number, worker_id, 9, self.now)
+        actions = self.attempt.reserved(job.number, worker_id, 9, self.now, starts=True)
         if not known:
             assert actions == ()
         elif worker_id != job.worker_id:
@@ -305,7 +305,7 @@ class AttemptModel:
             self.do(actions)
             assert act.Refuse(Side.DECODE, refusal, None) in actions
             if offer is None:
-                assert not [each for each in actions if isinstance(each, act.Ask | act.Vain)]
+                assert not [each for each in actions if isinstance(each, act.Ask | act.Exhausted)]
             else:
                 assert not offer.is_open
                 self.goes_on(actions, expected)
@@ -385,15 +385,7 @@ class AttemptModel:
     def hear_tokens(self, job: Job, tokens: Tokens) -> None:
         known = job in (self.asked, self.held, self.decode) and not self.is_over
         position = FIRST + len(self.delivered)
-        actions = self.attempt.tokens(
-            job.number,
-            tokens.first_position,
-            tokens.token_ids,
-            self.now,
-            tokens.logprobs,
-            tokens.finish_reason,
-            tokens.error,
-        )
+        actions = self.attempt.tokens(job.number, tokens, self.now)
         if not known or not self.has_first:
             assert actions == ()
             if known:

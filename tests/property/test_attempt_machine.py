@@ -184,14 +184,19 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         self.hear(self.hear_end, job, reason, by_prefill)
 
     @when(lambda self: self.held or self.is_taken)
-    @rule(side=st.sampled_from(Side), by_prefill=st.booleans(), chance=st.integers(0, 2))
-    def fails(self, side: Side, by_prefill: bool, chance: int) -> None:
+    @rule(
+        side=st.sampled_from(Side),
+        reason=st.sampled_from(REASONS),
+        by_prefill=st.booleans(),
+        chance=st.integers(0, 2),
+    )
+    def fails(self, side: Side, reason: RefusalReason, by_prefill: bool, chance: int) -> None:
         if chance and self.is_taken:
             return
         job = self.prefill if side is Side.PREFILL else self.decode or self.held
         if job is not None:
             by_prefill = by_prefill and job.kind is Kind.START and self.prefill is None
-            self.hear(self.hear_end, job, RefusalReason.LOST, by_prefill)
+            self.hear(self.hear_end, job, reason, by_prefill)
 
     @when(lambda self: self.is_taken and not self.has_first)
     @rule(is_error=st.sampled_from([False, False, True]))

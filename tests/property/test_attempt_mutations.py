@@ -1,45 +1,56 @@
 """Each rule of the attempt, when it is changed, fails its state machine.
 
-A mutation is a piece of `attempt.py` with another one in its place.
+A mutation replaces a piece of `attempt.py` or `candidates.py` by another one.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from services.gateway.request import attempt
+from services.gateway.request import attempt, candidates
 from tests.property.test_attempt_machine import AttemptMachine
 
-SOURCE = Path(attempt.__file__).read_text()
+SOURCES = {module: Path(module.__file__ or "").read_text() for module in (candidates, attempt)}
 
+CANCELS = (
+    "        self._cancel_prefill(out)\n        self._cancel_decode(out)\n        self.state, self"
+)
 MUTATIONS = {
     # the search for workers
     "IDLE, two workers: the prompt is shown at once": (
-        "Kind.RESERVE if self._holders else Kind.START",
+        "Kind.RESERVE if self._decode else Kind.START",
         "Kind.START",
     ),
     "IDLE, one worker: blocks are asked for alone": (
-        "Kind.RESERVE if self._holders else Kind.START",
+        "Kind.RESERVE if self._decode else Kind.START",
         "Kind.RESERVE",
     ),
     "HELD, its worker is in the plan: it reserves again": (
-        "kind = Kind.OFFER if is_held else",
+        "kind = Kind.OFFER if is_reserved else",
         "kind = Kind.OFFER if False else",
     ),
     "HELD, its worker is not in the plan: it is kept": (
         "if self.state is State.HELD and self.holder not in",
         "if False and self.holder not in",
     ),
-    "nobody left: no word of it": ("        out.append(act.Vain())\n", ""),
-    "no time left: the next one is asked": ("if now < self._until:", "if True:"),
+    "nobody left: no word of it": (
+        "out.append(act.Exhausted() if question is None else self._ask(*question, now))",
+        "if question is not None:\n            out.append(self._ask(*question, now))",
+    ),
+    "no time left: the next one is asked": (
+        "        if now >= self.until:\n",
+        "        if False:\n",
+    ),
     "who refused for ever is asked again": (
-        "if candidate.worker_id not in self._unfit:",
+        "if candidate.worker_id not in self._excluded:",
         "if True:",
     ),
     "RESERVING, reserved: the lease ends": (
@@ -47,152 +58,182 @@ MUTATIONS = {
         "out: list[Action] = []",
     ),
     "RESERVING, reserved: nobody is offered it": (
-        "        self.state = State.HELD\n        return self._next(out, now)",
+        "        self.state = State.HELD\n        return self._ask_next(out, now)",
         "        self.state = State.HELD\n        return out",
     ),
     "STARTING, reserved only: another one is offered it": (
-        "        if state is State.STARTING:\n            self._is_chained = True",
-        "        if False:\n            self._is_chained = True",
+        "        if state is State.STARTING:\n",
+        "        if False:\n",
     ),
     "STARTING, reserved only: it counts as two workers": (
-        "            self._is_chained = True\n",
-        "",
+        "is_one = decode.kind is Kind.START",
+        "is_one = self._prefill is None",
     ),
-    "reserved by another worker is taken": ("if worker_id != candidate.worker_id:", "if False:"),
+    "reserved by another worker is taken": ("if worker_id != asked.worker_id:", "if False:"),
     "reserved twice": (
         "if state is not State.STARTING and (starts or state is not State.RESERVING):",
         "if False:",
     ),
     "a number is used twice": ("        self.num_asked += 1\n", "        self.num_asked = 1\n"),
     "RESERVING, refused: it is left open": (
-        "if not is_offer or self._is_chained or refusal.reason is RefusalReason.LOST:",
-        "if is_offer and (self._is_chained or refusal.reason is RefusalReason.LOST):",
+        "if by is reservation or is_lost or reservation.kind is Kind.START:",
+        "if offer is not None and (is_lost or reservation.kind is Kind.START):",
     ),
     "refused: nobody notes it": (
-        "        out.append(act.Refuse(side, refusal, _worker(opened)))\n",
-        "",
+        "            out.append(act.Refuse(side, refusal, by.worker_id))\n",
+        "            pass\n",
     ),
-    "refused for ever is not remembered": ("if refusal.reason in NEVER:", "if False:"),
+    "refused for ever is not remembered": (
+        "if is_answer and refusal.reason in PERMANENT:",
+        "if False:",
+    ),
+    "lost for ever: it counts as refused": (
+        "if is_answer and refusal.reason in PERMANENT:",
+        "if refusal.reason in PERMANENT:",
+    ),
+    "refused once is remembered": (
+        "if is_answer and refusal.reason in PERMANENT:",
+        "if is_answer:",
+    ),
     "OFFERING, accepted: it is no offer": (
         "        self.num_offers += 1\n        self.state = State.PREFILL",
         "        self.state = State.PREFILL",
     ),
     "OFFERING, accepted of an older offer counts": (
-        "or opened is None or opened.number != number:\n            return ()\n        chained",
-        "or opened is None:\n            return ()\n        chained",
+        "if self.state is not State.OFFERING or self._last_asked.number != number:",
+        "if self.state is not State.OFFERING:",
     ),
     "OFFERING, accepted late counts": (
-        "if self.state is not State.OFFERING or opened is None",
-        "if opened is None",
+        "if self.state is not State.OFFERING or self._last_asked.number != number:",
+        "if (self._prefill or self._decode) is None or self._last_asked.number != number:",
     ),
     "OFFERING, refused: the offer is left open": (
-        "        if is_offer:\n            self._drop_prefill(out)",
-        "        if False:\n            self._drop_prefill(out)",
+        "side is Side.PREFILL\n        self._cancel_prefill(out)\n",
+        "side is Side.PREFILL\n",
     ),
     "OFFERING, LOST: the blocks are shown to another one": (
-        "or self._is_chained or refusal.reason is RefusalReason.LOST:",
-        "or self._is_chained:",
+        "if by is reservation or is_lost or reservation.kind is Kind.START:",
+        "if by is reservation or reservation.kind is Kind.START:",
     ),
     "OFFERING, refused: the blocks are given up": (
-        "if not is_offer or self._is_chained or refusal.reason is RefusalReason.LOST:",
+        "if by is reservation or is_lost or reservation.kind is Kind.START:",
         "if True:",
     ),
     "OFFERING, blocks given up: those who refused them are not asked again": (
-        "            if is_offer:\n                self._to_reserve = deque(self._holders)\n",
+        "            if offer is not None:\n                self._candidates.restart_decode()\n",
         "",
+    ),
+    "RESERVING, refused: those who refused are asked again": (
+        "            if offer is not None:\n                self._candidates.restart_decode()\n",
+        "            self._candidates.restart_decode()\n",
     ),
     "OFFERING, chained and refused: blocks of one worker are shown to another": (
-        "if not is_offer or self._is_chained or refusal",
-        "if not is_offer or refusal",
+        "if by is reservation or is_lost or reservation.kind is Kind.START:",
+        "if by is reservation or is_lost:",
     ),
-    "OFFERING, failed by decode: the offer stays": (
-        "_drop_prefill(out)\n        self._drop_decode(out)\n        out.append(act.Refuse(",
-        "_drop_decode(out)\n        out.append(act.Refuse(",
+    "OFFERING, failed by decode: the reservation stays": (
+        "if by is reservation or is_lost or reservation.kind is Kind.START:",
+        "if offer is None or is_lost or reservation.kind is Kind.START:",
     ),
     "OFFERING, failed by decode: the search ends": (
-        "return self._next(out, now) if was_shown else out",
-        "return out",
+        "return self._ask_next(out, now) if was_asking else out",
+        "return self._ask_next(out, now) if is_answer else out",
+    ),
+    "OFFERING, failed by decode: the prefill worker is blamed": (
+        "is_answer = was_asking and by is self._last_asked",
+        "is_answer = was_asking",
+    ),
+    "OFFERING, failed by decode: it was no offer": (
+        "self.num_offers += offer is not None or side is Side.PREFILL",
+        "self.num_offers += side is Side.PREFILL",
+    ),
+    "STARTING, refused by prefill: it was no offer": (
+        "self.num_offers += offer is not None or side is Side.PREFILL",
+        "self.num_offers += offer is not None",
     ),
     "HELD, failed by decode: it goes on asking": (
-        "return self._next(out, now) if was_shown else out",
-        "return self._next(out, now)",
+        "return self._ask_next(out, now) if was_asking else out",
+        "return self._ask_next(out, now)",
     ),
     "HELD, failed by decode: nobody notes it": (
-        "        out.append(act.Refuse(Side.DECODE, refusal, None))\n",
-        "",
+        "            out.append(act.Refuse(Side.DECODE, refusal, None))\n",
+        "            pass\n",
     ),
     "no answer: it is waited for": (
-        "if state in _WAITS:\n            return min",
+        "if state in _ASKING:\n            return min",
         "if False:\n            return min",
     ),
     "no answer in time and no time: the worker's fault": (
-        "if now >= self._until:  #",
+        "if now >= self._candidates.until:  #",
         "if False:  #",
     ),
     # tokens
     "PREFILL, first token: it is not counted": ("        self.position += 1\n", ""),
     "PREFILL, first token twice": (
-        "if self.state is not State.PREFILL or opened is None or opened.number != number:",
-        "if opened is None or opened.number != number:",
+        "if self.state is not State.PREFILL or self._last_asked.number != number:",
+        "if (self._prefill or self._decode) is None or self._last_asked.number != number:",
     ),
     "PREFILL, one worker: the handoff is waited for": (
-        "        if self._prefill is None:\n            self._is_handed_off(out)",
-        "        if False:\n            self._is_handed_off(out)",
+        "        if self._prefill is None:\n            self._start_decoding(out)",
+        "        if False:\n            self._start_decoding(out)",
     ),
     "PREFILL, two workers: no handoff is waited for": (
-        "        if self._prefill is None:\n            self._is_handed_off(out)",
-        "        if True:\n            self._is_handed_off(out)",
+        "        if self._prefill is None:\n            self._start_decoding(out)",
+        "        if True:\n            self._start_decoding(out)",
     ),
     "PREFILL, the only token: it goes on": (
         "        if event.finish_reason is not None:\n            self._forget_prefill(out)",
         "        if False:\n            self._forget_prefill(out)",
     ),
     "PREFILL, the only token: the reservation is left": (
-        "            return self._close(out, Outcome.DONE)\n",
-        "            self._decode = None\n            return self._close(out, Outcome.DONE)\n",
+        "            return self._end(out, Outcome.DONE)\n",
+        "            self._decode = None\n            return self._end(out, Outcome.DONE)\n",
     ),
     "PREFILL, tokens before the first one: dropped": (
-        "            self._early.append((first_position, token_ids, logprobs, finish, error))\n",
+        "            self._early.append((number, event))\n",
         "",
     ),
-    "PREFILL, tokens of blocks given up count": ("        self._early.clear()\n", ""),
+    "PREFILL, tokens of blocks given up count": (
+        "out += self.tokens(asked, tokens, now)",
+        "out += self.tokens(self._decode.number if self._decode else asked, tokens, now)",
+    ),
     "HANDOFF, handed off: prefill is cancelled later": (
         "        self._forget_prefill(out)\n        out.append(act.Decoding(",
         "        out.append(act.Decoding(",
     ),
     "HANDOFF, handed off: the lease is renewed for ever": (
-        "        out.append(act.Decoding(self._decode.number, self._decode.candidate.worker_id))\n",
+        "        out.append(act.Decoding(self._decode.number, self._decode.worker_id))\n",
         "",
     ),
     "HANDOFF, tokens: the handoff is still waited for": (
-        "        if state is State.HANDOFF:\n            self._is_handed_off(out)",
-        "        if False:\n            self._is_handed_off(out)",
+        "        if state is State.HANDOFF:\n            self._start_decoding(out)",
+        "        if False:\n            self._start_decoding(out)",
     ),
     "HANDOFF, handed off: its patience goes on": (
-        "            self._since = now\n            self._is_handed_off(out)",
-        "            self._is_handed_off(out)",
+        "            self._progress_at = now\n            self._start_decoding(out)",
+        "            self._start_decoding(out)",
     ),
-    "DECODE, repeated tokens: delivered": ("        if repeated:\n", "        if False:\n"),
+    "DECODE, repeated tokens: delivered": ("        if num_known:\n", "        if False:\n"),
     "DECODE, repeated tokens: scores are not cut": (
-        "token_ids, logprobs = token_ids[repeated:], logprobs[repeated:]",
-        "token_ids = token_ids[repeated:]",
+        "token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]",
+        "token_ids = token_ids[num_known:]",
     ),
     "DECODE, nothing new: delivered": (
         "        if token_ids or finish is not None:\n",
         "        if True:\n",
     ),
     "DECODE, nothing new: no progress": (
-        "self._since = now\n        out: list[Action] = []\n        if state is",
-        "out: list[Action] = []\n        if state is",
+        "        self._progress_at = now\n        if state is",
+        "        if state is",
     ),
-    "DECODE, a gap: delivered": ("        if repeated < 0:\n", "        if False:\n"),
+    "DECODE, a gap: delivered": ("        if num_known < 0:\n", "        if False:\n"),
     "DECODE, a gap of one: delivered": (
-        "        if repeated < 0:\n",
-        "        if repeated < -1:\n",
+        "        if num_known < 0:\n",
+        "        if num_known < -1:\n",
     ),
-    "DECODE, the next one: a gap": ("        if repeated < 0:\n", "        if repeated <= 0:\n"),
+    "DECODE, the next one: a gap": ("        if num_known < 0:\n", "        if num_known <= 0:\n"),
     "DECODE, the last tokens: it goes on": (
-        "            self._close(out, Outcome.DONE)\n        return out",
+        "            self._end(out, Outcome.DONE)\n        return out",
         "        return out",
     ),
     "DECODE, the last tokens: the worker is told": (
@@ -200,7 +241,7 @@ MUTATIONS = {
         "pass\n",
     ),
     "tokens of an older question count": (
-        "opened.number != number:\n            return ()\n        if state is not State.DECODE",
+        "asked.number != number:\n            return ()\n        if state is not State.DECODE",
         "False:\n            return ()\n        if state is not State.DECODE",
     ),
     "a token that cannot be: delivered": (
@@ -213,23 +254,22 @@ MUTATIONS = {
     ),
     # ends
     "PREFILL to DECODE, failed: nobody hears it": (
-        "if self.state in _RUNS:\n            opened",
-        "if False:\n            opened",
+        "if self.state not in _GENERATING:\n            return self._refused(",
+        "if True:\n            return self._refused(",
     ),
     "failed: the wrong side": (
-        "says = Side.PREFILL if by_prefill else side",
-        "says = side",
+        "side = Side.PREFILL if by_prefill else asked.side",
+        "side = asked.side",
     ),
     "failed: the wrong worker": (
-        "opened = self._prefill if side is Side.PREFILL else self._decode",
-        "opened = self._decode",
+        'act.Move(asked.worker_id, f"{side.value}_failed"',
+        'act.Move(self._decode.worker_id, f"{side.value}_failed"',
     ),
     "stalled: the wrong worker": (
-        "slow = _worker(self._prefill or self._decode)",
-        "slow = _worker(self._decode)",
+        "slow = self._last_asked",
+        "slow = self._decode",
     ),
-    "PREFILL, stalled: another word": ('State.PREFILL: "prefill_stalled", ', ""),
-    "HANDOFF, stalled: another word": (', State.HANDOFF: "handoff_stalled"', ""),
+    "stalled: another word": ('f"{self.state.name.lower()}_stalled"', '"stalled"'),
     "DECODE, stalled: as patient as before": (
         "limits.stall_s if state is State.DECODE else limits.prefill_s",
         "limits.prefill_s",
@@ -241,27 +281,27 @@ MUTATIONS = {
     "a tick before it is due": ("        if now < self.due:\n            return ()\n", ""),
     "a tick just when it is due": ("if now < self.due:", "if now <= self.due:"),
     "the deadline: none": (
-        "return min(self._since + patience_s, self._deadline)",
-        "return self._since + patience_s",
+        "return min(self._progress_at + patience_s, self._deadline)",
+        "return self._progress_at + patience_s",
     ),
     "the deadline: it moves": ("if now >= self._deadline:", "if False:"),
     "cancel: the offer is left": (
-        "        self._drop_prefill(out)\n        self._drop_decode(out)\n        self.state, self",
-        "        self._drop_decode(out)\n        self.state, self",
+        CANCELS,
+        "        self._cancel_decode(out)\n        self.state, self",
     ),
     "cancel: the reservation is left": (
-        "        self._drop_prefill(out)\n        self._drop_decode(out)\n        self.state, self",
-        "        self._drop_prefill(out)\n        self.state, self",
+        CANCELS,
+        "        self._cancel_prefill(out)\n        self.state, self",
     ),
     "cancel: twice": (
-        "return () if self.outcome is not None else self._close",
-        "return self._close",
+        "return () if self.outcome is not None else self._end",
+        "return self._end",
     ),
     "lost: nobody is told": (
-        "        out.append(word)\n",
-        "",
+        "            out.append(word)\n",
+        "            pass\n",
     ),
-    "an outcome of another name": ("act.Expire: Outcome.LATE", "act.Expire: Outcome.BROKEN"),
+    "late: another outcome": ("Outcome.LATE", "Outcome.BROKEN"),
 }
 
 
@@ -270,30 +310,31 @@ class _Found(Exception):
 
 
 def test_the_rules_as_they_are_pass() -> None:
-    _run(SOURCE, 300)
+    _run(SOURCES, 300)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_changed_rule_is_noticed(name: str) -> None:
     old, new = MUTATIONS[name]
-    assert SOURCE.count(old) >= 1, "the rule is not there any more"
+    changed = {module: source.replace(old, new, 1) for module, source in SOURCES.items()}
+    assert changed != SOURCES, "the rule is not there any more"
     with pytest.raises(_Found):
-        _run(SOURCE.replace(old, new, 1), 3000)
+        _run(changed, 3000)
 
 
-def _run(source: str, examples: int) -> None:
+def _run(sources: Mapping[ModuleType, str], examples: int) -> None:
     """Runs the machine over these rules.
 
     Raises:
         _Found: it failed.
     """
-    module = ModuleType("services.gateway.request.changed_attempt")
-    sys.modules[module.__name__] = module
+    made = [_module(module.__name__, source) for module, source in sources.items()]
+    rules, attempts = made
+    attempts.Candidates = rules.Candidates
     try:
-        exec(compile(source, module.__name__, "exec"), module.__dict__)
 
         class Changed(AttemptMachine):
-            make = module.Attempt
+            make = attempts.Attempt
 
         run_state_machine_as_test(
             Changed,
@@ -311,4 +352,12 @@ def _run(source: str, examples: int) -> None:
     except Exception as error:
         raise _Found(str(error)) from error
     finally:
-        del sys.modules[module.__name__]
+        for module in made:
+            del sys.modules[module.__name__]
+
+
+def _module(name: str, source: str) -> Any:
+    """A module of its own with this source; dataclasses look it up by its name."""
+    module = sys.modules[f"{name}_changed"] = ModuleType(f"{name}_changed")
+    exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module

@@ -71,11 +71,21 @@ class Limits(NamedTuple):
 @quick
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask a worker; what it says has this number."""
+    """Ask a worker; its answers carry the number."""
 
     kind: Kind
     number: int
     candidate: Candidate
+
+    @property
+    def side(self) -> Side:
+        """The service that is asked."""
+        return Side.PREFILL if self.kind is Kind.OFFER else Side.DECODE
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The worker that is asked."""
+        return self.candidate.worker_id
 
 
 @quick
@@ -109,14 +119,12 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Vain:
-    """Nobody of the plan took it: ask again later."""
+class Exhausted:
+    """No worker of the plan took it: ask again later."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Hand on the next tokens, which nobody has had before.
+class Deliver(NamedTuple):
+    """Send the next tokens to the client. A tuple, since one is made for each token.
 
     Attributes:
         finish_reason: with the last ones.
@@ -189,7 +197,7 @@ Action = (
     | Hold
     | Taken
     | Refuse
-    | Vain
+    | Exhausted
     | Deliver
     | Decoding
     | Forget

@@ -1,112 +1,93 @@
-"""One attempt at workers as a state table: who is asked, which tokens count, when it is lost.
+"""One attempt to run a request on one or two workers, as a state table.
 
-An attempt lasts from the search for workers to the last token, or until one of them loses it; then
-the next attempt goes on behind the tokens that are there. What a worker says carries the number of
-the question that it answers; numbers are never used twice, and what is said to an older one is not
-heard.
+It begins with the search for workers. It ends with the last token, or when a worker loses the
+request: the next attempt then continues behind the tokens that were delivered. Each question to a
+worker has a new number, which the worker's answers carry. An answer is ignored if its question is
+not open any more.
 
     state      event                                   next       actions
     ---------  --------------------------------------  ---------  ------------------------------
-    IDLE       ask, plan for two workers               RESERVING  Ask RESERVE the first one
-    IDLE       ask, plan for one worker                STARTING   Ask START the first one
-    HELD       ask, its worker is in the plan          OFFERING   Ask OFFER the first one
-    HELD       ask, it is not                          as IDLE    Cancel decode first
-    any above  ask, nobody to ask or no time left      same       Vain
-    RESERVING  reserved                                OFFERING   Hold, Ask OFFER the next one
-    STARTING   started                                 PREFILL    Hold, Taken
-    STARTING   reserved: it only reserves              OFFERING   Hold, Ask OFFER the same worker
-    RES., STA. reserved or started by another worker   as refused with LOST
-    RES., STA. refused, failed, no answer in time      IDLE       Cancel decode, Refuse, next one
+    IDLE       ask, the plan has decode workers        RESERVING  Ask RESERVE the first of them
+    IDLE       ask, it has prefill workers only        STARTING   Ask START the first of them
+    HELD       ask, the holder is in the plan          OFFERING   Ask OFFER its first prefill worker
+    HELD       ask, the holder is not                  as IDLE    Cancel decode first
+    RESERVING  reserved                                OFFERING   Hold, ask next
+    STARTING   reserved, and it starts                 PREFILL    Hold, Taken
+    STARTING   reserved only                           OFFERING   Hold, Ask OFFER the same worker
+    RES., STA. reserved by another worker              as refused with LOST
+    RES., STA. refused or failed                       IDLE       Cancel decode, Refuse, ask next
     OFFERING   accepted                                PREFILL    Taken
-    OFFERING   refused, failed or late, by prefill     HELD       Cancel prefill, Refuse, next one
-    OFFERING   the same with LOST, or decode is it too IDLE       Cancel both, Refuse, next one
-    OFFERING   failed by decode                        IDLE       Cancel both, Refuse, next one
+    OFFERING   refused or failed by prefill            HELD       Cancel prefill, Refuse, ask next
+    OFFERING   the same with LOST, or chained          IDLE       Cancel both, Refuse, ask next
+    OFFERING   failed by decode                        IDLE       Cancel both, Refuse, ask next
     HELD       failed by decode                        IDLE       Cancel decode, Refuse
-    PREFILL    first token, two workers                HANDOFF    Deliver it, then what came early
-    PREFILL    first token, one worker                 DECODE     Deliver it, Decoding, early ones
-    PREFILL    first token is the last                 DONE       Deliver it, Cancel decode
-    PREFILL    nothing for `prefill_s`                 MOVED      Cancel, Move: prefill_stalled
+    RES.-OFF.  no answer in `answer_s`                 as refused with LOST
+    RES.-OFF.  the search's deadline                   as refused with DEADLINE
+    PREFILL    first token, two workers                HANDOFF    Deliver it, then early tokens
+    PREFILL    first token, one worker                 DECODE     Deliver it, Decoding, early tokens
+    PREFILL    first token, it is the last             DONE       Deliver it, Cancel decode
+    before     tokens                                  same       kept as early tokens
     HANDOFF    handed off                              DECODE     Forget prefill, Decoding
-    HANDOFF    tokens                                  as handed off, then as DECODE
-    HANDOFF    nothing for `prefill_s`                 MOVED      Cancel, Move: handoff_stalled
-    DECODE     tokens, some of them the next ones      DECODE     Deliver those that are new
-    DECODE     tokens, all of them known               DECODE
-    DECODE     tokens behind the next one              MOVED      Cancel, Move: token_gap
-    DECODE     tokens, the last ones                   DONE       Deliver those that are new, Forget
-    DECODE     nothing for `stall_s`                   MOVED      Cancel, Move: decode_stalled
-    before     tokens of decode                        same       kept until the first token is here
+    HANDOFF    tokens                                  as handed off, then as in DECODE
+    DECODE     tokens from the next position or before DECODE     Deliver those that are new
+    DECODE     tokens behind the next position         MOVED      Cancel, Move: token_gap
+    DECODE     the last tokens                         DONE       Deliver those that are new, Forget
     PRE.-DEC.  refused or failed                       MOVED      Cancel, Move: <side>_failed
-    PRE.-DEC.  a token that cannot be                  BROKEN     Cancel, Break
+    PRE., HAN. nothing for `prefill_s`                 MOVED      Cancel, Move: <state>_stalled
+    DECODE     nothing for `stall_s`                   MOVED      Cancel, Move: decode_stalled
+    PRE.-DEC.  a token that cannot be generated        BROKEN     Cancel, Break
     PRE.-DEC.  the request's deadline                  LATE       Cancel, Expire
     any        cancel                                  CANCELLED  Cancel
     any        anything else                           same
 
-Rows of ways: aggregated is START and started; disaggregated is RESERVE, reserved, OFFER, accepted,
-first token, handed off; chained is START to a worker that only reserves, and OFFER to the same one;
-pooled is any of these with a candidate that names who holds the prompt's prefix, which the question
-carries along: to the attempt it is no other way. A reservation that was shown to a prefill worker
-which did not answer is given up: that one may be writing there, and would beside the next one. Who
-refused for ever is not asked again.
+"Ask next" is an Ask of the plan's next candidate, or Exhausted if there is none or no time. The
+rows from DONE to CANCELLED are outcomes; the state is OVER then. Four ways lead through the table:
+
+- aggregated: ask, reserved and started, first token, tokens;
+- disaggregated: ask, reserved, accepted, first token, handed off, tokens;
+- chained: as disaggregated with one worker that is both, for a worker that cannot start by itself;
+- pooled: any of these with a candidate that names a source of the prompt's prefix. The question
+  carries the source; the attempt does not look at it.
+
+A reservation is given up if a prefill worker was offered it and was lost: that worker may still be
+writing into its blocks.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back.
-Tests: tests/property/test_attempt_machine.py, tests/property/test_attempt_mutations.py.
+Why: docs/adr/0024-one-attempt.md. Tests: tests/property/test_attempt_machine.py,
+tests/property/test_attempt_mutations.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from kvmesh.core.types import (
-    Candidate,
-    FinishReason,
-    Placement,
-    Refusal,
-    RefusalReason,
-    TokenLogprobs,
-    WorkerId,
-)
+from kvmesh.core.types import Candidate, FinishReason, Placement, Refusal, RefusalReason, WorkerId
 from services.gateway.request import actions as act
 from services.gateway.request.actions import Action, Actions, Kind, Limits, Outcome, Side, State
-from services.gateway.wire.worker_events import FirstToken
-
-NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
-"""Refusals that would be repeated for ever."""
+from services.gateway.request.candidates import PERMANENT, Candidates
+from services.gateway.wire.worker_events import FirstToken, Tokens
 
 _ASKS = {Kind.RESERVE: State.RESERVING, Kind.OFFER: State.OFFERING, Kind.START: State.STARTING}
-_WAITS = frozenset(_ASKS.values())
-_RUNS = frozenset({State.PREFILL, State.HANDOFF, State.DECODE})
-_OUTCOMES = {act.Break: Outcome.BROKEN, act.Expire: Outcome.LATE, act.Move: Outcome.MOVED}
-_STALLED = {State.PREFILL: "prefill_stalled", State.HANDOFF: "handoff_stalled"}
-
-
-_Early = tuple[int, Sequence[int], Sequence[TokenLogprobs], FinishReason | None, str]
-
-
-class _Open(NamedTuple):
-    """What a worker knows of."""
-
-    number: int
-    candidate: Candidate
+_ASKING = frozenset(_ASKS.values())
+_GENERATING = frozenset({State.PREFILL, State.HANDOFF, State.DECODE})
 
 
 class Attempt:
     """One attempt of one request.
 
     Args:
-        position: of the first token that is wanted; all before it are known.
-        limits: how long it waits for what.
-        deadline: then the request has run for too long.
-        num_asked: questions of attempts before.
+        position: of the first token to generate; all tokens before it are known.
+        limits: how long it waits for workers.
+        deadline: the request ends as late then.
+        num_asked: questions of earlier attempts of this request.
 
     Attributes:
         state: see the table.
-        outcome: None before the end.
+        outcome: None until the attempt is over.
         position: of the next token.
-        num_asked: questions so far; the number of the last one.
-        num_offers: prompts shown that were taken, refused or lost.
+        num_asked: number of the last question.
+        num_offers: how often a prompt was offered to a worker that has answered or was lost.
     """
 
     def __init__(self, position: int, limits: Limits, deadline: float, num_asked: int = 0) -> None:
@@ -117,255 +98,214 @@ class Attempt:
         self.num_offers = 0
         self._limits = limits
         self._deadline = deadline
-        self._until = math.inf
-        self._since = 0.0  # the last thing happened
-        self._decode: _Open | None = None
-        self._prefill: _Open | None = None
-        self._holders: Sequence[Candidate] = ()
-        self._to_reserve: deque[Candidate] = deque()
-        self._to_offer: deque[Candidate] = deque()
-        self._unfit: set[WorkerId] = set()
-        self._early: list[_Early] = []
-        self._is_chained = False
+        self._progress_at = 0.0
+        self._candidates = Candidates()
+        # What is open at workers, from the question until Forget or Cancel.
+        self._decode: act.Ask | None = None
+        self._prefill: act.Ask | None = None
+        self._early: list[tuple[int, Tokens]] = []
 
     @property
     def holder(self) -> WorkerId | None:
-        """The worker whose blocks wait for a prefill worker."""
-        return _worker(self._decode) if self.state is State.HELD else None
+        """The decode worker whose reservation waits for a prefill worker."""
+        return self._last_asked.worker_id if self.state is State.HELD else None
 
     @property
     def due(self) -> float:
-        """When `tick` has something to do, if nothing happens before; it may come to be sooner."""
+        """When `tick` has to be called if nothing happens before; later events may change it."""
         state, limits = self.state, self._limits
-        if state in _RUNS:
+        if state in _GENERATING:
             patience_s = limits.stall_s if state is State.DECODE else limits.prefill_s
-            return min(self._since + patience_s, self._deadline)
-        if state in _WAITS:
-            return min(self._since + limits.answer_s, self._until)
+            return min(self._progress_at + patience_s, self._deadline)
+        if state in _ASKING:
+            return min(self._progress_at + limits.answer_s, self._candidates.until)
         return math.inf
 
-    # -- The search for workers -------------------------------------------------------------------
+    # -- Finding workers --------------------------------------------------------------------------
 
     def ask(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float, now: float
     ) -> Actions:
-        """Asks the workers of a plan, one after the other, until one takes it or none is left.
+        """Asks the workers of a plan one after the other, until one takes it or none is left.
 
         Args:
-            prefill: where the prompt may be computed, in this order.
-            decode: where tokens may be made, in this order; empty: where the prompt is.
-            until: then nobody is asked any more.
+            prefill: workers for the prompt, best first.
+            decode: workers for the tokens, best first; empty if the prompt's worker makes them.
+            until: the search's deadline.
         """
         assert self.state in (State.IDLE, State.HELD), f"asks when {self.state.value}"
-        self._until = until
-        self._holders = decode
-        self._to_reserve, self._to_offer = deque(decode), deque(prefill)
         out: list[Action] = []
         if self.state is State.HELD and self.holder not in {each.worker_id for each in decode}:
-            self._drop_decode(out)
-        return self._next(out, now)
+            self._cancel_decode(out)
+        self._candidates.replace(prefill, decode, until)
+        return self._ask_next(out, now)
 
-    def reserved(self, number: int, worker_id: WorkerId, lease_ms: int, now: float) -> Actions:
-        """A worker holds blocks."""
-        return self._is_held(number, worker_id, lease_ms, now, starts=False)
-
-    def started(self, number: int, worker_id: WorkerId, lease_ms: int, now: float) -> Actions:
-        """A worker holds blocks and computes the prompt in them."""
-        return self._is_held(number, worker_id, lease_ms, now, starts=True)
-
-    def _is_held(
-        self, number: int, worker_id: WorkerId, lease_ms: int, now: float, *, starts: bool
+    def reserved(
+        self, number: int, worker_id: WorkerId, lease_ms: int, now: float, *, starts: bool = False
     ) -> Actions:
-        opened, state = self._decode, self.state
-        if opened is None or opened.number != number:
+        """A worker holds blocks.
+
+        Args:
+            starts: it computes the prompt as well.
+        """
+        asked, state = self._decode, self.state
+        if asked is None or asked.number != number:
             return ()
         if state is not State.STARTING and (starts or state is not State.RESERVING):
             return ()
-        candidate = opened.candidate
-        if worker_id != candidate.worker_id:
+        if worker_id != asked.worker_id:
             # Another worker took over the address; the fleet view will catch up.
-            text = f"{worker_id} answered for {candidate.worker_id}"
-            return self._refused(Side.DECODE, Refusal(RefusalReason.LOST, text), now)
+            text = f"{worker_id} answered for {asked.worker_id}"
+            return self._refused(asked, Side.DECODE, Refusal(RefusalReason.LOST, text), now)
         out: list[Action] = [act.Hold(number, worker_id, lease_ms)]
         if starts:
-            return self._is_taken(out, Placement.AGGREGATED, worker_id, now)
+            return self._taken(out, now)
         if state is State.STARTING:
-            self._is_chained = True
-            out.append(self._ask(Kind.OFFER, candidate, now))
+            out.append(self._ask(Kind.OFFER, asked.candidate, now))
             return out
         self.state = State.HELD
-        return self._next(out, now)
+        return self._ask_next(out, now)
 
     def accepted(self, number: int, now: float) -> Actions:
         """A prefill worker computes the prompt."""
-        opened = self._prefill
-        if self.state is not State.OFFERING or opened is None or opened.number != number:
+        if self.state is not State.OFFERING or self._last_asked.number != number:
             return ()
-        chained = self._is_chained
-        placement = Placement.AGGREGATED if chained else Placement.DISAGGREGATED
-        return self._is_taken([], placement, opened.candidate.worker_id, now)
+        return self._taken([], now)
 
     def ended(
         self, number: int, refusal: Refusal, now: float, *, by_prefill: bool = False
     ) -> Actions:
-        """A worker refused, or failed, or its stream broke.
+        """A worker refused or failed, or its stream broke.
 
         Args:
-            by_prefill: where one question was for both sides, which of them says so.
+            by_prefill: for a question to both sides of a worker (START): the side that ended it.
         """
-        side = self._side(number)
-        if side is None:
+        both = (self._prefill, self._decode)
+        asked = next((each for each in both if each is not None and each.number == number), None)
+        if asked is None:
             return ()
-        says = Side.PREFILL if by_prefill else side
-        if self.state in _RUNS:
-            opened = self._prefill if side is Side.PREFILL else self._decode
-            worker_id, reason = _worker(opened), f"{says.value}_failed"
-            return self._end(act.Move(worker_id, reason, refusal.message))
-        if side is Side.PREFILL or self.state in (State.RESERVING, State.STARTING):
-            return self._refused(says, refusal, now)
-        # The reservation is lost while it waits for a prefill worker.
-        out: list[Action] = []
-        was_shown = self._prefill is not None
-        self.num_offers += was_shown
-        self._drop_prefill(out)
-        self._drop_decode(out)
-        out.append(act.Refuse(Side.DECODE, refusal, None))
-        self._to_reserve = deque(self._holders)
-        return self._next(out, now) if was_shown else out
+        side = Side.PREFILL if by_prefill else asked.side
+        if self.state not in _GENERATING:
+            return self._refused(asked, side, refusal, now)
+        move = act.Move(asked.worker_id, f"{side.value}_failed", refusal.message)
+        return self._end([], Outcome.MOVED, move)
 
-    def _next(self, out: list[Action], now: float) -> Actions:
-        """Asks whoever is next."""
-        if now < self._until:
-            is_held = self.state is State.HELD
-            kind = Kind.OFFER if is_held else Kind.RESERVE if self._holders else Kind.START
-            line = self._to_reserve if kind is Kind.RESERVE else self._to_offer
-            while line and self._to_offer:
-                candidate = line.popleft()
-                if candidate.worker_id not in self._unfit:
-                    out.append(self._ask(kind, candidate, now))
-                    return out
-        out.append(act.Vain())
+    def _ask_next(self, out: list[Action], now: float) -> Actions:
+        question = self._candidates.next(now, is_reserved=self.state is State.HELD)
+        out.append(act.Exhausted() if question is None else self._ask(*question, now))
         return out
 
     def _ask(self, kind: Kind, candidate: Candidate, now: float) -> act.Ask:
         self.num_asked += 1
-        opened = _Open(self.num_asked, candidate)
+        asked = act.Ask(kind, self.num_asked, candidate)
         if kind is Kind.OFFER:
-            self._prefill = opened
+            self._prefill = asked
         else:
-            self._decode, self._is_chained = opened, False
+            self._decode = asked
         self.state = _ASKS[kind]
-        self._since = now
-        return act.Ask(kind, opened.number, candidate)
+        self._progress_at = now
+        return asked
 
-    def _refused(self, side: Side, refusal: Refusal, now: float) -> Actions:
-        """The worker that was asked last did not take it."""
+    def _refused(self, by: act.Ask, side: Side, refusal: Refusal, now: float) -> Actions:
+        """The worker asked last did not take it, or a decode worker lost its reservation."""
+        offer, reservation = self._prefill, self._decode
+        assert reservation is not None, "a question is open"
         out: list[Action] = []
-        is_offer = self.state is State.OFFERING
-        opened = self._prefill if is_offer else self._decode
-        self.num_offers += side is Side.PREFILL
-        if refusal.reason in NEVER:
-            self._unfit.add(_worker(opened))
-        if is_offer:
-            self._drop_prefill(out)
-        if not is_offer or self._is_chained or refusal.reason is RefusalReason.LOST:
-            self._drop_decode(out)
-            if is_offer:
-                self._to_reserve = deque(self._holders)
-        out.append(act.Refuse(side, refusal, _worker(opened)))
-        return self._next(out, now)
+        was_asking = self.state in _ASKING
+        is_answer = was_asking and by is self._last_asked
+        if is_answer and refusal.reason in PERMANENT:
+            self._candidates.exclude(by.worker_id)
+        self.num_offers += offer is not None or side is Side.PREFILL
+        self._cancel_prefill(out)
+        # A lost prefill worker may be writing into the blocks; chained, both sides are one worker.
+        is_lost = refusal.reason is RefusalReason.LOST
+        if by is reservation or is_lost or reservation.kind is Kind.START:
+            self._cancel_decode(out)
+            if offer is not None:
+                self._candidates.restart_decode()
+        if is_answer:
+            out.append(act.Refuse(side, refusal, by.worker_id))
+        else:  # it may be asked again
+            out.append(act.Refuse(Side.DECODE, refusal, None))
+        return self._ask_next(out, now) if was_asking else out
 
-    def _is_taken(
-        self, out: list[Action], placement: Placement, worker_id: WorkerId, now: float
-    ) -> Actions:
+    def _taken(self, out: list[Action], now: float) -> Actions:
+        prefill, decode = self._last_asked, self._decode
+        assert decode is not None, "blocks are held"
         self.num_offers += 1
         self.state = State.PREFILL
-        self._since = now
-        out.append(act.Taken(placement, worker_id, _worker(self._decode)))
+        self._progress_at = now
+        is_one = decode.kind is Kind.START
+        placement = Placement.AGGREGATED if is_one else Placement.DISAGGREGATED
+        out.append(act.Taken(placement, prefill.worker_id, decode.worker_id))
         return out
 
-    # -- Tokens -----------------------------------------------------------------------------------
+    # -- Generating -------------------------------------------------------------------------------
 
     def first_token(self, number: int, event: FirstToken, now: float) -> Actions:
-        """The prompt was computed; its token is at the end of the sequence that was sent."""
-        opened = self._prefill or self._decode
-        if self.state is not State.PREFILL or opened is None or opened.number != number:
+        """The prompt was computed."""
+        if self.state is not State.PREFILL or self._last_asked.number != number:
             return ()
         if event.finish_reason is FinishReason.ERROR:
-            return self._end(act.Break(event.error))
-        self._since = now
+            return self._end([], Outcome.BROKEN, act.Break(event.error))
+        self._progress_at = now
         self.position += 1
         logprobs = () if event.logprobs is None else (event.logprobs,)
         out: list[Action] = [act.Deliver((event.token_id,), logprobs, event.finish_reason, event)]
         if event.finish_reason is not None:
             self._forget_prefill(out)
-            return self._close(out, Outcome.DONE)
+            return self._end(out, Outcome.DONE)
         self.state = State.HANDOFF
         if self._prefill is None:
-            self._is_handed_off(out)
+            self._start_decoding(out)
         early, self._early = self._early, []
-        for first, token_ids, scores, finish, error in early:
-            if self._decode is not None:
-                number = self._decode.number
-                out += self.tokens(number, first, token_ids, now, scores, finish, error)
+        for asked, tokens in early:
+            out += self.tokens(asked, tokens, now)
         return out
 
     def handed_off(self, number: int, now: float) -> Actions:
         """The KV is complete at the decode worker."""
         out: list[Action] = []
-        if self.state is State.HANDOFF and self._side(number) is Side.PREFILL:
-            self._since = now
-            self._is_handed_off(out)
+        if self.state is State.HANDOFF and self._last_asked.number == number:
+            self._progress_at = now
+            self._start_decoding(out)
         return out
 
-    def tokens(
-        self,
-        number: int,
-        first_position: int,
-        token_ids: Sequence[int],
-        now: float,
-        logprobs: Sequence[TokenLogprobs] = (),
-        finish: FinishReason | None = None,
-        error: str = "",
-    ) -> Actions:
-        """A decode worker made tokens.
-
-        Args:
-            first_position: of the first one, from the start of the sequence.
-            error: why a token cannot be, where `finish` says so.
-        """
-        opened, state = self._decode, self.state
-        if opened is None or opened.number != number:
+    def tokens(self, number: int, event: Tokens, now: float) -> Actions:
+        """A decode worker generated tokens."""
+        asked, state = self._decode, self.state
+        if asked is None or asked.number != number:
             return ()
         if state is not State.DECODE and state is not State.HANDOFF:
-            # Decode may speak before the first token is here: they come over different connections.
-            self._early.append((first_position, token_ids, logprobs, finish, error))
+            # The first token comes over another connection, and may come later.
+            self._early.append((number, event))
             return ()
-        repeated = self.position - first_position
-        if repeated < 0:
-            text = f"tokens at {first_position}, expected {self.position}"
-            return self._end(act.Move(opened.candidate.worker_id, "token_gap", text))
-        self._since = now
         out: list[Action] = []
+        num_known = self.position - event.first_position
+        if num_known < 0:
+            text = f"tokens at {event.first_position}, expected {self.position}"
+            return self._end(out, Outcome.MOVED, act.Move(asked.worker_id, "token_gap", text))
+        self._progress_at = now
         if state is State.HANDOFF:
-            self._is_handed_off(out)
+            self._start_decoding(out)
+        token_ids, logprobs, finish = event.token_ids, event.logprobs, event.finish_reason
         if finish is FinishReason.ERROR:
-            return [*out, *self._end(act.Break(error))]
-        if repeated:
-            token_ids, logprobs = token_ids[repeated:], logprobs[repeated:]
+            return self._end(out, Outcome.BROKEN, act.Break(event.error))
+        if num_known:
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if token_ids or finish is not None:
             self.position += len(token_ids)
             out.append(act.Deliver(token_ids, logprobs, finish))
         if finish is not None:
             out.append(act.Forget(Side.DECODE, number))
             self._decode = None
-            self._close(out, Outcome.DONE)
+            self._end(out, Outcome.DONE)
         return out
 
-    def _is_handed_off(self, out: list[Action]) -> None:
+    def _start_decoding(self, out: list[Action]) -> None:
         assert self._decode is not None, "blocks are held"
         self._forget_prefill(out)
-        out.append(act.Decoding(self._decode.number, self._decode.candidate.worker_id))
+        out.append(act.Decoding(self._decode.number, self._decode.worker_id))
         self.state = State.DECODE
 
     # -- Ends -------------------------------------------------------------------------------------
@@ -374,61 +314,52 @@ class Attempt:
         """Time passed."""
         if now < self.due:
             return ()
-        if self.state in _WAITS:
-            side = Side.PREFILL if self.state is State.OFFERING else Side.DECODE
-            if now >= self._until:  # the request ran out of time, not the worker
+        slow = self._last_asked
+        if self.state in _ASKING:
+            reason, text = RefusalReason.LOST, "the worker did not answer in time"
+            if now >= self._candidates.until:  # the request ran out of time, not the worker
+                reason = RefusalReason.DEADLINE
                 text = "the deadline passed before the worker answered"
-                return self._refused(side, Refusal(RefusalReason.DEADLINE, text), now)
-            text = "the worker did not answer in time"
-            return self._refused(side, Refusal(RefusalReason.LOST, text), now)
+            return self._refused(slow, slow.side, Refusal(reason, text), now)
         if now >= self._deadline:
-            return self._end(act.Expire())
-        slow = _worker(self._prefill or self._decode)
-        reason = _STALLED.get(self.state, "decode_stalled")
-        return self._end(act.Move(slow, reason, f"no progress at {slow}"))
+            return self._end([], Outcome.LATE, act.Expire())
+        text = f"no progress at {slow.worker_id}"
+        move = act.Move(slow.worker_id, f"{self.state.name.lower()}_stalled", text)
+        return self._end([], Outcome.MOVED, move)
 
     def cancel(self) -> Actions:
         """Nobody wants it any more; may be called again."""
-        return () if self.outcome is not None else self._close([], Outcome.CANCELLED)
+        return () if self.outcome is not None else self._end([], Outcome.CANCELLED)
 
-    def _end(self, word: act.Move | act.Break | act.Expire) -> Actions:
-        out = list(self._close([], _OUTCOMES[type(word)]))
-        out.append(word)
-        return out
-
-    def _close(self, out: list[Action], outcome: Outcome) -> Actions:
-        self._drop_prefill(out)
-        self._drop_decode(out)
+    def _end(self, out: list[Action], outcome: Outcome, word: Action | None = None) -> Actions:
+        self._cancel_prefill(out)
+        self._cancel_decode(out)
         self.state, self.outcome = State.OVER, outcome
+        if word is not None:
+            out.append(word)
         return out
+
+    # -- What is open at workers ------------------------------------------------------------------
+
+    @property
+    def _last_asked(self) -> act.Ask:
+        asked = self._prefill or self._decode
+        assert asked is not None, "a worker knows of it"
+        return asked
 
     def _forget_prefill(self, out: list[Action]) -> None:
         if self._prefill is not None:
             out.append(act.Forget(Side.PREFILL, self._prefill.number))
             self._prefill = None
 
-    def _drop_prefill(self, out: list[Action]) -> None:
+    def _cancel_prefill(self, out: list[Action]) -> None:
         if self._prefill is not None:
             out.append(act.Cancel(Side.PREFILL, self._prefill.number))
             self._prefill = None
             self.state = State.HELD
 
-    def _drop_decode(self, out: list[Action]) -> None:
+    def _cancel_decode(self, out: list[Action]) -> None:
         if self._decode is not None:
             out.append(act.Cancel(Side.DECODE, self._decode.number))
             self._decode = None
-        self._early.clear()
         self.state = State.IDLE
-
-    def _side(self, number: int) -> Side | None:
-        """Of what is open; None if it is not open any more."""
-        if self._prefill is not None and self._prefill.number == number:
-            return Side.PREFILL
-        if self._decode is not None and self._decode.number == number:
-            return Side.DECODE
-        return None
-
-
-def _worker(opened: _Open | None) -> WorkerId:
-    assert opened is not None, "a worker knows of it"
-    return opened.candidate.worker_id

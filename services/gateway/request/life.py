@@ -229,11 +229,11 @@ class Life:
     def takes(self, message: DecodeEvent) -> bool:
         """Takes tokens as they come off the wire; False wants any other event as a value."""
         tokens = message.tokens
-        if self._has_scores or tokens.finish_reason or message.WhichOneof("event") != "tokens":
+        token_ids = tokens.token_ids  # none in other events
+        if self._has_scores or tokens.finish_reason or not token_ids:
             return False
-        token_ids = tuple(tokens.token_ids)
-        now = self._loop.time()
-        self._do(self._attempt.tokens(message.attempt, tokens.first_position, token_ids, now))
+        event = Tokens(tokens.first_position, tuple(token_ids))
+        self._do(self._attempt.tokens(message.attempt, event, self._loop.time()))
         return True
 
     def put(self, number: int, event: WorkerEvent) -> None:
@@ -242,12 +242,10 @@ class Life:
         actions: Actions
         match event:
             case Tokens():
-                first, finish = event.first_position, event.finish_reason
-                actions = attempt.tokens(
-                    number, first, event.token_ids, now, event.logprobs, finish, event.error
-                )
+                actions = attempt.tokens(number, event, now)
             case Started():
-                actions = attempt.started(number, event.worker_id, event.lease_ms, now)
+                worker_id, lease_ms = event.worker_id, event.lease_ms
+                actions = attempt.reserved(number, worker_id, lease_ms, now, starts=True)
             case FirstToken():
                 actions = attempt.first_token(number, event, now)
             case HandedOff():
@@ -368,7 +366,7 @@ class Life:
         stage = Stage.PREFILL if refuse.side is Side.PREFILL else Stage.DECODE
         self._search.refused(stage, refuse.refusal, refuse.worker_id)
 
-    def _vain(self, _: act.Vain) -> None:
+    def _exhausted(self, _: act.Exhausted) -> None:
         self._answer = False
         self._wake_up()
 
@@ -448,7 +446,7 @@ _DEEDS: Mapping[type, Callable[[Life, Any], Actions | None]] = {
     act.Hold: Life._held,
     act.Taken: Life._taken,
     act.Refuse: Life._refused,
-    act.Vain: Life._vain,
+    act.Exhausted: Life._exhausted,
     act.Deliver: Life._delivered,
     act.Decoding: Life._decoding,
     act.Forget: Life._forgotten,

@@ -13,7 +13,7 @@ from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Refusal, RefusalReason, RoutePlan, WorkerId
 from kvmesh.policy.forwarding import still_refusing
 from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.request.attempt import NEVER
+from services.gateway.request.candidates import PERMANENT
 
 _NOBODY_ASKED = Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked")
 
@@ -39,7 +39,7 @@ class Refusals:
             self._last = StageRefusedError(refusal, stage)
         if worker_id is not None:
             self._refused_at[worker_id] = now
-            if refusal.reason in NEVER:
+            if refusal.reason in PERMANENT:
                 self._unfit[worker_id] = refusal
 
     def fade(self, now: float) -> None:

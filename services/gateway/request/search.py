@@ -36,7 +36,7 @@ from kvmesh.policy.forwarding import (
 from kvmesh.policy.groups import GroupKey
 from kvmesh.telemetry.tracing import start_span
 from services.gateway.errors import Stage
-from services.gateway.request.attempt import NEVER
+from services.gateway.request.candidates import PERMANENT
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.request.refusals import Refusals
@@ -207,7 +207,7 @@ class Search:
             self._ledger.routed(plan, self._now())
             return plan
         self.refused(Stage.SCHEDULER, plan, None)
-        if plan.reason in NEVER:
+        if plan.reason in PERMANENT:
             raise InvalidRequestError(plan.message, code="context_length_exceeded")
         return None
 

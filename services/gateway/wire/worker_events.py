@@ -6,6 +6,7 @@ Tests: tests/unit/gateway/wire/test_worker_events.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
@@ -71,15 +72,20 @@ class Started:
     lease_ms: int
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Generated tokens; `first_position` counts from the start of the sequence."""
+class Tokens(NamedTuple):
+    """Generated tokens. A tuple, since one is made for each token.
+
+    Attributes:
+        first_position: of the first token, from the start of the sequence.
+        logprobs: one per token if the request asks for them.
+        finish_reason: with the last token.
+        error: why a token cannot be generated, if the finish reason is ERROR.
+    """
 
     first_position: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
     error: str = ""
 
 

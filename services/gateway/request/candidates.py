@@ -1,0 +1,68 @@
+"""The next worker of a route plan that an attempt asks, and what it asks that worker.
+
+Pure. Tests: tests/property/test_attempt_machine.py, tests/property/test_attempt_mutations.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from kvmesh.core.types import Candidate, RefusalReason, WorkerId
+from services.gateway.request.actions import Kind
+
+PERMANENT = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
+"""Refusals that a worker would repeat however often it is asked."""
+
+
+class Candidates:
+    """The workers of the current plan that have not been asked, best first.
+
+    Attributes:
+        until: nobody is asked from then on, in seconds on the attempt's clock.
+    """
+
+    def __init__(self) -> None:
+        self.until = math.inf
+        self._decode: Sequence[Candidate] = ()
+        self._to_reserve: deque[Candidate] = deque()
+        self._to_offer: deque[Candidate] = deque()
+        self._excluded: set[WorkerId] = set()
+
+    def replace(
+        self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float
+    ) -> None:
+        """Takes a new plan; excluded workers stay excluded.
+
+        Args:
+            decode: empty if the worker that computes the prompt also generates.
+        """
+        self.until = until
+        self._decode = decode
+        self._to_offer = deque(prefill)
+        self.restart_decode()
+
+    def restart_decode(self) -> None:
+        """Allows all decode workers of the plan to be asked again: a reservation was lost."""
+        self._to_reserve = deque(self._decode)
+
+    def exclude(self, worker_id: WorkerId) -> None:
+        """Leaves a worker out of this plan and of later ones."""
+        self._excluded.add(worker_id)
+
+    def next(self, now: float, *, is_reserved: bool) -> tuple[Kind, Candidate] | None:
+        """The next question; None if nobody is left, or no time.
+
+        Args:
+            is_reserved: a decode worker holds blocks, so a prefill worker is next.
+        """
+        if now >= self.until:
+            return None
+        kind = Kind.OFFER if is_reserved else Kind.RESERVE if self._decode else Kind.START
+        line = self._to_reserve if kind is Kind.RESERVE else self._to_offer
+        while line and self._to_offer:  # blocks are of no use when no prefill worker is left
+            candidate = line.popleft()
+            if candidate.worker_id not in self._excluded:
+                return kind, candidate
+        return None
