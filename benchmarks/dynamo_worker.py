@@ -33,9 +33,6 @@ class Engine:
         if self.prefill_s:
             async with self._turn:
                 await asyncio.sleep(self.prefill_s)
-        if not self.step_s:
-            yield {"token_ids": [WORD] * left, "finish_reason": "length"}
-            return
         while left > 1:
             yield {"token_ids": [WORD]}
             left -= 1

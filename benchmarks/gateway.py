@@ -32,6 +32,11 @@ from benchmarks.gateway_phases import (
 from benchmarks.gateway_rounds import idle_share, measure
 from benchmarks.gateway_systems import (
     LOADER_ALONE,
+    OURS,
+    PLAIN,
+    ROLES,
+    UNTOLD,
+    Load,
     Start,
     System,
     bare_worker,
@@ -40,15 +45,27 @@ from benchmarks.gateway_systems import (
     router,
 )
 from benchmarks.gateway_targets import targets_of
+from benchmarks.gateway_traffic import NUM_CHATS
 from benchmarks.peer_versions import peer_versions
 from benchmarks.result import RESULTS, Row, document, markdown, save
+from kvmesh.cli.stack import TRACES_PER_SECOND
 
 _PEERS = ("dynamo", "sglang-router", "vllm-router")
 
 NOTES = (
-    f"requests: whole answers of {SHORT_TOKENS} tokens; tokens and first token: streams of"
-    f" {STREAM_TOKENS}; front: the process that clients talk to; all: with scheduler, kvmanager and"
-    " Redis, without workers and loader\n"
+    "each request has a chat of its own, of 200 to 2,000 tokens: prose, code, typographic quotes,"
+    " seven languages; turns of chats: users go on, so most of a chat was sent before. In a round"
+    f" all systems get the same; who answers more than {NUM_CHATS} in a round begins anew\n"
+    f"- requests: whole answers of {SHORT_TOKENS} tokens; tokens and first token: streams of"
+    f" {STREAM_TOKENS}; workers send token by token, for requests and tokens without a pause\n"
+    "- front: the process that clients talk to; all: with scheduler, kvmanager and Redis, without"
+    " workers and loader\n"
+    f"- ours: telemetry as `kvmesh up` ships it (metrics, logs, traces of {TRACES_PER_SECOND}"
+    f" requests in a second), streams journalled; {UNTOLD}: without the former. Workers publish"
+    " all prompts' blocks to the kvmanager, and each prompt's prefix is looked up there;"
+    f" {ROLES}: one prefill and one decode worker\n"
+    "- Dynamo and the routers take turns among workers, and look nothing up; the routers do not"
+    " read prompts\n"
     "- workers answer at once; a time to first token has the loader's and the worker's own share in"
     f" it. {LOADER_ALONE}: before one bare worker, with nothing between them; added: less that\n"
     "- all systems take turns in each phase: medians of the rounds, of failed and late the most;"
@@ -56,10 +73,7 @@ NOTES = (
     f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
     f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
     f"- crowd: the same for {CROWD_S:g} s with a limit of {CROWD_LIMIT_MS} ms, each request on a"
-    " connection of its own, every tenth for two choices; the loader is a process of its own, and"
-    " its times count from before it connects\n"
-    "- workers hold no KV and publish none, so no prefix is looked up, except where it is said;"
-    " Dynamo and the routers take turns\n"
+    " connection of its own, every tenth for two choices; times count from before it connects\n"
     "- failed: neither a whole answer nor a refusal with 429 or 503"
 ).split("\n- ")
 
@@ -83,12 +97,23 @@ async def run(starts: Sequence[Start], plan: Plan) -> tuple[list[Row], Mapping[s
         return await measure(systems, plan, note), idle
 
 
+def _ours(num_processes: int) -> list[Start]:
+    starts = [
+        ours(),
+        ours(ROLES, roles=True, loads=PLAIN | {Load.GROWN}),
+        ours(UNTOLD, told=False, loads=PLAIN),
+    ]
+    if num_processes > 1:
+        starts.append(ours(f"{OURS} x{num_processes}", num_processes=num_processes))
+    return starts
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=1.2, help="length of a phase")
     parser.add_argument("--rounds", type=int, default=3, help="how often all take their turn")
-    parser.add_argument("--streams", type=int, default=128, help="at a time, for tokens/s")
+    parser.add_argument("--streams", type=int, default=64, help="at a time, for tokens/s")
     parser.add_argument("--processes", type=int, default=0, help="also ours with so many processes")
     parser.add_argument("--peers-only", action="store_true", help="without ours")
     parser.add_argument("--seed", type=int, default=1)
@@ -103,9 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (python := getattr(arguments, f"{name.replace('-', '_')}_python"))
     }
     peers = peer_versions(pythons)
-    starts: list[Start] = [] if arguments.peers_only else [ours(), ours(prefixes=True)]
-    if arguments.processes > 1:
-        starts.append(ours(arguments.processes))
+    starts: list[Start] = [] if arguments.peers_only else _ours(arguments.processes)
     for name, python in pythons.items():
         there = python.absolute()
         starts.append(dynamo(there) if name == "dynamo" else router(name, there))

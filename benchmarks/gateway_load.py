@@ -8,12 +8,11 @@ Tests: tests/unit/benchmarks/test_gateway_load.py.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -72,7 +71,8 @@ def request_bytes(endpoint: Endpoint, body: Mapping[str, Any], headers: str = ""
     Args:
         headers: further header lines, each with its end.
     """
-    content = json.dumps(body).encode()
+    # As clients send it that are made with httpx: scripts are not escaped.
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {endpoint}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"
@@ -243,21 +243,23 @@ class Loader:
             self._idle.append(connection)
         return reply
 
-    async def closed_loop(self, payload: bytes, concurrency: int, seconds: float) -> list[Reply]:
+    async def closed_loop(
+        self, payloads: Iterator[bytes], concurrency: int, seconds: float
+    ) -> list[Reply]:
         """So many at a time, each followed by the next, until the time is over."""
         replies: list[Reply] = []
         until = time.perf_counter() + seconds
 
         async def caller() -> None:
             while time.perf_counter() < until:
-                replies.append(await self.one(payload))
+                replies.append(await self.one(next(payloads)))
 
         await asyncio.gather(*(caller() for _ in range(concurrency)))
         return replies
 
     async def open_loop(
         self,
-        payload: bytes | Sequence[bytes],
+        payloads: Iterator[bytes],
         rate: float,
         seconds: float,
         *,
@@ -268,10 +270,8 @@ class Loader:
         """Poisson arrivals, whatever comes back; what takes longer than `longest_s` is cut.
 
         Args:
-            payload: several take turns.
             are_alone: each request has a connection of its own.
         """
-        payloads = itertools.cycle([payload] if isinstance(payload, bytes) else payload)
         rng = random.Random(seed)
         loop = asyncio.get_running_loop()
         replies: list[Reply] = []

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.gateway_load import Loader, Reply, request_bytes, stream_text
-from benchmarks.gateway_systems import MODEL, NUM_WORKERS, System
+from benchmarks.gateway_load import Loader, Reply, stream_text
+from benchmarks.gateway_systems import NUM_WORKERS, Load, System
+from benchmarks.gateway_traffic import (
+    PERSON,
+    WEATHER,
+    Request,
+    fresh_chats,
+    grown_chats,
+    payloads,
+)
 from benchmarks.result import Row
 from kvmesh.core.summary_statistics import percentile
 
 STREAM_TOKENS = 64
-SHORT_TOKENS = 4
-PROMPT = (
-    "Tell me what a context manager is, how it is entered and left, and when to write one. " * 2
-)
+SHORT_TOKENS = 16
+WARM_UP_S = 0.5
 TTFT_LIMIT_MS = 1000
 PREFILL_S = 0.04
 OVERLOAD_LONGEST_S = 5.0
@@ -50,31 +57,28 @@ class Plan:
 
 @dataclass(slots=True)
 class Bench:
-    """One system under load."""
+    """One system under load.
+
+    Attributes:
+        turn: round of the phase; each has prompts of its own, the same for all systems.
+    """
 
     system: System
     loader: Loader
     plan: Plan
+    turn: int = 0
 
-    def payload(
-        self, num_tokens: int, *, stream: bool, headers: str = "", num_choices: int = 1
-    ) -> bytes:
-        """A request of this bench."""
-        body = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": num_tokens,
-            "stream": stream,
-            "ignore_eos": True,
-            **({"n": num_choices} if num_choices > 1 else {}),
-        }
-        return request_bytes(self.system.endpoint, body, headers)
+    def chats(self, *requests: Request, grown: bool = False) -> Iterator[bytes]:
+        """Requests with this round's chats; several kinds take turns."""
+        seed = 100 * self.plan.seed + self.turn
+        messages = grown_chats(seed) if grown else fresh_chats(seed)
+        return payloads(self.system.endpoint, messages, *requests)
 
     async def settle(self) -> None:
         """Lets go of what still waits in the system, which nobody waits for any more."""
         await self.system.behave()
         fronts = self.system.front
-        payload = self.payload(1, stream=False)
+        payload = next(self.chats(Request(1, stream=False)))
         await self.loader.until_ok(payload, lambda: all(each.running for each in fronts))
 
     def row(self, what: str, **values: object) -> Row:
@@ -93,18 +97,30 @@ class Bench:
         return replies, seconds, front_after - front, everything_after - everything
 
 
-async def requests(bench: Bench, concurrency: int) -> Row:
-    """Short whole answers, so many at a time."""
+async def requests(
+    bench: Bench,
+    concurrency: int,
+    what: str = "requests",
+    extra: Mapping[str, Any] | None = None,
+    *,
+    grown: bool = False,
+) -> Row:
+    """Short whole answers, so many at a time.
+
+    Args:
+        extra: further fields of the bodies.
+        grown: chats go on from turn to turn.
+    """
     await bench.system.behave()
-    payload = bench.payload(SHORT_TOKENS, stream=False)
-    seconds = bench.plan.seconds
-    await bench.loader.closed_loop(payload, concurrency, 0.5)
+    chats = bench.chats(Request(SHORT_TOKENS, stream=False, extra=extra or {}), grown=grown)
+    if not grown:
+        await bench.loader.closed_loop(chats, concurrency, WARM_UP_S)
     replies, took, front, everything = await bench.measured(
-        lambda: bench.loader.closed_loop(payload, concurrency, seconds)
+        lambda: bench.loader.closed_loop(chats, concurrency, bench.plan.seconds)
     )
     done = [reply for reply in replies if reply.ok]
     return bench.row(
-        f"requests, {concurrency} in flight",
+        f"{what}, {concurrency} in flight",
         **{"per s": round(len(done) / took)},
         **_cpu(len(done), front, everything),
         **_percentiles([reply.duration_s for reply in done]),
@@ -113,13 +129,13 @@ async def requests(bench: Bench, concurrency: int) -> Row:
 
 
 async def tokens(bench: Bench) -> Row:
-    """Streams one after the other, as many tokens as go through."""
-    await bench.system.behave(step_s=0.002)
-    payload = bench.payload(STREAM_TOKENS, stream=True)
+    """Streams one after the other, as many tokens as go through: nothing paces them."""
+    await bench.system.behave()
+    chats = bench.chats(Request(STREAM_TOKENS, stream=True))
     plan = bench.plan
-    await bench.loader.closed_loop(payload, plan.streams, 0.5)
+    await bench.loader.closed_loop(chats, plan.streams, WARM_UP_S)
     replies, took, front, everything = await bench.measured(
-        lambda: bench.loader.closed_loop(payload, plan.streams, plan.seconds)
+        lambda: bench.loader.closed_loop(chats, plan.streams, plan.seconds)
     )
     done = [reply for reply in replies if reply.ok]
     return bench.row(
@@ -134,12 +150,12 @@ async def tokens(bench: Bench) -> Row:
 async def first_token(bench: Bench, rate: float = 50.0) -> Row:
     """Time to first token when workers answer at once."""
     await bench.system.behave(step_s=0.02)
-    payload = bench.payload(STREAM_TOKENS, stream=True)
+    chats = bench.chats(Request(STREAM_TOKENS, stream=True))
     plan = bench.plan
-    await bench.loader.open_loop(payload, rate, 0.5, seed=plan.seed, longest_s=30)
+    await bench.loader.open_loop(chats, rate, WARM_UP_S, seed=plan.seed, longest_s=30)
     replies, took, front, everything = await bench.measured(
         lambda: bench.loader.open_loop(
-            payload, rate, 2 * plan.seconds, seed=plan.seed, longest_s=30
+            chats, rate, 2 * plan.seconds, seed=plan.seed + bench.turn, longest_s=30
         )
     )
     done = [reply for reply in replies if reply.ok]
@@ -155,12 +171,12 @@ async def first_token(bench: Bench, rate: float = 50.0) -> Row:
 async def overload(bench: Bench, factor: int) -> Row:
     """More prompts than the workers can take, each with a limit on its first token."""
     await bench.system.behave(prefill_s=PREFILL_S, slots=1, step_s=0.005)
-    payload = bench.payload(8, stream=True, headers=f"x-slo-ttft-ms: {TTFT_LIMIT_MS}\r\n")
+    chats = bench.chats(Request(8, stream=True, headers=f"x-slo-ttft-ms: {TTFT_LIMIT_MS}\r\n"))
     plan = bench.plan
     seconds = 2 * plan.seconds
     replies, _, front, everything = await bench.measured(
         lambda: bench.loader.open_loop(
-            payload, factor * CAPACITY, seconds, seed=plan.seed, longest_s=OVERLOAD_LONGEST_S
+            chats, factor * CAPACITY, seconds, seed=plan.seed, longest_s=OVERLOAD_LONGEST_S
         )
     )
     await bench.settle()
@@ -176,11 +192,11 @@ async def crowd(bench: Bench, factor: int) -> Row:
     """
     await bench.system.behave(prefill_s=PREFILL_S, slots=1, step_s=0.005)
     headers = f"x-slo-ttft-ms: {CROWD_LIMIT_MS}\r\n"
-    one = bench.payload(8, stream=True, headers=headers)
-    two = bench.payload(8, stream=True, headers=headers, num_choices=2)
+    one = Request(8, stream=True, headers=headers)
+    two = Request(8, stream=True, headers=headers, extra={"n": 2})
     replies, _, front, everything = await bench.measured(
         lambda: bench.loader.open_loop(
-            [*[one] * 9, two],
+            bench.chats(*[one] * 9, two),
             factor * CAPACITY / 1.1,
             CROWD_S,
             seed=bench.plan.seed,
@@ -197,7 +213,7 @@ async def crowd(bench: Bench, factor: int) -> Row:
 async def killed_worker(bench: Bench, num_streams: int = 24) -> Row:
     """One worker dies under streams: how many of them does a client see break?"""
     await bench.system.behave(step_s=0.02)
-    payload = bench.payload(STREAM_TOKENS, stream=True)
+    payload = next(bench.chats(Request(STREAM_TOKENS, stream=True)))
     whole, _ = stream_text((await bench.loader.one(payload, keep=True)).body)
     sending = [
         asyncio.ensure_future(bench.loader.one(payload, keep=True)) for _ in range(num_streams)
@@ -218,24 +234,34 @@ class Phase:
     """One thing that is measured of every system.
 
     Attributes:
+        load: what kind it is of.
         main: the number that it is there for; its spread over the rounds is told.
         most_rounds: it is not repeated more often.
     """
 
+    load: Load
     run: Callable[[Bench], Awaitable[Row]]
-    main: str
+    main: str = "per s"
     most_rounds: int = 100
 
 
+TOOLS = {"tools": [WEATHER]}
+SCHEMA = {"response_format": PERSON}
+SCORES = {"logprobs": True, "top_logprobs": 2}
+
 PHASES = (
-    Phase(lambda bench: requests(bench, 1), "per s"),
-    Phase(lambda bench: requests(bench, 32), "per s"),
-    Phase(first_token, "p50 ms"),
-    Phase(tokens, "per s"),
-    Phase(lambda bench: overload(bench, 4), "per s", 2),
-    Phase(lambda bench: overload(bench, 7), "per s", 2),
-    Phase(lambda bench: crowd(bench, 7), "per s", 1),
-    Phase(killed_worker, "failed", 1),  # it costs each system a worker
+    Phase(Load.REQUESTS, lambda bench: requests(bench, 1)),
+    Phase(Load.REQUESTS, lambda bench: requests(bench, 32)),
+    Phase(Load.GROWN, lambda bench: requests(bench, 32, "turns of chats", grown=True)),
+    Phase(Load.FIRST_TOKEN, first_token, "p50 ms"),
+    Phase(Load.TOKENS, tokens),
+    Phase(Load.FEATURES, lambda bench: requests(bench, 32, "tools", TOOLS)),
+    Phase(Load.FEATURES, lambda bench: requests(bench, 32, "JSON schema", SCHEMA)),
+    Phase(Load.FEATURES, lambda bench: requests(bench, 32, "log-probabilities", SCORES)),
+    Phase(Load.OVERLOAD, lambda bench: overload(bench, 4), most_rounds=2),
+    Phase(Load.OVERLOAD, lambda bench: overload(bench, 7), most_rounds=2),
+    Phase(Load.OVERLOAD, lambda bench: crowd(bench, 7), most_rounds=1),
+    Phase(Load.KILL, killed_worker, "failed", 1),  # it costs each system a worker
 )
 
 

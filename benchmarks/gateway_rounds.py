@@ -34,17 +34,13 @@ async def measure(systems: Sequence[System], plan: Plan, note: Callable[[Row], N
     benches = [Bench(system, Loader(system.endpoint), plan) for system in systems]
     rows: list[Row] = []
     try:
-        for number, phase in enumerate(PHASES):
-            taking_part = [bench for bench in benches if _takes_part(bench.system, number)]
+        for phase in PHASES:
+            taking_part = [bench for bench in benches if phase.load in bench.system.loads]
             rows += await _measure_phase(phase, taking_part, plan.rounds, note)
     finally:
         for bench in benches:
             bench.loader.close()
     return rows
-
-
-def _takes_part(system: System, phase: int) -> bool:
-    return system.num_phases is None or phase < system.num_phases
 
 
 async def _measure_phase(
@@ -53,6 +49,7 @@ async def _measure_phase(
     measured: dict[str, list[Row]] = {bench.system.name: [] for bench in benches}
     for number in range(min(rounds, phase.most_rounds)):
         for bench in benches if number % 2 == 0 else reversed(benches):
+            bench.turn = number
             row = await phase.run(bench)
             measured[bench.system.name].append(row)
             note(row)

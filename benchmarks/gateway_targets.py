@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.gateway_phases import CROWD_LIMIT_MS
-from benchmarks.gateway_systems import LOADER_ALONE
+from benchmarks.gateway_systems import LOADER_ALONE, OURS, ROLES, UNTOLD
 from benchmarks.result import Row, Target
 
 _ONE = "requests, 1 in flight"
 _MANY = "requests, 32 in flight"
-_TOKENS = "tokens, "
+_FLOOD = "tokens, "
 _FIRST = "first token, "
 
-# Measured on two cores shared with loader and workers; used where a system did not run.
-_KNOWN = {
-    ("dynamo", _ONE, "per s"): 1270.0,
-    ("dynamo", _MANY, "per s"): 3980.0,
-    ("dynamo", _TOKENS, "per s"): 30_000.0,
-    ("dynamo", _TOKENS, "front cpu s/1000"): 4.0,
-    ("sglang-router", _MANY, "per s"): 16_850.0,
-    ("sglang-router", _TOKENS, "per s"): 69_000.0,
-    ("sglang-router", _TOKENS, "front cpu s/1000"): 1.5,
-}
+_OVER_DYNAMO, _OVER_DYNAMO_ROLES = 1.5, 1.3
+_OF_DYNAMO_CPU = 0.8
+_OF_ROUTER_FLOOD = 0.6
+_ADDED_MS = {"p50 ms": 2.5, "p99 ms": 10.0}
+_UNTOLD_PER_S = 0.95
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
-    """The targets and what was measured for them."""
+    """The targets and what was measured for them; None where a system did not run."""
 
     def value(system: str, what: str, name: str) -> float | None:
         for row in rows:
@@ -35,43 +30,42 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
                 return None if found is None else float(found)
         return None
 
-    def ratio(rival: str, what: str, name: str) -> tuple[str, float | None]:
-        """Ours as a multiple of a rival's."""
-        measured = value(rival, what, name)
-        other = _KNOWN[rival, what, name] if measured is None else measured
-        ours = value("kvmesh", what, name)
-        origin = "" if measured is not None else f" (at {other:g}, not in this run)"
-        label = f"{what.strip(', ')} {name}, x {rival}{origin}"
-        return label, None if ours is None or not other else ours / other
+    def ratio(own: str, other: str, what: str, name: str = "per s") -> tuple[str, float | None]:
+        """One system's number as a multiple of another's."""
+        mine, theirs = value(own, what, name), value(other, what, name)
+        label = f"{own}: {what.strip(', ')} {name}, x {other}"
+        return label, None if mine is None or not theirs else mine / theirs
 
     def added(name: str) -> float | None:
         """What the gateway adds to what the loader sees before a bare worker."""
-        ours, alone = value("kvmesh", _FIRST, name), value(LOADER_ALONE, _FIRST, name)
-        return None if ours is None or alone is None else round(ours - alone, 3)
+        mine, alone = value(OURS, _FIRST, name), value(LOADER_ALONE, _FIRST, name)
+        return None if mine is None or alone is None else round(mine - alone, 3)
 
     targets = [
-        Target(*ratio("dynamo", _ONE, "per s"), 1.0),
-        Target(*ratio("dynamo", _MANY, "per s"), 1.0),
-        Target(*ratio("dynamo", _TOKENS, "per s"), 1.0),
-        Target(*ratio("dynamo", _TOKENS, "front cpu s/1000"), 1.0, at_most=True),
-        Target(*ratio("sglang-router", _MANY, "per s"), 0.25),
-        Target(*ratio("sglang-router", _TOKENS, "per s"), 0.25),
-        Target(*ratio("sglang-router", _TOKENS, "front cpu s/1000"), 4.0, at_most=True),
-        Target("added first token p50 ms", added("p50 ms"), 1.5, at_most=True),
-        Target("added first token p99 ms", added("p99 ms"), 10.0, at_most=True),
-        Target("streams broken by a killed worker", value("kvmesh", "1 of", "failed"), 0.0, True),
+        Target(*ratio(OURS, "dynamo", _ONE), _OVER_DYNAMO),
+        Target(*ratio(OURS, "dynamo", _MANY), _OVER_DYNAMO),
+        Target(*ratio(ROLES, "dynamo", _ONE), _OVER_DYNAMO_ROLES),
+        Target(*ratio(ROLES, "dynamo", _MANY), _OVER_DYNAMO_ROLES),
+        Target(*ratio(OURS, "dynamo", _FIRST, "all cpu s/1000"), _OF_DYNAMO_CPU, at_most=True),
+        Target(*ratio(OURS, "sglang-router", _FLOOD), _OF_ROUTER_FLOOD),
+        *(
+            Target(f"added first token {name}", added(name), goal, at_most=True)
+            for name, goal in _ADDED_MS.items()
+        ),
+        *(Target(*ratio(OURS, UNTOLD, what), _UNTOLD_PER_S) for what in (_ONE, _MANY, _FLOOD)),
+        Target("streams broken by a killed worker", value(OURS, "1 of", "failed"), 0.0, True),
     ]
     for factor in (4, 7):
         what = f"overload {factor}x"
         for name, label in (("late", "served late"), ("failed", "neither served nor refused")):
-            targets.append(Target(f"{what}, {label}", value("kvmesh", what, name), 0.0, True))
-        refused = value("kvmesh", what, "refused p99 ms")
+            targets.append(Target(f"{what}, {label}", value(OURS, what, name), 0.0, True))
+        refused = value(OURS, what, "refused p99 ms")
         targets.append(Target(f"{what}, refused p99 ms", refused, 1000.0, True))
     for name, label, goal in (
         ("p99 ms", "first token p99 ms, as clients see it", CROWD_LIMIT_MS + 1000),
         ("refused p99 ms", "refused p99 ms, as clients see it", CROWD_LIMIT_MS),
         ("failed", "neither served nor refused", 0),
     ):
-        found = value("kvmesh", "crowd 7x", name)
+        found = value(OURS, "crowd 7x", name)
         targets.append(Target(f"crowd 7x, {label}", found, float(goal), True))
     return targets

@@ -1,8 +1,8 @@
 """A worker for `benchmarks.gateway` that computes nothing: our real protocol, made-up tokens.
 
-It registers with a real scheduler, reserves, accepts or rejects, and sends one step's tokens of all
-its sequences in one message, as a real worker does. Lines of JSON on standard input change how it
-behaves; see `Behaviour`.
+It registers with a real scheduler, publishes the blocks of its prompts to a real kvmanager,
+reserves, accepts or rejects, and sends one step's tokens of all its sequences in one message, as a
+real worker does. Lines of JSON on standard input change how it behaves; see `Behaviour`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvloop
 
-from kvmesh.core.types import Endpoint, KvLayout, Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import BlockHash, Endpoint, KvLayout, Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.kv.hashing import chain_hashes
 from kvmesh.rpc.channels import bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.outbox import Outbox
+from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import SchedulerRegistration
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
@@ -44,7 +46,7 @@ class Behaviour:
     Attributes:
         prefill_s: time to a prompt's first token.
         slots: prompts at a time; one more is rejected.
-        step_s: time between two tokens of a sequence; 0 sends all of them at once.
+        step_s: time between two tokens of a sequence; 0: the next one as soon as possible.
     """
 
     prefill_s: float = 0.0
@@ -64,25 +66,76 @@ class Sequence:
     Attributes:
         position: of the next token.
         end: position after the last one.
+        num_logprobs: likely tokens to tell with each; 0: none.
     """
 
     key: Key
     outbox: Outbox[Any]
     position: int
     end: int
+    num_logprobs: int = 0
+
+    def scores(self) -> types_pb2.TokenLogprobs | None:
+        """Made-up log-probabilities, if some are wanted."""
+        if not self.num_logprobs:
+            return None
+        ranks = range(self.num_logprobs)
+        return types_pb2.TokenLogprobs(
+            logprob=-0.5,
+            top_ids=[word_at(self.position + rank) for rank in ranks],
+            top_logprobs=[-0.5 - rank for rank in ranks],
+            rank=1,
+        )
+
+
+@dataclass(slots=True)
+class Events:
+    """Blocks that a worker holds since it last said so."""
+
+    stored: list[BlockHash] = field(default_factory=list)
+    removed: list[BlockHash] = field(default_factory=list)
+
+
+class Blocks:
+    """The blocks that a worker says it holds; it never lets go of one."""
+
+    def __init__(self, kvmanager: str, info: WorkerInfo) -> None:
+        self._held: dict[BlockHash, None] = {}
+        self._events = Events()
+        namespace = LAYOUT.model_fingerprint
+        facts = PublisherFacts(
+            info.worker_id, info.incarnation, "local", namespace, LAYOUT.block_size
+        )
+        self.publisher = BlockPublisher(
+            kvmanager, facts, take_events=self._take, held_hashes=lambda: list(self._held)
+        )
+
+    def _take(self) -> Events:
+        events, self._events = self._events, Events()
+        return events
+
+    def hold(self, sequence: types_pb2.SequenceSpec) -> int:
+        """A prompt's blocks; how many of its tokens were there already."""
+        root = BlockHash(sequence.root_hash)
+        hashes = chain_hashes(root, sequence.token_ids, LAYOUT.block_size)
+        fresh = [each for each in hashes if each not in self._held]
+        self._held.update(dict.fromkeys(fresh))
+        self._events.stored += fresh
+        self.publisher.notify()
+        return LAYOUT.block_size * (len(hashes) - len(fresh))
 
 
 class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServicer):
     """Both services of one worker."""
 
-    def __init__(self, name: str, publishes: bool = False, role: Role = Role.HYBRID) -> None:
+    def __init__(self, name: str, kvmanager: str, role: Role = Role.HYBRID) -> None:
         self.behaviour = Behaviour()
         self.server = make_server()
         port = bind_server(self.server, "127.0.0.1", 0)
         endpoint = Endpoint("127.0.0.1", port)
         self.info = WorkerInfo(
             WorkerId(name), os.getpid(), role, "local", endpoint, endpoint, "fake", LAYOUT,
-            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS, publishes=publishes,
+            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS, publishes=True,
         )  # fmt: skip
         self.reservation = types_pb2.Reservation(
             worker_id=name,
@@ -92,6 +145,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             num_blocks=4,
             lease_ms=60_000,
         )
+        self.blocks = Blocks(kvmanager, self.info)
         self._held: dict[int, Sequence] = {}
         self._running: dict[Key, Sequence] = {}
         self._offers: dict[tuple[str, int, int], asyncio.TimerHandle | None] = {}
@@ -152,7 +206,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             event.reserved.incarnation = self.reservation.incarnation
             event.reserved.lease_ms = self.reservation.lease_ms
             number = self._hold(reserve, outbox)
-            self._accept(name, number, StartedOutbox(event, outbox))
+            self._accept(name, number, reserve.sequence, StartedOutbox(event, outbox))
         elif kind == "cancel":
             key = (request.cancel.request_id, request.cancel.attempt)
             self._cancel((*key, id(outbox)))
@@ -176,7 +230,9 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         end = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         key = (message.request_id, message.attempt)
         position = len(sequence.token_ids)
-        self._held[self._num_reserved] = Sequence(key, outbox, position, end)
+        num_logprobs = sequence.sampling.num_logprobs
+        made = Sequence(key, outbox, position, end, num_logprobs)
+        self._held[self._num_reserved] = made
         return self._num_reserved
 
     def _forget(self, outbox: Outbox[Any]) -> None:
@@ -199,16 +255,17 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
                 due = max(due + self.behaviour.step_s, loop.time())
                 await asyncio.sleep(due - loop.time())
                 for sequence in tuple(self._running.values()):
-                    self._emit(sequence, 1 if self.behaviour.step_s else sequence.end)
+                    self._emit(sequence)
             self._wake.clear()
 
-    def _emit(self, sequence: Sequence, most: int) -> None:
-        first = sequence.position
-        sequence.position = last = min(first + most, sequence.end)
+    def _emit(self, sequence: Sequence) -> None:
         event = decode_pb.DecodeEvent(request_id=sequence.key[0], attempt=sequence.key[1])
-        event.tokens.first_position = first
-        event.tokens.token_ids.extend(word_at(position) for position in range(first, last))
-        if last == sequence.end:
+        event.tokens.first_position = sequence.position
+        event.tokens.token_ids.append(word_at(sequence.position))
+        if (scores := sequence.scores()) is not None:
+            event.tokens.logprobs.append(scores)
+        sequence.position += 1
+        if sequence.position == sequence.end:
             event.tokens.finish_reason = types_pb2.FINISH_REASON_LENGTH
             del self._running[sequence.key]
         sequence.outbox.put(event)
@@ -246,15 +303,21 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             outbox.put(event)
             return
         name = (offer.request_id, offer.attempt, id(outbox))
-        self._accept(name, offer.reservation.reservation_id, outbox)
+        self._accept(name, offer.reservation.reservation_id, offer.sequence, outbox)
 
     @property
     def _is_busy(self) -> bool:
         return len(self._offers) >= self.behaviour.slots
 
-    def _accept(self, name: tuple[str, int, int], number: int, outbox: PrefillOutbox) -> None:
+    def _accept(
+        self,
+        name: tuple[str, int, int],
+        number: int,
+        spec: types_pb2.SequenceSpec,
+        outbox: PrefillOutbox,
+    ) -> None:
         event = prefill_pb.PrefillEvent(request_id=name[0], attempt=name[1])
-        event.accepted.cached_tokens = 0
+        event.accepted.cached_tokens = self.blocks.hold(spec)
         outbox.put(event)
         prefill_s = self.behaviour.prefill_s
         if prefill_s:
@@ -271,6 +334,8 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             return  # cancelled meanwhile
         event = prefill_pb.PrefillEvent(request_id=name[0], attempt=name[1])
         event.first_token.token_id = word_at(sequence.position)
+        if (scores := sequence.scores()) is not None:
+            event.first_token.logprobs.CopyFrom(scores)
         sequence.position += 1
         if sequence.position >= sequence.end:
             event.first_token.finish_reason = types_pb2.FINISH_REASON_LENGTH
@@ -281,10 +346,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         over.handed_off.calls = 0
         outbox.put(over)
         self._running[sequence.key] = sequence
-        if self.behaviour.step_s:
-            self._wake.set()
-        else:
-            self._emit(sequence, sequence.end)  # all at once, as the other systems' workers do
+        self._wake.set()
 
 
 def _reject(event: prefill_pb.PrefillEvent) -> None:
@@ -304,23 +366,23 @@ async def follow_commands(workers: Collection[Worker]) -> None:
         sys.stdout.flush()
 
 
-async def main(name: str, scheduler: str, *words: str) -> None:
+async def main(name: str, scheduler: str, kvmanager: str, *words: str) -> None:
     """Serves until standard input ends.
 
     Args:
-        words: `publishes` for workers that publish their blocks, `roles` for a prefill and a decode
-            worker instead of one that is both.
+        words: `roles` for a prefill and a decode worker instead of one that is both.
     """
-    publishes = "publishes" in words
-    workers = [Worker(name, publishes)]
     if "roles" in words:
-        decode = Worker(f"{name}-decode", publishes, Role.DECODE)
-        workers = [decode, Worker(f"{name}-prefill", publishes, Role.PREFILL)]
+        decode = Worker(f"{name}-decode", kvmanager, Role.DECODE)
+        workers = [decode, Worker(f"{name}-prefill", kvmanager, Role.PREFILL)]
         workers[1].computes_for(decode)
+    else:
+        workers = [Worker(name, kvmanager)]
     tasks = [asyncio.create_task(workers[0].run_steps())]
     for worker in workers:
         await worker.direct.start()
         await worker.server.start()
+        tasks.append(asyncio.create_task(worker.blocks.publisher.run()))
         registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)
         tasks.append(asyncio.create_task(registration.run()))
         await registration.wait_registered(30)

@@ -124,12 +124,12 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     ),
     (
         "gateway",
-        "streamed tokens per second of one gateway process, 128 streams",
-        _gateways("tokens, 128 streams", lambda row: f"{row['per s']:,}"),
+        "streamed tokens per second of one gateway process, 64 streams",
+        _gateways("tokens, 64 streams", lambda row: f"{row['per s']:,}"),
     ),
     (
         "gateway",
-        "whole answers of 4 tokens per second, 32 in flight",
+        "chats of 200 to 2,000 tokens per second, answers of 16, 32 in flight",
         _gateways("requests, 32 in flight", lambda row: f"{row['per s']:,}"),
     ),
     ("engine", "CPU engine, tokens per second, prefill and decode", _engine),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import cycle, repeat
 
 import pytest
 
@@ -120,7 +121,7 @@ async def test_a_closed_loop_uses_its_connections_again() -> None:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
     async with _server(handle) as loader:
-        replies = await loader.closed_loop(request_bytes(loader.endpoint, {}), 3, 0.05)
+        replies = await loader.closed_loop(repeat(request_bytes(loader.endpoint, {})), 3, 0.05)
     assert len(replies) > seen == 3
     assert all(reply.ok for reply in replies)
 
@@ -131,7 +132,7 @@ async def test_an_open_loop_cuts_what_takes_too_long() -> None:
 
     async with _server(handle) as loader:
         payload = request_bytes(loader.endpoint, {})
-        replies = await loader.open_loop(payload, 500, 0.05, seed=1, longest_s=0.05)
+        replies = await loader.open_loop(repeat(payload), 500, 0.05, seed=1, longest_s=0.05)
     assert replies
     assert not any(reply.ok for reply in replies)
 
@@ -143,7 +144,7 @@ def test_targets_use_a_rival_of_the_same_run() -> None:
         {"system": "dynamo", "what": what, "per s": 250},
     ]
     found = {target.name: target for target in targets_of(rows)}
-    assert found[f"{what} per s, x dynamo"].value == 2.0
+    assert found[f"kvmesh: {what} per s, x dynamo"].value == 2.0
     assert found["added first token p50 ms"].value is None
 
 
@@ -172,7 +173,7 @@ async def test_a_crowd_has_a_connection_for_each_request() -> None:
     async with _server(handle) as loader:
         payloads = [request_bytes(loader.endpoint, {"n": count}) for count in (1, 2)]
         replies = await loader.open_loop(
-            payloads, 1000.0, 0.02, seed=1, longest_s=20.0, are_alone=True
+            cycle(payloads), 1000.0, 0.02, seed=1, longest_s=20.0, are_alone=True
         )
         assert all(reply.ok and reply.ttft_s > 0 for reply in replies)
         assert sorted(asked) == sorted(payloads[number % 2] for number in range(len(replies)))
