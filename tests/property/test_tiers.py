@@ -118,7 +118,9 @@ class TierMachine(RuleBasedStateMachine):
     @rule(hashes=st.lists(st.sampled_from(HASHES), max_size=4, unique=True))
     def hint(self, hashes: list[BlockHash]) -> None:
         self.pool.evict_first(hashes)
-        assert not {each.key for each in self.pool.unsaved(NUM_BLOCKS)} & set(hashes)
+        unsaved = {each.block for each in self.pool.unsaved(NUM_BLOCKS)}
+        evictable = {block for block in unsaved if not self.pool._references[block]}
+        assert not {self.blocks[block] for block in evictable} & set(hashes)
 
     @rule()
     def clear_cached(self) -> None:

@@ -87,12 +87,16 @@ class TieredCache:
         pool = self._pool
         if self._is_saving or pool.num_empty >= EMPTY_SHARE * pool.num_blocks:
             return
-        chosen = {each.key: each for each in pool.unsaved(self._stores[0].num_at_once)}
-        copies = self._tiers.begin_write(0, chosen)
-        if not copies:
-            return
+        copies: list[Copy] = []
+        while not copies:
+            chosen = {each.key: each for each in pool.unsaved(self._stores[0].num_at_once)}
+            copies = self._tiers.begin_write(0, chosen)
+            # Some came and went while their copy was made.
+            known = [each for key, each in chosen.items() if self._tiers[0].knows(key)]
+            pool.saving(known)
+            if not known:
+                return
         blocks = [chosen[copy.key] for copy in copies]
-        pool.saving(blocks)
         self._is_saving = True
         self._stores[0].save(
             [each.block for each in blocks],

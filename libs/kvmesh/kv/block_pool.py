@@ -22,7 +22,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from kvmesh.core.errors import OutOfBlocksError
@@ -131,12 +131,14 @@ class BlockPool:
         self._evicted_total = 0
         # Grows with each eviction of a block: whoever read it meanwhile has read something else.
         self._lives = [0] * num_blocks
-        # Evictable blocks of which the tiers below have no copy, oldest first as a rule.
+        # Blocks of which the tiers below have no copy: evictable ones, oldest first as a rule, and
+        # full ones in use since they were sealed.
         self._unsaved: dict[int, None] = {}
+        self._unsaved_in_use: dict[int, None] = {}
         self.below: LowerCopies | None = None
         """Tiers below; set before any block is taken."""
         self.on_unsaved: Callable[[], None] | None = None
-        """Told when blocks became evictable that have no copy below."""
+        """Told when blocks were sealed or became evictable that have no copy below."""
         self.on_removed: Callable[[BlockHash], None] | None = None
         """Told of each hash that can be matched no longer."""
         self.on_free: Callable[[], None] | None = None
@@ -223,6 +225,7 @@ class BlockPool:
             if key is None:
                 emptied.append(block)
                 continue
+            self._unsaved_in_use.pop(block, None)
             self._evictable[block] = self._turn
             if below is not None and key not in below:
                 self._unsaved[block] = None
@@ -257,6 +260,10 @@ class BlockPool:
         if self._hash_of[block] is None:
             self._hash_of[block] = block_hash
             self._note(block_hash, stored=True)
+            if self.below is not None and block_hash not in self.below:
+                self._unsaved_in_use[block] = None
+                if self.on_unsaved is not None:
+                    self.on_unsaved()
         return True
 
     @property
@@ -300,11 +307,11 @@ class BlockPool:
         return self._empty.num_blocks
 
     def unsaved(self, limit: int) -> list[UnsavedBlock]:
-        """At most `limit` evictable blocks without a copy below, oldest first."""
+        """At most `limit` blocks without a copy below: evictable ones first, the oldest of them."""
         found = []
-        for block in islice(self._unsaved, limit):
+        for block in islice(chain(self._unsaved, self._unsaved_in_use), limit):
             key = self._hash_of[block]
-            assert key is not None, f"evictable block {block} has no hash"
+            assert key is not None, f"block {block} has no hash"
             found.append(UnsavedBlock(block, key, self._lives[block]))
         return found
 
@@ -312,6 +319,7 @@ class BlockPool:
         """Says that copies of these are being made; they are not `unsaved` from now on."""
         for each in blocks:
             self._unsaved.pop(each.block, None)
+            self._unsaved_in_use.pop(each.block, None)
 
     def is_same(self, block: UnsavedBlock) -> bool:
         """Whether a block still holds what it did: it was not evicted in between."""
@@ -468,6 +476,9 @@ class BlockPool:
             is_here = block_hash in self._block_of or block_hash in below
             assert is_here == stored, "an event contradicts the index"
         assert self._unsaved.keys() <= self._evictable.keys(), "an unsaved block is in use"
+        for block in self._unsaved_in_use:
+            assert self._references[block] > 0, f"unsaved block {block} is not in use"
+            assert self._hash_of[block] is not None, f"unsaved block {block} is not full"
 
 
 def _blocks_of(segments: FreeSegments) -> Iterator[int]:

@@ -3,13 +3,14 @@
 A copy goes down before its block is evicted, as a page cache is cleaned ahead of need, and stays
 when the block comes up again: so eviction copies nothing, and what was read often costs one copy.
 
-    pool half full          copies are made of the evictable blocks that have none, oldest first
+    pool half full          copies are made of the blocks that have none: the evictable ones, oldest
+                            first, then full ones in use, so that their end finds them copied
     tier full               its oldest copy goes; the tier below has one by then, or it is lost
     evicted from the pool   its copies count as used just then, so a tier keeps what was used last
     brought up              likewise, the end of a prefix before its start: leaves go first
 
-What goes down: all that is evictable, but for blocks that other workers hold too and nobody has
-read here since that was said (`BlockPool.evict_first`).
+What goes down: all that is full, but for blocks that other workers hold too and nobody has read
+here since that was said (`BlockPool.evict_first`).
 Source: PrfaaS §3.2, TokenLake §4.4. Tests: tests/property/test_tiers.py.
 """
 
@@ -23,7 +24,7 @@ from itertools import islice
 from kvmesh.core.types import BlockHash
 
 EMPTY_SHARE = 0.5
-"""A pool or tier of which less is empty is about to evict: all that can go gets a copy below. What
+"""A pool or tier of which less is empty is about to evict: all that is full gets a copy below. What
 never fills is copied by nobody; half, so that room for the largest prompts comes from what is empty
 before anything is lost."""
 
@@ -83,6 +84,10 @@ class Tier:
     def __len__(self) -> int:
         return len(self._place_of)
 
+    def knows(self, key: BlockHash) -> bool:
+        """Whether it has a block, or is being given it."""
+        return key in self._place_of or key in self._writing
+
     @property
     def num_free(self) -> int:
         """Places that hold nothing."""
@@ -110,7 +115,7 @@ class Tier:
         copies: list[Copy] = []
         gone: list[BlockHash] = []
         for key in keys:
-            if key in self._place_of or key in self._writing:
+            if self.knows(key):
                 continue
             if not self._free and not self._evict_oldest(gone):
                 break

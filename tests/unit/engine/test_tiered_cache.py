@@ -146,6 +146,33 @@ def test_copies_that_are_all_too_late_cost_nothing_but_themselves(tmp_path: Path
     bench.tiers.close()
 
 
+def test_a_prompt_is_copied_while_it_is_computed() -> None:
+    bench = Bench(KvGroups(), 16)
+    sequence = bench.admit(bench.spec(0))
+    bench.core.run(sequence)
+    while not bench.core.is_idle:
+        copied = len(bench.tier)
+        chunks = bench.core.plan_step()
+        bench.core.finish_step(chunks, bench.runner.execute(chunks))
+        bench.core.check_integrity()
+    assert copied == LENGTH // 16  # at the last step, while it had all its blocks
+
+
+def test_a_block_that_is_released_while_it_is_copied_is_copied_once() -> None:
+    late = LateCopier()
+    bench = Bench(KvGroups(), 16, late)
+    sequence = bench.admit(bench.spec(0))
+    bench.core.run(sequence)
+    while bench.core.has_work:
+        chunks = bench.core.plan_step()
+        bench.core.finish_step(chunks, bench.runner.execute(chunks))
+    assert late.jobs
+    late.catch_up()
+    assert bench.tiers.statistics()[0].stored_total == len(bench.tier) == LENGTH // 16
+    assert not bench.core.pool.unsaved(16)
+    bench.tiers.check_integrity()
+
+
 def test_what_fits_the_pool_is_copied_by_nobody() -> None:
     bench = Bench(KvGroups(), 512)
     for stem in range(4):
