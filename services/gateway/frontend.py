@@ -12,7 +12,6 @@ from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
 from kvmesh.metadata.store import StoreUnavailableError
-from kvmesh.policy.quota import Tenant
 from kvmesh.rpc.convert import limit_from_ms
 from services.gateway.api.model_checks import check_call, check_prompt, choice_sampling
 from services.gateway.api.openai import ApiCall
@@ -116,8 +115,7 @@ class Frontend:
         Raises:
             StageRefusedError: it could not be served in time any more.
         """
-        doorstep = self._mesh.doorstep
-        patience_s = (ttft_ms or self.limits.ttft_deadline_ms) / 1000
+        doorstep, patience_s = self._mesh.doorstep, self._patience_s(ttft_ms)
         if not doorstep.is_hopeless(patience_s):
             waited_s = await doorstep.enter(arrived_at)
             if waited_s <= patience_s:
@@ -128,16 +126,23 @@ class Frontend:
             doorstep.age_s,
         )
 
+    def _patience_s(self, ttft_ms: int) -> float:
+        """Longest wait for workers in seconds; 0 takes the default."""
+        return (ttft_ms or self.limits.ttft_deadline_ms) / 1000
+
     def _busy(self, message: str, wait_s: float) -> StageRefusedError:
         refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=round(wait_s * 1000))
         self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
         return StageRefusedError(refusal, Stage.GATEWAY)
 
     def _check_crowd(self, caller: Caller, num_choices: int) -> None:
-        """Refuses at once what would be refused at its deadline."""
-        tenant = Tenant() if caller.ticket is None else caller.ticket.tenant
-        patience_s = (caller.ttft_ms or self.limits.ttft_deadline_ms) / 1000
-        lanes = self._mesh.lanes
+        """Refuses a call that could only be refused later.
+
+        Raises:
+            StageRefusedError: so many wait for workers that its deadline would pass.
+        """
+        tenant, lanes = caller.tenant, self._mesh.lanes
+        patience_s = self._patience_s(caller.ttft_ms)
         served = self._mesh.router.served(caller.scenario, 0.0)
         if served is None:
             return
@@ -180,10 +185,9 @@ class Frontend:
         call = changed(call, seed=seed)
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
-        ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
+        ttft_s = self._patience_s(caller.ttft_ms)
         tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
-        ticket = caller.ticket
-        tenant = Tenant() if ticket is None else ticket.tenant
+        ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
         checkpoint = self._checkpoint(caller) if delivered is None else delivered.checkpoint
         choices: list[Choice] = []
@@ -201,7 +205,7 @@ class Frontend:
                     prompt_ids=token_ids,
                     sampling=choice_sampling(sampling, seed, number),
                     arrived_at=caller.arrived_at,
-                    ttft_s=ttft_ms / 1000,
+                    ttft_s=ttft_s,
                     cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,
                     placement=caller.placement,
@@ -241,7 +245,6 @@ class Frontend:
         Raises:
             KvMeshError: as `Life.run` does. Before workers took all choices no sink was told
                 of any.
-            GoneError: what its client has of a choice would have ended it.
         """
         lives = [
             Life(self._mesh, each.request, each.ticket, each.behind and each.behind.token_ids)
@@ -256,10 +259,8 @@ class Frontend:
 
             held = Gate(sinks, begins).held
         try:
-            for life, choice, sink, target in zip(lives, choices, sinks, held, strict=True):
-                life.receiver = delivery = Delivery(self.tokenizer, choice, life.ledger, target)
-                if choice.behind is not None:
-                    delivery.replay(choice.behind, sink)
+            for life, choice, sink in zip(lives, choices, held, strict=True):
+                life.receiver = Delivery(self.tokenizer, choice, life.ledger, sink)
             await together([life.run() for life in lives])
         finally:
             for life in lives:

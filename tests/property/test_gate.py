@@ -28,11 +28,6 @@ class Kept:
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self.told.append((cached_tokens, prompt_logprobs))
 
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        raise AssertionError("it goes past the gate")
-
     def push(
         self,
         text: str,

@@ -17,7 +17,8 @@ from kvmesh.core.types import FinishReason, TokenLogprobs
 from services.gateway.api.responses import Body, ChoiceText, Responses, usage_body
 from services.gateway.errors import answer_for
 from services.gateway.frontend import Frontend, usage_of
-from services.gateway.request.choice import Choice
+from services.gateway.request.choice import Behind, Choice
+from services.gateway.request.delivery import delivered_text
 from services.gateway.request.journal import Entry
 from services.gateway.request.mesh import Placed
 from services.gateway.tools.reasoning import thinking_at
@@ -70,6 +71,8 @@ class Whole:
 
 dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Compact JSON."""
+
+_NO_SCORE = TokenLogprobs(0.0, (), ())
 
 _MARK = "\0text\0"
 _MARK_AS_JSON = json.dumps(_MARK)
@@ -164,10 +167,16 @@ class Answer:
         stream = _Stream(self, out, entry)
         sinks = [_StreamSink(self, index, stream) for index in range(len(self.texts))]
         for choice, sink in zip(self._choices, sinks, strict=True):
-            if choice.behind is not None and choice.behind.is_complete:
+            if choice.behind is None:
+                continue
+            if choice.behind.is_complete:
                 sink.first(choice.behind.cached_tokens, ())
                 self.note(choice.index, choice.behind.token_ids, None)
                 stream.was_complete(choice.index)
+            else:
+                token_ids = choice.behind.token_ids
+                text = delivered_text(self._frontend.tokenizer, choice, token_ids)
+                sink.resume(choice.behind, text)
         choices = [choice for choice in self._choices if choice.is_open]
         try:
             await self._frontend.run(choices, [sinks[each.index] for each in choices])
@@ -227,11 +236,6 @@ class _ChoiceSink:
 
 class _WholeSink(_ChoiceSink):
     """Gathers a choice."""
-
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        raise AssertionError("only streams go on elsewhere")
 
     def push(
         self,
@@ -353,11 +357,15 @@ class _StreamSink(_ChoiceSink):
         if self._entry is not None and cached_tokens:
             self._entry.places[self._index].has_cached(cached_tokens)
 
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
+    def resume(self, behind: Behind, text: str) -> None:
+        """Continues after what another gateway sent; the text is that of its tokens."""
+        sampling, token_ids = self._answer.call.sampling, behind.token_ids
+        # Later events depend on how many tokens had scores, not on the scores.
+        num_prompt = len(self._text.prompt_ids) - 1 if sampling.num_prompt_logprobs >= 0 else 0
+        num_scores = len(token_ids) if sampling.num_logprobs >= 0 else 0
+        self.first(behind.cached_tokens, [_NO_SCORE] * num_prompt)
         self._answer.note(self._index, token_ids, None)
-        self._events(text, token_ids, logprobs, None)
+        self._events(text, token_ids, [_NO_SCORE] * num_scores, None)
         if self._entry is not None:
             self._entry.places[self._index].open()
 

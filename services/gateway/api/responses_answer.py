@@ -82,12 +82,6 @@ class ResponsesAnswer:
         """See `Sink`."""
         self._cached_tokens = cached_tokens
 
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        """See `Sink`."""
-        raise AssertionError("no response goes on elsewhere")
-
     def push(
         self,
         text: str,

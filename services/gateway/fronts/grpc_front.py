@@ -39,7 +39,7 @@ from services.gateway.frontend import Frontend, clean_request_id, usage_of
 from services.gateway.fronts.grpc_call import call_from_proto, placement_of
 from services.gateway.fronts.grpc_chat import CallDeltas
 from services.gateway.request.choice import Behind, Caller, Choice, Delivered, prompt_sum
-from services.gateway.request.delivery import pulled
+from services.gateway.request.delivery import delivered_text, pulled
 from services.gateway.request.mesh import Placed
 from services.gateway.tenants.admission import Ticket
 from services.gateway.text.tokenizer import TextTokenizer
@@ -107,7 +107,11 @@ class InferenceServicer(InferenceServiceServicer):
         return choice
 
     async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
-        sink = _ResponseSink(choice, self._frontend.tokenizer, request_id)
+        tokenizer = self._frontend.tokenizer
+        sink = _ResponseSink(choice, tokenizer, request_id)
+        if choice.behind is not None:
+            text = delivered_text(tokenizer, choice, choice.behind.token_ids)
+            sink.resume(choice.behind, text)
         work = self._frontend.run([choice], [sink])
         async with aclosing(pulled(work, sink.responses)) as responses:
             async for response in responses:
@@ -170,11 +174,10 @@ class _ResponseSink:
             model_fingerprint=self._choice.request.checkpoint,
         )
 
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        self._prompt_logprobs = ()
-        self._note(token_ids)
+    def resume(self, behind: Behind, text: str) -> None:
+        """Continues after what another gateway sent; the text is that of its tokens."""
+        self.first(behind.cached_tokens, ())
+        self._note(behind.token_ids)
         self._told(text, is_last=False)
 
     def push(

@@ -11,6 +11,7 @@ from zlib import crc32
 from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Placement
 from kvmesh.core.values import changed, quick
+from kvmesh.policy.quota import Tenant
 from services.gateway.api.model_checks import check_known
 from services.gateway.api.openai import ApiCall
 from services.gateway.request.mesh import GenerationRequest
@@ -39,6 +40,11 @@ class Caller:
     traceparent: str = ""
     ticket: Ticket | None = None
     tpot_ms: int = 0
+
+    @property
+    def tenant(self) -> Tenant:
+        """The tenant that the call counts for; the nameless one without a ticket."""
+        return Tenant() if self.ticket is None else self.ticket.tenant
 
 
 class Behind(NamedTuple):

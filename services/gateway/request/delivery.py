@@ -13,16 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 from kvmesh.core.errors import GoneError
 from kvmesh.core.types import FinishReason, TokenLogprobs
-from services.gateway.request.choice import Behind, Choice
+from services.gateway.request.choice import Choice
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import Placed
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.tokenizer import TextTokenizer
 
 ItemT = TypeVar("ItemT")
-
-_NO_SCORE = TokenLogprobs(0.0, (), ())
-"""Of tokens whose events were sent elsewhere: what follows depends on how many there were."""
 
 
 class Sink(Protocol):
@@ -39,12 +36,6 @@ class Sink(Protocol):
             cached_tokens: prompt tokens whose KV was there when the request came.
             prompt_logprobs: when asked for, of all prompt tokens but the first.
         """
-        ...
-
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        """A piece that the client has from another gateway; what follows is as behind it."""
         ...
 
     def push(
@@ -75,19 +66,12 @@ class Delivery:
     def __init__(
         self, tokenizer: TextTokenizer, choice: Choice, ledger: Ledger, sink: Sink
     ) -> None:
-        call, request = choice.call, choice.request
-        self._choice = choice
+        call = choice.call
         self._ledger = ledger
         self._only_echo = call.max_tokens == 0
-        self._detokenizer = Detokenizer(
-            tokenizer.fast,
-            request.prompt_ids,
-            whole=tokenizer.whole,
-            stops=call.stop,
-            include_stop=call.include_stop,
-            skip_special_tokens=call.skip_special_tokens,
-            min_tokens=request.sampling.min_tokens,
-        )
+        self._detokenizer = _detokenizer(tokenizer, choice)
+        if choice.behind is not None:
+            self._detokenizer.push(choice.behind.token_ids)
         # Then nothing before the last token ends it.
         self._is_plain = not (call.stop or self._only_echo)
         # What every token calls, looked up once.
@@ -96,21 +80,6 @@ class Delivery:
         self._count = ledger.tokens
         self.placed = sink.placed
         self.first = sink.first
-
-    def replay(self, behind: Behind, sink: Sink) -> None:
-        """Takes what the client has, as its tokens came then; nothing is counted.
-
-        Raises:
-            GoneError: with these tokens it would have ended.
-        """
-        sampling, num_prompt = self._choice.request.sampling, len(self._choice.request.prompt_ids)
-        num_scored = num_prompt - 1 if sampling.num_prompt_logprobs >= 0 else 0
-        sink.first(behind.cached_tokens, [_NO_SCORE] * num_scored)
-        piece = self._detokenizer.push(behind.token_ids)
-        if piece.stop is not None:
-            raise GoneError("the answer had ended: there is nothing to go on with")
-        num_scores = len(behind.token_ids) if sampling.num_logprobs >= 0 else 0
-        sink.replay(piece.text, behind.token_ids, [_NO_SCORE] * num_scores)
 
     def tokens(
         self,
@@ -137,6 +106,34 @@ class Delivery:
         self._push(text, token_ids[:num_used], logprobs[:num_used], finish)
         self._count(num_used, now)
         return finish is None
+
+
+def delivered_text(tokenizer: TextTokenizer, choice: Choice, token_ids: Sequence[int]) -> str:
+    """The text that a client has of a choice.
+
+    Args:
+        token_ids: those that another gateway delivered.
+
+    Raises:
+        GoneError: the answer ends within these tokens.
+    """
+    piece = _detokenizer(tokenizer, choice).push(token_ids)
+    if piece.stop is not None:
+        raise GoneError("the answer had ended: there is nothing to go on with")
+    return piece.text
+
+
+def _detokenizer(tokenizer: TextTokenizer, choice: Choice) -> Detokenizer:
+    call, request = choice.call, choice.request
+    return Detokenizer(
+        tokenizer.fast,
+        request.prompt_ids,
+        whole=tokenizer.whole,
+        stops=call.stop,
+        include_stop=call.include_stop,
+        skip_special_tokens=call.skip_special_tokens,
+        min_tokens=request.sampling.min_tokens,
+    )
 
 
 async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:

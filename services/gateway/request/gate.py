@@ -60,11 +60,6 @@ class _Held:
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self._say(partial(self._sink.first, cached_tokens, prompt_logprobs))
 
-    def replay(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        raise AssertionError("a client has that already: it goes past the gate")
-
     def push(
         self,
         text: str,
