@@ -280,17 +280,17 @@ class Attempt:
             # The first token comes over another connection, and may come later.
             self._early.append((number, event))
             return ()
+        first_position, token_ids, logprobs, finish, error = event
         out: list[Action] = []
-        num_known = self.position - event.first_position
+        num_known = self.position - first_position
         if num_known < 0:
-            text = f"tokens at {event.first_position}, expected {self.position}"
+            text = f"tokens at {first_position}, expected {self.position}"
             return self._end(out, Outcome.MOVED, act.Move(asked.worker_id, "token_gap", text))
         self._progress_at = now
         if state is State.HANDOFF:
             self._start_decoding(out)
-        token_ids, logprobs, finish = event.token_ids, event.logprobs, event.finish_reason
         if finish is FinishReason.ERROR:
-            return self._end(out, Outcome.BROKEN, act.Break(event.error))
+            return self._end(out, Outcome.BROKEN, act.Break(error))
         if num_known:
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if token_ids or finish is not None:
