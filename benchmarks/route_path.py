@@ -25,7 +25,7 @@ import aiohttp
 import psutil
 import uvloop
 
-from benchmarks.gateway_systems import Process, free_port
+from benchmarks.bench_process import Process, free_port
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from benchmarks.route_fleet import (
     BLOCK_SIZE,

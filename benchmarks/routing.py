@@ -67,6 +67,7 @@ class Held:
 
     matches: Sequence[PrefixMatch]
     known: bool = True
+    why: str = ""
 
     async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Held:
         """The same holders for every prompt."""

@@ -22,6 +22,7 @@ EVENTS_APPLIED = Counter(
 RESYNCS = Counter("kvmesh_kvmanager_resyncs", "Snapshots ordered from workers", ["reason"])
 REDIS_UP = Gauge("kvmesh_kvmanager_redis_up", "1 while the store answers")
 STREAMS = Gauge("kvmesh_kvmanager_streams", "Workers connected to this replica")
+WATCHERS = Gauge("kvmesh_kvmanager_watchers", "Schedulers that follow the store over this replica")
 PUBLISHERS = Gauge("kvmesh_kvmanager_publishers", "Workers with a lease, over all replicas")
 BLOCKS = Gauge("kvmesh_kvmanager_blocks", "Blocks known; one held by two workers counts twice")
 SWEPT = Counter("kvmesh_kvmanager_swept_blocks", "Entries of dead workers that were removed")

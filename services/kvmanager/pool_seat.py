@@ -6,7 +6,7 @@ Tests: tests/unit/kvmanager/test_pool.py.
 from __future__ import annotations
 
 from kvmesh.core.pool import CopyResult, PoolMember, PoolReport
-from kvmesh.metadata.store import Publisher
+from kvmesh.core.slots import Publisher
 from kvmesh.rpc.convert_pool import copy_result_from_proto, pool_report_from_proto
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.telemetry.logs import event_logger

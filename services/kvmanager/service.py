@@ -15,6 +15,7 @@ import grpc
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.core.types import BLOCK_HASH_BYTES
 from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.pool_store import MemoryPoolStore, PoolStore, RedisPoolStore
 from kvmesh.metadata.redis_client import RedisClient
@@ -35,6 +36,7 @@ from services.kvmanager.lookup import PrefixLookups
 from services.kvmanager.pool import Pool
 from services.kvmanager.pool_seat import PoolSeat
 from services.kvmanager.session import PublisherSession, check_hashes, publisher_from_hello
+from services.kvmanager.watch import PrefixWatch
 
 log = event_logger(__name__)
 
@@ -43,7 +45,7 @@ MAX_WRITES = 8
 
 
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
-    """Serves workers (Publish) and schedulers (MatchPrefix)."""
+    """Serves workers (Publish) and schedulers (WatchPrefixes, MatchPrefix)."""
 
     def __init__(
         self,
@@ -77,6 +79,35 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             request_iterator, context, self._answer, _nothing_open, self._direct
         ):
             yield answer
+
+    async def WatchPrefixes(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.WatchPrefixesResponse]:
+        await context.send_initial_metadata(())
+        first = await anext(incoming(request_iterator), None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "start":
+            text = "the first message of a WatchPrefixes stream must be a start"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        reader = asyncio.create_task(self._note_reads(request_iterator))
+        metrics.WATCHERS.inc()
+        try:
+            async for message in PrefixWatch(self.guard).told(first.start.position):
+                yield message
+        except StoreUnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            metrics.WATCHERS.dec()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _note_reads(self, requests: Any) -> None:
+        async for message in incoming(requests):
+            for read in message.reads.reads:
+                check_hashes(read.block_hashes)
+                blocks = len(read.block_hashes) // BLOCK_HASH_BYTES
+                self.pool.heat.note(read.namespace, read.block_hashes, blocks)
 
     async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
         session: PublisherSession | None = None

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.slots import Publisher, Slot
 from kvmesh.core.types import BLOCK_HASH_BYTES, WorkerId
-from kvmesh.metadata.store import ApplyResult, Publisher, Slot, StoreUnavailableError
+from kvmesh.metadata.store import ApplyResult, StoreUnavailableError
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,6 +121,7 @@ class Fleet:
         version: grows with every change.
         urgent_version: the version of the last change that is more than a new load: a worker came,
             left or began to drain.
+        on_life: told which life of a worker is a member now; None: none is.
     """
 
     def __init__(self, lease_s: float, *, by_tokens: bool = True) -> None:
@@ -134,10 +135,10 @@ class Fleet:
         self._labels: dict[str, set[str]] = {}
         self._last_session = _RESTORED
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
-        self._lost: deque[WorkerInfo] = deque(maxlen=MAX_GONE)
         self._num_routes = 0
         self.version = 0
         self.urgent_version = 0
+        self.on_life: Callable[[WorkerId, int | None], None] = lambda _, __: None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -215,27 +216,18 @@ class Fleet:
         """What is planned for the fleet changed: watchers get another view."""
         self._note_change(urgent=False)
 
-    def leave(self, membership: Membership, *, is_lost: bool = False) -> bool:
-        """Removes a worker; False if the membership was over already.
-
-        Args:
-            is_lost: it said no goodbye.
-        """
+    def leave(self, membership: Membership) -> bool:
+        """Removes a worker; False if the membership was over already."""
         if self._current(membership) is None:
             return False
-        self._remove(membership.worker_id, is_lost=is_lost)
+        self._remove(membership.worker_id)
         return True
 
     def expire(self, now: float) -> list[WorkerId]:
         """Removes the workers whose lease ended, and names them."""
         lost = [name for name, member in self._members.items() if member.expires_at <= now]
         for name in lost:
-            self._remove(name, is_lost=True)
-        return lost
-
-    def take_lost(self) -> list[WorkerInfo]:
-        """Workers that left without a goodbye since this was asked last."""
-        lost, self._lost = list(self._lost), deque(maxlen=MAX_GONE)
+            self._remove(name)
         return lost
 
     def note_route(self, request_id: RequestId, plan: RoutePlan, now: float) -> None:
@@ -334,12 +326,10 @@ class Fleet:
                 return
             self.withdraw(request_id)
 
-    def _remove(self, worker_id: WorkerId, *, is_lost: bool) -> None:
-        info = self._members.pop(worker_id).info
-        self._roles[info.role] -= 1
-        if is_lost:
-            self._lost.append(info)
+    def _remove(self, worker_id: WorkerId) -> None:
+        self._roles[self._members.pop(worker_id).info.role] -= 1
         self._index.remove(worker_id)
+        self.on_life(worker_id, None)
         self._note_change(urgent=True)
         self._gone.append((self.version, worker_id))
 
@@ -360,6 +350,7 @@ class Fleet:
             changed_at=self.version,
         )
         self._index.update(_view_of(member))
+        self.on_life(info.worker_id, info.incarnation)
 
     def _current(self, membership: Membership) -> _Member | None:
         member = self._members.get(membership.worker_id)
@@ -387,9 +378,8 @@ def _worker_of(member: _Member) -> FleetWorker:
 
 
 def _load_of(member: _Member) -> WorkerLoad:
-    """Nothing new comes to an ejected worker or a spare, as if it drained."""
-    takes_none = member.verdict.level >= Health.DEGRADED or member.info.role is Role.SPARE
-    if not takes_none or member.load.draining:
+    """Nothing new comes to an ejected worker, as if it drained."""
+    if member.verdict.level < Health.DEGRADED or member.load.draining:
         return member.load
     return dataclasses.replace(member.load, draining=True)
 

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import PrefixMatch, Refusal, RoutePlan, RouteQuery
+from kvmesh.core.types import Refusal, RoutePlan, RouteQuery
 from kvmesh.policy.gathering import Gathering
+from services.scheduler.knowledge import Known
 
 Outcome = RoutePlan | Refusal
 
@@ -21,12 +22,12 @@ class Waiting:
     """A query that is to be decided.
 
     Attributes:
-        known: who holds leading blocks; None when nobody knows.
+        known: who holds leading blocks.
         since: seconds on the performance counter when that was known.
     """
 
     query: RouteQuery
-    known: list[PrefixMatch] | None
+    known: Known
     since: float = 0.0
 
 

@@ -23,6 +23,12 @@ ROUTES = Counter(
 ROUTE_CAUSES = Counter(
     "kvmesh_scheduler_route_causes", "Route plans by what decided them", ("policy", "cause")
 )
+PREFIX_LOOKUPS = Counter(
+    "kvmesh_scheduler_prefix_lookups",
+    "Routes by how they came to know who holds leading blocks, or why they do not",
+    ("outcome",),
+)
+INDEX_BLOCKS = Gauge("kvmesh_scheduler_index_blocks", "Hashes that the prefix index knows")
 DECISION_SECONDS = BatchHistogram(
     "kvmesh_scheduler_decision_seconds",
     "Time to decide a route once the prefix matches are known",
@@ -56,11 +62,6 @@ ROLE_CHANGES = Counter(
     "kvmesh_scheduler_role_changes",
     "Role changes: switches for some cycles and reallocations",
     ("kind", "reason", "outcome"),
-)
-SUBSTITUTES = Counter(
-    "kvmesh_scheduler_substitutes",
-    "Places of lost and ejected workers: by what they were to be filled, and what came of it",
-    ("cluster", "scenario", "step", "outcome"),
 )
 SCALE_STEPS = Counter(
     "kvmesh_scheduler_scale_steps",

@@ -9,13 +9,10 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.types import (
-    BlockHash,
     Placement,
-    PrefixMatch,
     Refusal,
     RoutePlan,
     RouteQuery,
@@ -34,31 +31,10 @@ from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
 from services.scheduler.gathering import JointDecisions, Waiting
+from services.scheduler.knowledge import PrefixIndex, PrefixKnowledge, PrefixMatcher
 from services.scheduler.planner import Planner
 
 log = event_logger(__name__)
-
-
-class Matches(Protocol):
-    """Answer of a `PrefixMatcher`."""
-
-    @property
-    def matches(self) -> Sequence[PrefixMatch]:
-        """Who holds leading blocks."""
-        ...
-
-    @property
-    def known(self) -> bool:
-        """False when nobody could be asked."""
-        ...
-
-
-class PrefixMatcher(Protocol):
-    """Knows who holds which blocks: `kvmesh.rpc.prefix_lookup.PrefixLookup`."""
-
-    async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Matches:
-        """Leading blocks held by each worker; `known` is False after `timeout_s`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +55,8 @@ class Router:
     """Answers route queries from the fleet.
 
     Args:
-        prefixes: None routes without cache knowledge.
+        prefixes: is asked who holds what where the index does not know; None routes without cache
+            knowledge.
         decisions: takes every decision with what it was made from.
         planner: has the threshold in force, and learns from every route.
     """
@@ -92,10 +69,11 @@ class Router:
         clock: Clock,
         decisions: DecisionLog,
         planner: Planner,
+        index: PrefixIndex | None = None,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._prefixes = prefixes
+        self._knowledge = PrefixKnowledge(fleet, prefixes, index, settings.match_timeout_s)
         self._clock = clock
         self._decisions = decisions
         self._planner = planner
@@ -133,7 +111,7 @@ class Router:
 
     async def _outcome(self, query: RouteQuery) -> RoutePlan | Refusal:
         if self._settings.policy.joint is None:
-            return self._decide(query, await self._known_blocks(query))
+            return self._decide(Waiting(query, await self._knowledge.of(query)))
         # One for each model and scenario: nothing is gained by waiting for requests that other
         # workers serve.
         labels = self._fleet.labels(query.model)
@@ -149,15 +127,16 @@ class Router:
                 del self._joint[group]
 
     async def _looked_up(self, query: RouteQuery) -> Waiting:
-        known = await self._known_blocks(query)
+        known = await self._knowledge.of(query)
         return Waiting(query, known, time.perf_counter())
 
-    def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
+    def _decide(self, waiting: Waiting) -> RoutePlan | Refusal:
         started, now = time.perf_counter(), self._clock.now()
-        ask = self._ask(Waiting(query, known), now)
+        query = waiting.query
+        ask = self._ask(waiting, now)
         offload = self._planner.offload(query.model)
         decision = decide_route(self._settings.policy, ask.view, query, ask.matches, now, offload)
-        self._take(ask, decision, offload, now)
+        self._take(waiting, ask, decision, offload, now)
         metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
         return decision.route
 
@@ -171,8 +150,8 @@ class Router:
         offload = self._planner.offload(members[0].query.model)
         asks = [self._ask(each, now) for each in members]
         plans = decide_jointly(self._settings.policy, asks, now, offload)
-        for ask, decision in zip(asks, plans, strict=True):
-            self._take(ask, decision, offload, now)
+        for each, ask, decision in zip(members, asks, plans, strict=True):
+            self._take(each, ask, decision, offload, now)
         for each in members:
             metrics.JOINT_HELD_SECONDS.observe(started - each.since)
         metrics.note_joint(plans)
@@ -186,8 +165,7 @@ class Router:
 
     def _ask(self, waiting: Waiting, now: float) -> Ask:
         """A query with what its decision reads."""
-        query, known = waiting.query, waiting.known
-        matches = None if known is None else self._fleet.current_matches(known)
+        query, matches = waiting.query, waiting.known.matches
         policy = self._settings.policy
         view: FleetView
         if policy.orders_by_load:
@@ -199,33 +177,26 @@ class Router:
             view = changed(view, pace=self._planner.pace(query.model), reads=reads)
         return Ask(query, view, matches)
 
-    def _take(self, ask: Ask, decision: OffloadPlan, offload: OffloadState, now: float) -> None:
+    def _take(
+        self,
+        waiting: Waiting,
+        ask: Ask,
+        decision: OffloadPlan,
+        offload: OffloadState,
+        now: float,
+    ) -> None:
         """Keeps a decision, and counts its plan as load."""
         # Described when somebody looks: that costs a fifth of the decision.
         route = self._settings.policy.route
-        describe = partial(describe_decision, ask.view, ask.query, decision, route, offload)
+        lookup = waiting.known.how.value
+        describe = partial(
+            describe_decision, ask.view, ask.query, decision, route, offload, lookup=lookup
+        )
         self._decisions.add(ask.query.request_id, describe)
         if isinstance(decision.route, RoutePlan):
             self._fleet.note_route(ask.query.request_id, decision.route, now)
             if ask.matches:
                 self._reads.note(decision.route, _block_size(ask.view, decision.route))
-
-    async def _known_blocks(self, query: RouteQuery) -> list[PrefixMatch] | None:
-        if not query.block_hashes:
-            return []  # nothing of it can be cached, and that much is known
-        if self._prefixes is None:
-            return None
-        found: list[PrefixMatch] = []
-        # One namespace, except while a model's checkpoint is being replaced.
-        served = self._fleet.fingerprints(query.model)
-        for fingerprint in sorted(served & {query.fingerprint} if query.fingerprint else served):
-            answer = await self._prefixes.match(
-                fingerprint, query.block_hashes, self._settings.match_timeout_s
-            )
-            if not answer.known:
-                return None
-            found.extend(answer.matches)
-        return found
 
 
 def _block_size(view: FleetView, plan: RoutePlan) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -29,6 +30,7 @@ from kvmesh.rpc.convert_route import (
 )
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.outbox import Outbox
+from kvmesh.rpc.prefix_feed import PrefixFeed
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.served import DirectWay, serve_questions
 from kvmesh.runtime.app import ServiceContext
@@ -48,6 +50,7 @@ from kvmesh.v1.scheduler_service_pb2_grpc import (
     SchedulerServiceServicer,
     add_SchedulerServiceServicer_to_server,
 )
+from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
@@ -57,8 +60,7 @@ from services.scheduler.planner import Planner
 from services.scheduler.registrations import Orders, Registrations
 from services.scheduler.registry import DurableRegistry
 from services.scheduler.router import Router
-from services.scheduler.settings import role_changes, router_settings, substitute_changes
-from services.scheduler.substitutes import Substitutes
+from services.scheduler.settings import role_changes, router_settings
 
 log = event_logger(__name__)
 
@@ -176,6 +178,7 @@ class Scheduler:
 
     fleet: Fleet
     prefixes: PrefixLookup | None
+    index: PrefixFeed | None
     planner: Planner
     decisions: DecisionLog
 
@@ -192,10 +195,14 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     by_tokens = settings.policy.route.first_token is not None
     fleet = Fleet(config.fleet.lease_s, by_tokens=by_tokens)
     feed = FleetFeed(fleet)
-    prefixes = None
+    prefixes = index = None
     if config.kvmanager.target:
         prefixes = PrefixLookup(config.kvmanager.target, context.access)
         context.spawn(prefixes.run(), "prefix_lookup")
+        index = PrefixFeed(config.kvmanager.target, clock, context.access)
+        fleet.on_life = index.note_life
+        metrics.INDEX_BLOCKS.set_function(partial(getattr, index, "num_blocks"))
+        context.spawn(index.run(), "prefix_feed")
     decisions = DecisionLog(clock, config.routing.decisions)
     context.admin.route("GET", "/debug/decisions", decisions.serve)
     store = await _remembered(config, context, fleet, feed, clock)
@@ -212,7 +219,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     if config.planning.profile:
         planner.profile = load_profile(config.planning.profile)
         log.info("profile_loaded", model=planner.profile.name)
-    router = Router(fleet, settings, prefixes, clock, decisions, planner)
+    router = Router(fleet, settings, prefixes, clock, decisions, planner, index)
     await context.direct.start()
     health = FleetHealth(fleet, feed, decisions, clock)
     planner.on_query = health.note_query
@@ -221,9 +228,6 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         registrations, feed, router, clock, context.direct, warmup_s=config.fleet.warmup_s
     )
     planner.role_orders.give_role = registrations.give_role
-    changes = substitute_changes(config.planning)
-    substitutes = Substitutes(fleet, feed, planner, decisions, clock, changes=changes)
-    substitutes.give_place = registrations.give_place
     feed.models = planner.details
     if prefixes is not None:
         feed.kvmanager = lambda: prefixes.connected
@@ -237,9 +241,8 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.on_close(registrations.close)
     context.spawn(registrations.expire_leases(), "expire_leases")
     context.spawn(health.run(), "health")
-    context.spawn(substitutes.run(), "substitutes")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
-    return Scheduler(fleet, prefixes, planner, decisions)
+    return Scheduler(fleet, prefixes, index, planner, decisions)
 
 
 async def _remembered(

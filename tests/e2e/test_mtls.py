@@ -33,7 +33,11 @@ _READS = [f"{name}:{rpc}" for name in _WORKERS for rpc in ("LeaseBlocks", "Relea
 _JOINS = [f"{name}:RegisterWorker" for name in _WORKERS]
 CALLERS = {
     "scheduler": ["gateway:Route", "gateway:WatchFleet", *_JOINS],
-    "kvmanager": ["scheduler:MatchPrefix", *(f"{name}:Publish" for name in _WORKERS)],
+    "kvmanager": [
+        "scheduler:WatchPrefixes",
+        "scheduler:MatchPrefix",
+        *(f"{name}:Publish" for name in _WORKERS),
+    ],
     "prefill": ["gateway", *_READS],
     "decode": ["gateway", *_READS],
 }

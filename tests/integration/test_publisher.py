@@ -55,6 +55,12 @@ class ScriptedKvManager(pb_grpc.KvManagerServiceServicer):
             if self.acking and kind == "snapshot" and message.snapshot.last:
                 yield pb.PublishResponse(ack=pb.PublishAck(sequence=message.snapshot.sequence))
 
+    async def WatchPrefixes(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.WatchPrefixesResponse]:
+        raise AssertionError("not asked here")
+        yield pb.WatchPrefixesResponse()
+
     async def MatchPrefix(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[pb.MatchPrefixResponse]:

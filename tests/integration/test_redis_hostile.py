@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.slots import Publisher, Slot
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata import scripts
 from kvmesh.metadata.pool_store import RedisPoolStore
@@ -16,7 +17,7 @@ from kvmesh.metadata.quota_store import RedisQuotaStore
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.metadata.redis_store import RedisMetadataStore
-from kvmesh.metadata.store import Publisher, Slot, StoreUnavailableError
+from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.metadata.tenant_store import RedisTenantStore
 from kvmesh.policy.quota import TenantLimits
 

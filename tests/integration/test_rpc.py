@@ -35,6 +35,14 @@ class Echo(KvManagerServiceServicer):
         async for _ in request_iterator:
             yield pb.PublishResponse()
 
+    async def WatchPrefixes(
+        self,
+        request_iterator: AsyncIterator[pb.WatchPrefixesRequest],
+        context: grpc.aio.ServicerContext[pb.WatchPrefixesRequest, pb.WatchPrefixesResponse],
+    ) -> AsyncIterator[pb.WatchPrefixesResponse]:
+        async for _ in request_iterator:
+            yield pb.WatchPrefixesResponse()
+
     async def MatchPrefix(
         self,
         request_iterator: AsyncIterator[pb.MatchPrefixRequest],

@@ -49,6 +49,10 @@ class Echo(pb_grpc.KvManagerServiceServicer):
     ) -> AsyncIterator[PublishResponse]:
         raise AssertionError("nobody publishes here")
 
+    async def WatchPrefixes(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        raise AssertionError("not asked here")
+        yield
+
     async def MatchPrefix(self, request_iterator: Any, context: Any) -> AsyncIterator[Answer]:
         way: DirectWay[Answer] = DirectWay(self.direct, Question, iter)
         self.num_open += 1

@@ -389,6 +389,12 @@ class FixedMatches(kv_manager_service_pb2_grpc.KvManagerServiceServicer):
             for name, (incarnation, blocks) in matches.items()
         ]
 
+    async def WatchPrefixes(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[kv_manager_service_pb2.WatchPrefixesResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "of an older release")
+        yield kv_manager_service_pb2.WatchPrefixesResponse()
+
     async def MatchPrefix(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[kv_manager_service_pb2.MatchPrefixResponse]:

@@ -6,6 +6,7 @@ Owns no behaviour beyond arithmetic on its own fields. Tests: tests/unit/core/te
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -107,7 +108,6 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     HYBRID = "hybrid"
-    SPARE = "spare"
 
 
 class Placement(enum.Enum):
@@ -318,7 +318,6 @@ class WorkerInfo:
         scenario: that its P/D group serves; empty: any.
         publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
         missing_native: libraries of native code that it runs without, slower.
-        start_s: from the start of its process until it could serve; 0: not told.
     """
 
     worker_id: WorkerId
@@ -336,7 +335,6 @@ class WorkerInfo:
     scenario: str = ""
     publishes: bool = True
     missing_native: tuple[str, ...] = ()
-    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +429,7 @@ class RouteQuery:
     model: str
     num_tokens: int
     max_new_tokens: int
-    block_hashes: tuple[BlockHash, ...] = ()
+    block_hashes: Sequence[BlockHash] = ()
     scenario: str = ""
     avoid: frozenset[WorkerId] = frozenset()
     ttft_budget_ms: int = 0

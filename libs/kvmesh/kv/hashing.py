@@ -11,10 +11,10 @@ tests/contract/test_block_hash_golden.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import cast
+from typing import cast, overload
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
@@ -105,9 +105,62 @@ class HashChain:
         return full
 
 
+class JoinedHashes(Sequence[BlockHash]):
+    """Hashes that stay joined, as a message carries them, and are cut out where they are asked for.
+
+    Attributes:
+        joined: 16 bytes each.
+
+    Raises:
+        ProtocolError: the length is not a multiple of a hash's.
+    """
+
+    __slots__ = ("joined",)
+
+    def __init__(self, joined: bytes) -> None:
+        _check_length(joined)
+        self.joined = joined
+
+    def __len__(self) -> int:
+        return len(self.joined) // BLOCK_HASH_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[BlockHash]: ...
+
+    def __getitem__(self, index: int | slice) -> BlockHash | Sequence[BlockHash]:
+        if isinstance(index, slice):
+            return split_hashes(self.joined)[index]
+        size = len(self)
+        if not -size <= index < size:
+            raise IndexError(index)
+        start = index % size * BLOCK_HASH_BYTES
+        return BlockHash(self.joined[start : start + BLOCK_HASH_BYTES])
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(split_hashes(self.joined))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, JoinedHashes):
+            return self.joined == other.joined
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 def join_hashes(hashes: Iterable[BlockHash]) -> bytes:
     """Hashes as one string of bytes, the form that messages carry."""
-    return b"".join(hashes)
+    return hashes.joined if isinstance(hashes, JoinedHashes) else b"".join(hashes)
+
+
+def _check_length(joined: bytes) -> None:
+    if len(joined) % BLOCK_HASH_BYTES:
+        raise ProtocolError(
+            "hash_length", f"{len(joined)} bytes are not a multiple of {BLOCK_HASH_BYTES}"
+        )
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
@@ -116,10 +169,7 @@ def split_hashes(joined: bytes) -> list[BlockHash]:
     Raises:
         ProtocolError: the length is not a multiple of a hash's.
     """
-    if len(joined) % BLOCK_HASH_BYTES:
-        raise ProtocolError(
-            "hash_length", f"{len(joined)} bytes are not a multiple of {BLOCK_HASH_BYTES}"
-        )
+    _check_length(joined)
     return [
         BlockHash(joined[start : start + BLOCK_HASH_BYTES])
         for start in range(0, len(joined), BLOCK_HASH_BYTES)

@@ -5,19 +5,28 @@ Nothing survives the process; workers rebuild it. Tests: tests/contract/test_met
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import uuid
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
-from kvmesh.metadata.store import (
+from kvmesh.core.slots import (
     SLOT_WIDTH,
-    ApplyResult,
     Publisher,
-    Registration,
     Slot,
-    StoreStatistics,
+    SlotChange,
+    SlotChanges,
+    SlotState,
 )
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
+from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
+
+LOG_LENGTH = 1024
+"""Changes that are kept for who follows; who is further behind takes a new picture."""
 
 
 @dataclass(slots=True)
@@ -27,6 +36,7 @@ class _SlotRecord:
     live: bool
     sequence: int = 0
     held: set[BlockHash] = field(default_factory=set)
+    told_end: bool = False
 
 
 def _split(joined: bytes) -> Iterator[BlockHash]:
@@ -49,6 +59,11 @@ class MemoryMetadataStore:
         self._slots: dict[Slot, _SlotRecord] = {}
         self._slot_of: dict[WorkerId, Slot] = {}
         self._index: dict[tuple[str, BlockHash], set[Slot]] = {}
+        # Changes, and the number of the first of them; another store's positions mean nothing here.
+        self._log: deque[SlotChange] = deque(maxlen=LOG_LENGTH)
+        self._log_name = uuid.uuid4().hex
+        self._num_logged = 0
+        self._logged = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
@@ -78,10 +93,12 @@ class MemoryMetadataStore:
         if record is None or record.live:
             return ApplyResult.UNKNOWN
         self._add(slot, record, held)
+        self._note(SlotChange(slot, stored=held))
         record.lease_end = self._lease_end()
         if last:
             record.live = True
             record.sequence = sequence
+            self._note(SlotChange(slot, state=SlotState.LIVE))
             self._promote(slot)
         return ApplyResult.APPLIED
 
@@ -98,6 +115,7 @@ class MemoryMetadataStore:
         for block_hash in _split(removed):
             if block_hash in record.held:
                 self._remove(slot, record, block_hash)
+        self._note(SlotChange(slot, stored=stored, removed=removed))
         record.sequence = sequence
         record.lease_end = self._lease_end()
         return ApplyResult.APPLIED
@@ -142,6 +160,7 @@ class MemoryMetadataStore:
         for slot, record in list(self._slots.items()):
             if self._alive(slot) is not None:
                 continue
+            self._end(slot)
             while record.held and removed < max_blocks:
                 self._remove(slot, record, next(iter(record.held)))
                 removed += 1
@@ -161,11 +180,50 @@ class MemoryMetadataStore:
         ]
         return StoreStatistics(len(live), sum(len(record.held) for record in live))
 
+    async def position(self) -> str:
+        """See `MetadataStore.position`."""
+        return f"{self._log_name}-{self._num_logged}"
+
+    async def slots(self) -> list[SlotChange]:
+        """See `MetadataStore.slots`."""
+        return [
+            SlotChange(slot, record.publisher, SlotState.LIVE if record.live else SlotState.LOADING)
+            for slot, record in self._slots.items()
+            if self._alive(slot) is not None
+        ]
+
+    async def held(self, slot: Slot, cursor: int) -> tuple[int, bytes]:
+        """See `MetadataStore.held`."""
+        record = self._slots.get(slot)
+        return 0, b"" if record is None else b"".join(record.held)
+
+    async def changes_after(self, position: str, wait_s: float) -> SlotChanges | None:
+        """See `MetadataStore.changes_after`."""
+        name, _, number = position.partition("-")
+        if name != self._log_name:
+            return None
+        at = int(number)
+        if at == self._num_logged:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._logged.wait()
+        first = self._num_logged - len(self._log)
+        if at < first:
+            return None
+        changes = tuple(islice(self._log, at - first, None))
+        return SlotChanges(await self.position(), changes)
+
     async def probe(self) -> None:
         """See `MetadataStore.probe`."""
 
     async def close(self) -> None:
         """See `MetadataStore.close`."""
+
+    def _note(self, change: SlotChange) -> None:
+        self._log.append(change)
+        self._num_logged += 1
+        self._logged.set()
+        self._logged = asyncio.Event()
 
     def _lease_end(self) -> float:
         return self._clock.now() + self._lease_s
@@ -178,18 +236,25 @@ class MemoryMetadataStore:
         slot = Slot(f"{self._next_slot:0{SLOT_WIDTH}x}")
         self._next_slot += 1
         self._slots[slot] = _SlotRecord(publisher, self._lease_end(), live)
+        state = SlotState.LIVE if live else SlotState.LOADING
+        self._note(SlotChange(slot, publisher, state))
         return slot
 
     def _promote(self, slot: Slot) -> None:
         worker_id = self._slots[slot].publisher.worker_id
         before = self._slot_of.get(worker_id)
-        if before is not None:
+        if before is not None and before != slot:
             self._end(before)
         self._slot_of[worker_id] = slot
 
     def _end(self, slot: Slot) -> None:
-        if slot in self._slots:
-            self._slots[slot].lease_end = float("-inf")
+        record = self._slots.get(slot)
+        if record is None:
+            return
+        record.lease_end = float("-inf")
+        if not record.told_end:
+            record.told_end = True
+            self._note(SlotChange(slot, state=SlotState.ENDED))
 
     def _add(self, slot: Slot, record: _SlotRecord, hashes: bytes) -> None:
         for block_hash in _split(hashes):

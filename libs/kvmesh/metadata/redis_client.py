@@ -84,6 +84,7 @@ class RedisClient:
         self._pool = pool
         self._lines = RedisLines(config.url, password, config.timeout_s)
         self._names: dict[str, str] = {}
+        self._timeout_s = config.timeout_s
 
     async def run(self, script: str, *arguments: Argument) -> Any:
         """Runs a script with the key prefix and `arguments` as ARGV.
@@ -116,6 +117,21 @@ class RedisClient:
         if str(reply).startswith("NOSCRIPT"):
             return await self.run(script, *arguments)  # which loads it
         raise StoreUnavailableError(str(reply))
+
+    async def wait_for_entry(self, stream: str, after: str, wait_s: float) -> None:
+        """Returns when a stream has an entry after `after`, or later; at the latest after `wait_s`
+        or half the time that a call may take.
+
+        Raises:
+            StoreUnavailableError: Redis cannot be reached, or refused.
+        """
+        longest_s = min(wait_s, self._timeout_s / 2)
+        try:
+            await self._redis.xread(
+                {self.prefix + stream: after}, count=1, block=milliseconds(longest_s)
+            )
+        except (RedisError, OSError) as error:
+            raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         """Closes all connections. May be called again."""

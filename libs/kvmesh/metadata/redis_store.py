@@ -10,14 +10,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotChanges, SlotState
 from kvmesh.core.types import BLOCK_HASH_BYTES, PrefixMatch, WorkerId
 from kvmesh.metadata import scripts
 from kvmesh.metadata.redis_answers import strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient, milliseconds
-from kvmesh.metadata.store import ApplyResult, Publisher, Registration, Slot, StoreStatistics
+from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 APPLY_SLICE_BLOCKS = 256
 """Blocks changed by one script call: about 1 ms in which Redis answers nobody else."""
+
+HELD_PAGE_BLOCKS = 1024
+"""Blocks of a page of what a slot holds, about."""
+
+LOG_PAGE = 64
+"""Entries of the log that are read at once: at most 256 KiB."""
+
+
+def _publisher(worker: bytes, incarnation: bytes, cluster: bytes, namespace: bytes) -> Publisher:
+    return Publisher(
+        WorkerId(worker.decode()), int(incarnation), cluster.decode(), namespace.decode()
+    )
+
+
+def _change(fields: list[bytes]) -> SlotChange:
+    """An entry of the log: names and values in turn."""
+    told = dict(zip(fields[::2], fields[1::2], strict=True))
+    state = told.get(b"state")
+    publisher = None
+    if b"worker" in told:
+        facts = (told[name] for name in (b"worker", b"incarnation", b"cluster", b"namespace"))
+        publisher = _publisher(*facts)
+    return SlotChange(
+        Slot(told[b"slot"].decode()),
+        publisher,
+        None if state is None else SlotState(state.decode()),
+        told.get(b"stored", b""),
+        told.get(b"removed", b""),
+    )
 
 
 def apply_slices(stored: bytes, removed: bytes) -> Iterator[tuple[bytes, bytes, bool]]:
@@ -152,6 +182,50 @@ class RedisMetadataStore:
         with understanding():
             num_publishers, num_blocks = answer
             return StoreStatistics(int(num_publishers), int(num_blocks))
+
+    async def position(self) -> str:
+        """See `MetadataStore.position`."""
+        with understanding():
+            return str((await self._client.run(scripts.LOG_END)).decode())
+
+    async def slots(self) -> list[SlotChange]:
+        """See `MetadataStore.slots`."""
+        found = await self._client.run(scripts.SLOTS)
+        with understanding():
+            return [
+                SlotChange(
+                    Slot(slot.decode()),
+                    _publisher(*facts),
+                    SlotState.LIVE if live == b"1" else SlotState.LOADING,
+                )
+                for slot, *facts, live in found
+                if None not in facts
+            ]
+
+    async def held(self, slot: Slot, cursor: int) -> tuple[int, bytes]:
+        """See `MetadataStore.held`."""
+        answer = await self._client.ask(scripts.HELD, slot, cursor, HELD_PAGE_BLOCKS)
+        with understanding():
+            following, hashes = answer
+            if len(hashes) % BLOCK_HASH_BYTES:
+                raise ValueError(f"{len(hashes)} bytes of hashes")
+            return int(following), bytes(hashes)
+
+    async def changes_after(self, position: str, wait_s: float) -> SlotChanges | None:
+        """See `MetadataStore.changes_after`."""
+        found = await self._changes(position)
+        if found is None or found.changes:
+            return found
+        await self._client.wait_for_entry("log", position, wait_s)
+        return await self._changes(position)
+
+    async def _changes(self, position: str) -> SlotChanges | None:
+        answer = await self._client.ask(scripts.LOG_AFTER, position, LOG_PAGE)
+        if answer is None:
+            return None
+        with understanding():
+            changes = tuple(_change(fields) for _, fields in answer)
+            return SlotChanges(str(answer[-1][0].decode()) if answer else position, changes)
 
     async def probe(self) -> None:
         """See `MetadataStore.probe`."""

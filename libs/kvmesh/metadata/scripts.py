@@ -1,6 +1,7 @@
 """Lua scripts of the Redis stores. Each runs as one atomic step inside Redis.
 
-Keys, all under a prefix P (a script builds them itself, so a Redis Cluster is not supported):
+Keys, all under a prefix P, whose braces keep them in one slot of a Redis Cluster, so that a script
+may build them itself:
 
     P index:<namespace>   hash: block hash -> slots that hold it, sorted and joined
     P held:<slot>         set: block hashes that the slot holds
@@ -8,6 +9,7 @@ Keys, all under a prefix P (a script builds them itself, so a Redis Cluster is n
     P lease:<slot>        exists, with a TTL, while the slot's lease lasts
     P slots               set: every slot that is not swept yet
     P workers             hash: worker id -> its live slot
+    P log                 stream: the last changes of slots, see `_LOG`
 
 Invariant: a hash is in held:<slot> if and only if the slot is in the hash's entry of the index.
 A slot is a fixed number of hex digits (SLOT_WIDTH), so slots can be found by bisection.
@@ -16,7 +18,7 @@ Tests: tests/contract/test_metadata_store.py.
 
 from __future__ import annotations
 
-from kvmesh.metadata.store import SLOT_WIDTH
+from kvmesh.core.slots import SLOT_WIDTH
 
 # Slots in an entry are sorted, so that blocks with the same holders have equal strings: comparing
 # those is one pointer comparison in Lua, whatever the number of holders.
@@ -56,8 +58,26 @@ local function remove(index, hash, slot)
 end
 """
 
+LOG_LENGTH = 8192
+"""Entries of the log at least; each has at most 256 hashes, 4 KiB."""
+
+# An id has the time in it: a Redis that lost its memory, or has an older one back, knows no entry
+# by the id of one that it lost.
+_LOG = f"""
+local function log(prefix, slot, ...)
+  return redis.call('XADD', prefix .. 'log', 'MAXLEN', '~', {LOG_LENGTH}, '*', 'slot', slot, ...)
+end
+local function ended(prefix, slot)
+  local record = prefix .. 'slot:' .. slot
+  if redis.call('EXISTS', record) == 0 then return end
+  if redis.call('HSETNX', record, 'ended', '1') == 1 then log(prefix, slot, 'state', 'ended') end
+end
+"""
+
 # Slots count microseconds, so that an emptied Redis does not hand out old numbers again.
-_OPEN = f"""
+_OPEN = (
+    _LOG
+    + f"""
 local function open(prefix, worker, incarnation, cluster, namespace, live, lease_ms)
   local time = redis.call('TIME')
   local number = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -70,14 +90,20 @@ local function open(prefix, worker, incarnation, cluster, namespace, live, lease
     'cluster', cluster, 'namespace', namespace, 'sequence', '0', 'live', live)
   redis.call('SADD', prefix .. 'slots', slot)
   redis.call('SET', prefix .. 'lease:' .. slot, '1', 'PX', lease_ms)
+  log(prefix, slot, 'worker', worker, 'incarnation', incarnation, 'cluster', cluster,
+    'namespace', namespace, 'state', live == '1' and 'live' or 'loading')
   return slot
 end
 """
+)
 
 _PROMOTE = """
 local function promote(prefix, worker, slot)
   local before = redis.call('HGET', prefix .. 'workers', worker)
-  if before and before ~= slot then redis.call('DEL', prefix .. 'lease:' .. before) end
+  if before and before ~= slot then
+    redis.call('DEL', prefix .. 'lease:' .. before)
+    ended(prefix, before)
+  end
   redis.call('HSET', prefix .. 'workers', worker, slot)
 end
 """
@@ -114,6 +140,7 @@ return open(prefix, worker, incarnation, cluster, namespace, '0', lease_ms)
 
 APPLY = (
     _ENTRIES
+    + _LOG
     + _PROMOTE
     + """
 local prefix, slot, lease_ms, live, sequence, final, stored, removed = unpack(ARGV)
@@ -132,9 +159,15 @@ for at = 1, #removed, 16 do
   if redis.call('SREM', held, hash) == 1 then remove(index, hash, slot) end
 end
 redis.call('PEXPIRE', lease, lease_ms)
+if stored ~= '' or removed ~= '' then
+  log(prefix, slot, 'stored', stored, 'removed', removed)
+end
 if final == '1' then
   redis.call('HSET', record, 'sequence', sequence, 'live', '1')
-  if live == '0' then promote(prefix, facts[4], slot) end
+  if live == '0' then
+    log(prefix, slot, 'state', 'live')
+    promote(prefix, facts[4], slot)
+  end
 end
 return 'applied'
 """
@@ -150,7 +183,15 @@ return redis.call('PEXPIRE', prefix .. 'lease:' .. slot, lease_ms)
 """
 """ARGV: prefix, slot, lease ms, sequence. Returns 1 if renewed."""
 
-FORGET = "return redis.call('DEL', ARGV[1] .. 'lease:' .. ARGV[2])"
+FORGET = (
+    _LOG
+    + """
+local prefix, slot = unpack(ARGV)
+redis.call('DEL', prefix .. 'lease:' .. slot)
+ended(prefix, slot)
+return 1
+"""
+)
 """ARGV: prefix, slot."""
 
 # One argument and a few HMGETs are three times as fast as an argument and an HGET per hash.
@@ -203,14 +244,20 @@ return found
 )
 """ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length} of each."""
 
-DEAD_SLOTS = """
+DEAD_SLOTS = (
+    _LOG
+    + """
 local prefix = ARGV[1]
 local dead = {}
 for _, slot in ipairs(redis.call('SMEMBERS', prefix .. 'slots')) do
-  if redis.call('EXISTS', prefix .. 'lease:' .. slot) == 0 then dead[#dead + 1] = slot end
+  if redis.call('EXISTS', prefix .. 'lease:' .. slot) == 0 then
+    ended(prefix, slot)
+    dead[#dead + 1] = slot
+  end
 end
 return dead
 """
+)
 """ARGV: prefix. Returns the slots without a lease."""
 
 SWEEP = (
@@ -246,6 +293,44 @@ end
 return {publishers, blocks}
 """
 """ARGV: prefix. Returns {publishers, blocks}."""
+
+SLOTS = """
+local prefix = ARGV[1]
+local found = {}
+for _, slot in ipairs(redis.call('SMEMBERS', prefix .. 'slots')) do
+  if redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 then
+    local facts = redis.call('HMGET', prefix .. 'slot:' .. slot,
+      'worker', 'incarnation', 'cluster', 'namespace', 'live')
+    table.insert(facts, 1, slot)
+    found[#found + 1] = facts
+  end
+end
+return found
+"""
+"""ARGV: prefix. Returns {slot, worker, incarnation, cluster, namespace, live} of each."""
+
+HELD = """
+local page = redis.call('SSCAN', ARGV[1] .. 'held:' .. ARGV[2], ARGV[3], 'COUNT', ARGV[4])
+return {page[1], table.concat(page[2])}
+"""
+"""ARGV: prefix, slot, cursor, about how many. Returns {next cursor, hashes}."""
+
+LOG_END = (
+    _LOG
+    + """
+local last = redis.call('XREVRANGE', ARGV[1] .. 'log', '+', '-', 'COUNT', 1)
+return last[1] and last[1][1] or log(ARGV[1], '')
+"""
+)
+"""ARGV: prefix. Returns the id of the last entry; in an empty log of one about no slot."""
+
+LOG_AFTER = """
+local key, id, count = ARGV[1] .. 'log', ARGV[2], ARGV[3]
+if #redis.call('XRANGE', key, id, id) == 0 then return false end
+return redis.call('XRANGE', key, '(' .. id, '+', 'COUNT', count)
+"""
+"""ARGV: prefix, id of the entry before, most entries. Nothing if the log has no such entry, else
+{id, {name, value, ...}} of each."""
 
 # Writes, since a full or read-only Redis still answers PING.
 PROBE = """

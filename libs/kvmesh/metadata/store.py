@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Protocol
 
 from kvmesh.core.errors import KvMeshError
+from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotChanges
 from kvmesh.core.types import PrefixMatch, WorkerId
-
-Slot = NewType("Slot", str)
-"""Number of one publisher in the store, never used again: what a dead one left never matches."""
-
-SLOT_WIDTH = 14
-"""Characters of a slot, fixed, so that several slots can be joined."""
 
 
 class StoreUnavailableError(KvMeshError):
@@ -36,21 +31,6 @@ class ApplyResult(enum.Enum):
     """A batch before it is missing; nothing was changed."""
     UNKNOWN = "unknown"
     """The slot's lease is over or the store lost its memory; nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Publisher:
-    """A worker that tells which blocks it holds.
-
-    Attributes:
-        incarnation: which life of the worker.
-        namespace: blocks of different namespaces never match.
-    """
-
-    worker_id: WorkerId
-    incarnation: int
-    cluster: str
-    namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +102,37 @@ class MetadataStore(Protocol):
         ...
 
     async def sweep(self, max_blocks: int) -> int:
-        """Removes at most about `max_blocks` entries of slots without a lease; how many it did."""
+        """Removes at most about `max_blocks` entries of slots without a lease; how many it did.
+
+        Slots that ended without a word are ended in the log, too.
+        """
+        ...
+
+    # Who follows the store takes `position`, then a picture of it (`slots`, of each its `held`),
+    # then `changes_after` that position. The picture may be of any moment since: the changes are
+    # of sets, so whoever takes them in order has in the end what the store has.
+
+    async def position(self) -> str:
+        """Where the log ends now."""
+        ...
+
+    async def slots(self) -> list[SlotChange]:
+        """All slots with a lease, without what they hold."""
+        ...
+
+    async def held(self, slot: Slot, cursor: int) -> tuple[int, bytes]:
+        """A page of what a slot holds, joined, and the cursor of the next page; 0 begins and ends.
+
+        A block may come twice.
+        """
+        ...
+
+    async def changes_after(self, position: str, wait_s: float) -> SlotChanges | None:
+        """What happened next, or nothing if that takes longer than about `wait_s`.
+
+        None if the log does not know the position: it is too old, or of a store that has lost its
+        memory.
+        """
         ...
 
     async def statistics(self) -> StoreStatistics:

@@ -73,6 +73,8 @@ class DecisionFacts:
         num_asked: these requests, with it.
         turn: of their prompts, those that the same worker computes before this one.
         brought_tokens: of this prompt, that come from another worker's cache.
+        lookup: how it was found out who holds leading blocks, or why it was not: a word of the
+            scheduler's `Lookup`.
     """
 
     request_id: RequestId
@@ -94,6 +96,7 @@ class DecisionFacts:
     num_asked: int = 1
     turn: int = 0
     brought_tokens: int = 0
+    lookup: str = ""
 
 
 def describe_decision(
@@ -102,6 +105,8 @@ def describe_decision(
     decision: OffloadPlan,
     policy: RoutePolicy,
     offload: OffloadState,
+    *,
+    lookup: str = "",
 ) -> DecisionFacts:
     """The facts of a decision that was made from these arguments."""
     is_finite = bool(offload.remote) and math.isfinite(offload.threshold_tokens)
@@ -121,6 +126,7 @@ def describe_decision(
         scenario=query.scenario,
         group=decision.group.group.name if decision.group and decision.group.group else "",
         group_reason=decision.group.reason if decision.group else None,
+        lookup=lookup,
     )
     if decision.joint is not None:
         about = dataclasses.replace(

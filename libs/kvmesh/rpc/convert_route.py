@@ -18,7 +18,7 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.kv.hashing import join_hashes, split_hashes
+from kvmesh.kv.hashing import JoinedHashes, join_hashes
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
     endpoint_to_proto,
@@ -117,7 +117,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         model=message.model,
         num_tokens=message.num_tokens,
         max_new_tokens=message.max_new_tokens,
-        block_hashes=tuple(split_hashes(message.block_hashes)),
+        block_hashes=JoinedHashes(message.block_hashes),
         scenario=message.scenario,
         avoid=frozenset(WorkerId(name) for name in message.avoid_worker_ids),
         ttft_budget_ms=message.ttft_budget_ms,

@@ -1,4 +1,5 @@
-"""The scheduler's end of `KvManagerService.MatchPrefix`: who holds the longest prefix.
+"""The scheduler's end of `KvManagerService.MatchPrefix`: who holds the longest prefix, while the
+index that follows the store (`prefix_feed.py`) is not there yet.
 
 Never an error: without an answer in time the caller goes on without cache knowledge.
 Tests: tests/integration/test_kvmanager.py.
@@ -27,13 +28,17 @@ class PrefixMatches:
     Attributes:
         matches: workers with at least one leading block, longest first.
         known: False when nobody could be asked; `matches` is then empty.
+        why: where it is not known: `late`, `degraded` or `away`.
     """
 
     matches: tuple[PrefixMatch, ...]
     known: bool
+    why: str = ""
 
 
-_UNKNOWN = PrefixMatches((), known=False)
+_AWAY = PrefixMatches((), known=False, why="away")
+_LATE = PrefixMatches((), known=False, why="late")
+_DEGRADED = PrefixMatches((), known=False, why="degraded")
 
 
 class PrefixLookup:
@@ -88,7 +93,7 @@ class PrefixLookup:
         if not hashes:
             return PrefixMatches((), known=True)
         if self._stream is None:
-            return _UNKNOWN
+            return _AWAY
         correlation_id = self._answers.next_id()
         question = pb.MatchPrefixRequest(
             correlation_id=correlation_id, namespace=namespace, block_hashes=b"".join(hashes)
@@ -96,7 +101,7 @@ class PrefixLookup:
         try:
             answer = await self._answers.ask(self._stream, correlation_id, question, timeout_s)
         except LostError:
-            return _UNKNOWN
+            return _LATE if self.connected else _AWAY
         if answer.degraded:
-            return _UNKNOWN
+            return _DEGRADED
         return PrefixMatches(tuple(map(prefix_match_from_proto, answer.matches)), known=True)

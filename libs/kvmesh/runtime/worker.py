@@ -12,8 +12,6 @@ import os
 import time
 from functools import partial
 
-import psutil
-
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
@@ -248,7 +246,6 @@ class Worker:
             scenario=section.scenario,
             publishes=bool(section.kvmanager_target),
             missing_native=self._missing_native(),
-            start_s=time.time() - psutil.Process().create_time(),
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
@@ -335,13 +332,12 @@ class Worker:
         self.cordoned = cordoned
         self._notify()
 
-    def _ordered_to_be(self, role: Role, scenario: str | None, reason: str) -> None:
+    def _ordered_to_be(self, role: Role, reason: str) -> None:
         """Takes another role: both sides run anyway, it only says what routes are for."""
         log.info("role_ordered", role=role.value, before=self.role.value, reason=reason)
-        told = self._info.scenario if scenario is None else scenario
-        if (role, told) != (self.role, self._info.scenario):
+        if role is not self.role:
             self.role = role
-            self._info = dataclasses.replace(self._info, role=role, scenario=told)
+            self._info = dataclasses.replace(self._info, role=role)
             self._registration.update(self._info)
 
     async def _drain(self) -> None:
@@ -435,9 +431,7 @@ def _parse_role(word: str) -> Role:
     try:
         return Role(word)
     except ValueError as error:
-        raise ConfigError(
-            f"worker.role is one of {', '.join(role.value for role in Role)}, not {word!r}"
-        ) from error
+        raise ConfigError(f"worker.role must be prefill, decode or hybrid, got {word!r}") from error
 
 
 async def build_worker(

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvmesh.v1 import pool_types_pb2 as _pool_types_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SlotState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SlotStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlotState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLOT_STATE_UNSPECIFIED: _SlotState.ValueType  # 0
+    """As before."""
+    SLOT_STATE_LOADING: _SlotState.ValueType  # 1
+    """Nothing yet: a snapshot is coming in."""
+    SLOT_STATE_LIVE: _SlotState.ValueType  # 2
+    """Lookups see them; an earlier slot of the same worker ends."""
+    SLOT_STATE_ENDED: _SlotState.ValueType  # 3
+    """Nothing any more."""
+
+class SlotState(_SlotState, metaclass=_SlotStateEnumTypeWrapper):
+    """What a slot's blocks count for."""
+
+SLOT_STATE_UNSPECIFIED: SlotState.ValueType  # 0
+"""As before."""
+SLOT_STATE_LOADING: SlotState.ValueType  # 1
+"""Nothing yet: a snapshot is coming in."""
+SLOT_STATE_LIVE: SlotState.ValueType  # 2
+"""Lookups see them; an earlier slot of the same worker ends."""
+SLOT_STATE_ENDED: SlotState.ValueType  # 3
+"""Nothing any more."""
+Global___SlotState: _TypeAlias = SlotState  # noqa: Y015
 
 @_typing.final
 class PublisherHello(_message.Message):
@@ -388,3 +417,179 @@ class MatchPrefixResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchPrefixResponse: _TypeAlias = MatchPrefixResponse  # noqa: Y015
+
+@_typing.final
+class WatchPrefixesRequest(_message.Message):
+    """First a start, then the others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___WatchStart:
+        """Opens the stream."""
+
+    @_builtins.property
+    def reads(self) -> Global___PrefixReads:
+        """For the pool's counts."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___WatchStart | None = ...,
+        reads: Global___PrefixReads | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reads", b"reads", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reads", b"reads", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "reads"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___WatchPrefixesRequest: _TypeAlias = WatchPrefixesRequest  # noqa: Y015
+
+@_typing.final
+class WatchStart(_message.Message):
+    """Begins to watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.str
+    """Where a watch before ended; empty: from the beginning."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStart: _TypeAlias = WatchStart  # noqa: Y015
+
+@_typing.final
+class PrefixReads(_message.Message):
+    """What was looked up since the message before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixRead]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        reads: _abc.Iterable[Global___PrefixRead] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads", b"reads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixReads: _TypeAlias = PrefixReads  # noqa: Y015
+
+@_typing.final
+class PrefixRead(_message.Message):
+    """One lookup that found something."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Layout fingerprint."""
+    block_hashes: _builtins.bytes
+    """Leading blocks that somebody holds, 16 bytes each, joined."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixRead: _TypeAlias = PrefixRead  # noqa: Y015
+
+@_typing.final
+class WatchPrefixesResponse(_message.Message):
+    """The next changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
+    position: _builtins.str
+    """In the store's log, after these changes; empty inside a picture of the whole store."""
+    restart: _builtins.bool
+    """All that was told before is void: a picture begins."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotChange]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.str = ...,
+        changes: _abc.Iterable[Global___SlotChange] | None = ...,
+        restart: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "position", b"position", "restart", b"restart"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchPrefixesResponse: _TypeAlias = WatchPrefixesResponse  # noqa: Y015
+
+@_typing.final
+class SlotChange(_message.Message):
+    """A step in the life of a slot: of what one publisher holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    PUBLISHER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    slot: _builtins.str
+    """Which."""
+    state: Global___SlotState.ValueType
+    """From now on; unset: as before."""
+    stored: _builtins.bytes
+    """Hashes now held, 16 bytes each, joined."""
+    removed: _builtins.bytes
+    """Hashes no longer held, 16 bytes each, joined. Applied after `stored`."""
+    @_builtins.property
+    def publisher(self) -> Global___PublisherHello:
+        """Whose it is; with its first step."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.str = ...,
+        publisher: Global___PublisherHello | None = ...,
+        state: Global___SlotState.ValueType = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher", "removed", b"removed", "slot", b"slot", "state", b"state", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotChange: _TypeAlias = SlotChange  # noqa: Y015

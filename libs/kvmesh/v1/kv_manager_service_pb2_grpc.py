@@ -45,6 +45,11 @@ class KvManagerServiceStub:
                 request_serializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.MatchPrefixRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.MatchPrefixResponse.FromString,
                 _registered_method=True)
+        self.WatchPrefixes = channel.stream_stream(
+                '/kvmesh.v1.KvManagerService/WatchPrefixes',
+                request_serializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.WatchPrefixesRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.WatchPrefixesResponse.FromString,
+                _registered_method=True)
 
 
 class KvManagerServiceServicer:
@@ -65,6 +70,13 @@ class KvManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPrefixes(self, request_iterator, context):
+        """All that the store knows and then every change, for schedulers that look prefixes up by themselves; they tell what they read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.MatchPrefix,
                     request_deserializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.MatchPrefixRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.MatchPrefixResponse.SerializeToString,
+            ),
+            'WatchPrefixes': grpc.stream_stream_rpc_method_handler(
+                    servicer.WatchPrefixes,
+                    request_deserializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.WatchPrefixesRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_kv__manager__service__pb2.WatchPrefixesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class KvManagerService:
             '/kvmesh.v1.KvManagerService/MatchPrefix',
             kvmesh_dot_v1_dot_kv__manager__service__pb2.MatchPrefixRequest.SerializeToString,
             kvmesh_dot_v1_dot_kv__manager__service__pb2.MatchPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPrefixes(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvmesh.v1.KvManagerService/WatchPrefixes',
+            kvmesh_dot_v1_dot_kv__manager__service__pb2.WatchPrefixesRequest.SerializeToString,
+            kvmesh_dot_v1_dot_kv__manager__service__pb2.WatchPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class KvManagerServiceStub:
     """A worker tells what it stored and removed, in sequence. The service answers with acks and asks for a snapshot after a gap."""
     MatchPrefix: _grpc.StreamStreamMultiCallable[_kv_manager_service_pb2.MatchPrefixRequest, _kv_manager_service_pb2.MatchPrefixResponse]
     """Longest cached prefix of every worker, over one long-lived stream."""
+    WatchPrefixes: _grpc.StreamStreamMultiCallable[_kv_manager_service_pb2.WatchPrefixesRequest, _kv_manager_service_pb2.WatchPrefixesResponse]
+    """All that the store knows and then every change, for schedulers that look prefixes up by themselves; they tell what they read."""
 
 @_typing.type_check_only
 class KvManagerServiceAsyncStub(KvManagerServiceStub):
@@ -47,6 +49,8 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     """A worker tells what it stored and removed, in sequence. The service answers with acks and asks for a snapshot after a gap."""
     MatchPrefix: _aio.StreamStreamMultiCallable[_kv_manager_service_pb2.MatchPrefixRequest, _kv_manager_service_pb2.MatchPrefixResponse]  # type: ignore[assignment]
     """Longest cached prefix of every worker, over one long-lived stream."""
+    WatchPrefixes: _aio.StreamStreamMultiCallable[_kv_manager_service_pb2.WatchPrefixesRequest, _kv_manager_service_pb2.WatchPrefixesResponse]  # type: ignore[assignment]
+    """All that the store knows and then every change, for schedulers that look prefixes up by themselves; they tell what they read."""
 
 class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Global KV-cache metadata. It never carries KV bytes."""
@@ -66,5 +70,13 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_manager_service_pb2.MatchPrefixResponse], _abc.AsyncIterator[_kv_manager_service_pb2.MatchPrefixResponse]]:
         """Longest cached prefix of every worker, over one long-lived stream."""
+
+    @_abc_1.abstractmethod
+    def WatchPrefixes(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_manager_service_pb2.WatchPrefixesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_manager_service_pb2.WatchPrefixesResponse], _abc.AsyncIterator[_kv_manager_service_pb2.WatchPrefixesResponse]]:
+        """All that the store knows and then every change, for schedulers that look prefixes up by themselves; they tell what they read."""
 
 def add_KvManagerServiceServicer_to_server(servicer: KvManagerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

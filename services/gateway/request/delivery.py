@@ -38,10 +38,6 @@ class Sink(Protocol):
         """
         ...
 
-    def stopped(self, stop: str) -> None:
-        """A stop string ended it; the last piece follows."""
-        ...
-
     def push(
         self,
         text: str,
@@ -81,7 +77,6 @@ class Delivery:
         # What every token calls, looked up once.
         self._text_of = self._detokenizer.plain
         self._push = sink.push
-        self._stopped = sink.stopped
         self._count = ledger.tokens
         self.placed = sink.placed
         self.first = sink.first
@@ -102,7 +97,6 @@ class Delivery:
         text, num_used = piece.text, piece.num_used
         if piece.stop is not None:
             finish = FinishReason.STOP
-            self._stopped(piece.stop)
         elif finish is not None:
             text += self._detokenizer.finish()
         if self._only_echo:  # only what was there before is wanted

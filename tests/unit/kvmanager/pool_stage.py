@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.pool import PoolOrder, PoolReport
+from kvmesh.core.slots import Publisher
 from kvmesh.core.types import Endpoint, Role, WorkerId
 from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.pool_store import MemoryPoolStore
-from kvmesh.metadata.store import Publisher, StoreUnavailableError
+from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.rpc.convert_pool import pool_order_from_proto, pool_report_to_proto
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb

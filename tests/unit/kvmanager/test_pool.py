@@ -14,7 +14,8 @@ from aiohttp.test_utils import make_mocked_request
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pool import CopyOrder, EvictionHint
-from kvmesh.metadata.store import Publisher, StoreUnavailableError
+from kvmesh.core.slots import Publisher
+from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.heat import HeatTable
 from kvmesh.rpc.convert_pool import knowledge_to_proto, pool_order_to_proto
 from kvmesh.rpc.outbox import Outbox

@@ -8,9 +8,10 @@ import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.slots import Publisher, Slot
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata.memory_store import MemoryMetadataStore
-from kvmesh.metadata.store import ApplyResult, Publisher, Slot, StoreUnavailableError
+from kvmesh.metadata.store import ApplyResult, StoreUnavailableError
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.guard import StoreGuard

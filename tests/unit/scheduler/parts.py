@@ -8,9 +8,10 @@ from kvmesh.policy.composition import COMPOSITIONS, DEFAULT
 from services.scheduler.config import PlanningConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
+from services.scheduler.knowledge import PrefixMatcher
 from services.scheduler.planner import Planner
 from services.scheduler.role_orders import RoleChanges
-from services.scheduler.router import PrefixMatcher, Router, RouterSettings
+from services.scheduler.router import Router, RouterSettings
 
 MATCH_TIMEOUT_S = 0.05
 

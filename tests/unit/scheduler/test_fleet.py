@@ -93,8 +93,7 @@ class TestMembership:
         join(fleet, worker_info("p"))
         join(fleet, worker_info("d", Role.DECODE))
         join(fleet, worker_info("x", Role.DECODE, model="n"))
-        counts = {Role.PREFILL: 1, Role.DECODE: 2, Role.HYBRID: 0, Role.SPARE: 0}
-        assert fleet.count_by_role() == counts
+        assert fleet.count_by_role() == {Role.PREFILL: 1, Role.DECODE: 2, Role.HYBRID: 0}
         assert fleet.fingerprints("m") == {LAYOUT.model_fingerprint}
         assert fleet.fingerprints("unknown") == set()
 

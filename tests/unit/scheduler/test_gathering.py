@@ -10,6 +10,7 @@ import pytest
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.policy import gathering
 from services.scheduler.gathering import JointDecisions, Outcome, Waiting
+from services.scheduler.knowledge import Known, Lookup
 from tests.unit.policy.fleet_examples import query
 
 LONG_S = 3600.0
@@ -43,7 +44,7 @@ class Desk:
         async def look_up() -> Waiting:
             if lookup is not None:
                 await lookup
-            return Waiting(query(request_id=RequestId(name)), known=None)
+            return Waiting(query(request_id=RequestId(name)), known=Known(None, Lookup.OFF))
 
         outcome = await self.joint.decided(look_up())
         assert isinstance(outcome, Refusal)

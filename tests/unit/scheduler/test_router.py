@@ -39,6 +39,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 class Answer:
     matches: tuple[PrefixMatch, ...]
     known: bool = True
+    why: str = "late"
 
 
 class Prefixes:

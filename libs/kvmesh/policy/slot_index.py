@@ -1,0 +1,232 @@
+"""Who holds which blocks, kept from the steps that a store tells: for lookups within microseconds.
+
+A set of workers is one integer; blocks that came together share it. A lookup halves the chain: a
+block's hash covers all before it, so as a rule who holds a block holds those before it, and between
+two blocks with the same holders nobody needs to look. A worker that dropped blocks out of the
+middle of a prefix may be said to hold them; it finds out when it looks them up itself.
+Tests: tests/unit/policy/test_slot_index.py, tests/property/test_slot_index.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.policy.holders import Holders
+
+_Space = dict[BlockHash, int]
+
+
+@dataclass(slots=True)
+class _Slot:
+    publisher: Publisher
+    place: int
+    is_live: bool = False
+
+
+class Lives:
+    """Which life of each worker counts; shared by an index and the one that replaces it."""
+
+    def __init__(self) -> None:
+        self.of: dict[WorkerId, int] = {}
+
+
+class SlotIndex:
+    """Holders by block hash. Only workers whose life is known to be the present one are found.
+
+    Args:
+        lives: of workers, written by `note_life` alone.
+    """
+
+    def __init__(self, lives: Lives | None = None) -> None:
+        self._lives = Lives() if lives is None else lives
+        self._spaces: dict[str, _Space] = {}
+        self._slots: dict[Slot, _Slot] = {}
+        self._slot_of: dict[WorkerId, Slot] = {}
+        # A slot's bit in the sets is its place; a place is used again when no set has its bit.
+        self._names: list[WorkerId] = []
+        self._places: dict[WorkerId, int] = {}
+        self._free: list[int] = []
+        self._live = 0
+        self._ended = 0
+        self._emptying: Iterator[None] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Hashes that are known, of ended slots too until they are swept."""
+        return sum(map(len, self._spaces.values()))
+
+    @property
+    def needs_sweep(self) -> bool:
+        """Whether ended slots have left something."""
+        return bool(self._ended) or self._emptying is not None
+
+    def replacement(self) -> SlotIndex:
+        """An empty index of the same workers."""
+        return SlotIndex(self._lives)
+
+    def note_life(self, worker_id: WorkerId, incarnation: int | None) -> None:
+        """Says which life of a worker counts; None: the worker is gone."""
+        if incarnation is None:
+            self._lives.of.pop(worker_id, None)
+        else:
+            self._lives.of[worker_id] = incarnation
+        self._place(worker_id)
+
+    def apply(self, change: SlotChange) -> None:
+        """Takes the next step; one of a slot that ended before its opening was told is nothing."""
+        slot = self._slots.get(change.slot)
+        if slot is None:
+            if change.publisher is None:
+                return
+            slot = self._open(change.slot, change.publisher)
+        if change.state is SlotState.ENDED:
+            self._end(change.slot)
+            return
+        bit = 1 << slot.place
+        space = self._spaces.setdefault(slot.publisher.namespace, {})
+        _add(space, change.stored, bit)
+        _remove(space, change.removed, bit)
+        if change.state is not None:
+            self._set_live(change.slot, slot, is_live=change.state is SlotState.LIVE)
+
+    def match(self, namespace: str, hashes: Sequence[BlockHash]) -> Holders:
+        """Leading blocks held by each worker; those that hold none are left out."""
+        levels: list[tuple[int, int]] = []
+        space = self._spaces.get(namespace)
+        if space and hashes:
+            levels = _levels(space, hashes, self._live)
+        return Holders(self._names, self._places, levels)
+
+    def held(self, namespace: str, worker_id: WorkerId) -> set[BlockHash]:
+        """All that a worker holds; looks at every hash."""
+        place = self._places.get(worker_id)
+        if place is None:
+            return set()
+        space = self._spaces.get(namespace, {})
+        return {each for each, holders in space.items() if holders >> place & 1}
+
+    def sweep(self, count: int) -> None:
+        """Looks at about `count` hashes for what ended slots have left."""
+        if self._emptying is None:
+            self._emptying = self._empty()
+        for _ in range(count):
+            if next(self._emptying, self) is self:
+                self._emptying = None
+                return
+
+    def _open(self, name: Slot, publisher: Publisher) -> _Slot:
+        place = self._free.pop() if self._free else len(self._names)
+        if place == len(self._names):
+            self._names.append(publisher.worker_id)
+        else:
+            self._names[place] = publisher.worker_id
+        slot = self._slots[name] = _Slot(publisher, place)
+        return slot
+
+    def _set_live(self, name: Slot, slot: _Slot, *, is_live: bool) -> None:
+        worker_id = slot.publisher.worker_id
+        slot.is_live = is_live
+        if is_live:
+            before = self._slot_of.get(worker_id)
+            self._slot_of[worker_id] = name
+            if before is not None and before != name:
+                self._end(before)
+        self._place(worker_id)
+
+    def _end(self, name: Slot) -> None:
+        slot = self._slots.pop(name)
+        worker_id = slot.publisher.worker_id
+        self._live &= ~(1 << slot.place)
+        self._ended |= 1 << slot.place
+        if self._slot_of.get(worker_id) == name:
+            del self._slot_of[worker_id]
+        self._place(worker_id)
+
+    def _place(self, worker_id: WorkerId) -> None:
+        """Lets lookups find the worker's live slot if it is of the life that counts."""
+        before = self._places.pop(worker_id, None)
+        if before is not None:
+            self._live &= ~(1 << before)
+        name = self._slot_of.get(worker_id)
+        slot = None if name is None else self._slots[name]
+        if slot is None or not slot.is_live:
+            return
+        if self._lives.of.get(worker_id) == slot.publisher.incarnation:
+            self._places[worker_id] = slot.place
+            self._live |= 1 << slot.place
+
+    def _empty(self) -> Iterator[None]:
+        """Clears the bits of slots that have ended by now, a hash at a time, and frees places."""
+        gone, self._ended = self._ended, 0
+        for namespace, space in list(self._spaces.items()):
+            for block_hash in list(space):
+                yield
+                _clear(space, block_hash, gone)
+            if not space:
+                del self._spaces[namespace]
+        self._free += (place for place in range(gone.bit_length()) if gone >> place & 1)
+
+
+def _levels(space: _Space, hashes: Sequence[BlockHash], live: int) -> list[tuple[int, int]]:
+    """Leading blocks and who holds so many, from the most to the fewest."""
+    found: list[tuple[int, int]] = []
+    get = space.get
+    last = len(hashes) - 1
+    low, left = 0, get(hashes[0], 0) & live
+    # Places further on that were looked at, the nearest last, with their holders.
+    ahead = [(last, get(hashes[last], 0))]
+    while left and low < last:
+        high, holders = ahead[-1]
+        stay = left & holders
+        if stay == left:
+            low = high
+            ahead.pop()
+        elif high == low + 1:
+            found.append((high, left ^ stay))
+            low, left = high, stay
+            ahead.pop()
+        else:
+            middle = (low + high) // 2
+            ahead.append((middle, get(hashes[middle], 0)))
+    if left:
+        found.append((last + 1, left))
+    found.reverse()
+    return found
+
+
+def _add(space: _Space, joined: bytes, bit: int) -> None:
+    # Blocks that come together mostly have the same holders: those then share one integer again.
+    before, after = 0, bit
+    get = space.get
+    for start in range(0, len(joined), BLOCK_HASH_BYTES):
+        block_hash = BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+        holders = get(block_hash, 0)
+        if holders is not before:
+            before, after = holders, holders | bit
+        space[block_hash] = after
+
+
+def _remove(space: _Space, joined: bytes, bit: int) -> None:
+    before, after = 0, 0
+    for start in range(0, len(joined), BLOCK_HASH_BYTES):
+        block_hash = BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+        holders = space.get(block_hash, 0)
+        if holders is not before:
+            before, after = holders, holders & ~bit
+        if after:
+            space[block_hash] = after
+        else:
+            space.pop(block_hash, None)
+
+
+def _clear(space: _Space, block_hash: BlockHash, gone: int) -> None:
+    holders = space.get(block_hash, 0)
+    if holders & gone:
+        left = holders & ~gone
+        if left:
+            space[block_hash] = left
+        else:
+            del space[block_hash]

@@ -1,0 +1,133 @@
+"""The scheduler's end of `KvManagerService.WatchPrefixes`: an index that follows the store.
+
+A lookup asks nobody. A feed that broke goes on from where it was; where that cannot be, a new index
+is filled beside the one in use and takes its place when it is exact.
+Tests: tests/integration/test_prefix_feed.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.kv.hashing import join_hashes
+from kvmesh.policy.holders import Holders
+from kvmesh.policy.slot_index import SlotIndex
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
+from kvmesh.rpc.convert_slots import slot_change_from_proto
+from kvmesh.rpc.stream import PeerStream
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+
+STALE_S = 10.0
+"""An index that is cut off counts for so long: as a kvmanager goes on matching a silent worker."""
+
+TURN_S = 0.05
+"""Pause between two looks at what is to be told of reads, or swept."""
+
+SWEPT_AT_ONCE = 2000
+"""Hashes that are looked at in one turn of the loop: about 0.5 ms."""
+
+MAX_READS = 1024
+"""Reads that wait to be told; more are dropped, as the counts that they are for are of samples."""
+
+log = event_logger(__name__)
+
+
+class PrefixFeed:
+    """Keeps an index; needs `run` in a background task.
+
+    Args:
+        target: the kvmanager's `host:port`.
+    """
+
+    def __init__(self, target: str, clock: Clock, access: MeshAccess = NO_ACCESS) -> None:
+        self._target = target
+        self._clock = clock
+        self._access = access
+        self._index = SlotIndex()
+        self._filling: SlotIndex | None = None
+        self._position = ""
+        self._cut_at = -math.inf
+        self._reads: list[pb.PrefixRead] = []
+        self._stream: PeerStream[pb.WatchPrefixesRequest, pb.WatchPrefixesResponse] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the index is what the store has, or was within the last seconds."""
+        return self._clock.now() - self._cut_at < STALE_S
+
+    @property
+    def num_blocks(self) -> int:
+        """Hashes in the index."""
+        return self._index.num_blocks
+
+    def note_life(self, worker_id: WorkerId, incarnation: int | None) -> None:
+        """As `SlotIndex.note_life`."""
+        self._index.note_life(worker_id, incarnation)
+        if self._filling is not None:
+            self._filling.note_life(worker_id, incarnation)
+
+    def match(self, namespace: str, hashes: Sequence[BlockHash]) -> Holders:
+        """Who holds leading blocks, as far as is known; tells the kvmanager what was found."""
+        holders = self._index.match(namespace, hashes)
+        if holders and len(self._reads) < MAX_READS:
+            ((most, _),) = holders.longest(1)
+            blocks = join_hashes(hashes[:most])
+            self._reads.append(pb.PrefixRead(namespace=namespace, block_hashes=blocks))
+        return holders
+
+    async def run(self) -> None:
+        """Connects, follows and reconnects until cancelled."""
+        async with open_channel(self._target, self._access) as channel:
+            stub = pb_grpc.KvManagerServiceStub(channel)
+            self._stream = PeerStream(
+                f"kvmanager@{self._target}",
+                stub.WatchPrefixes,
+                self._receive,
+                on_up=self._greet,
+                on_down=self._on_down,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._stream.run(), name="prefix-feed")
+                tasks.create_task(self._keep(), name="prefix-keep")
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(TURN_S)
+            reads, self._reads = self._reads, []
+            if reads and self._stream is not None and self._stream.connected:
+                told = pb.PrefixReads(reads=reads)
+                self._stream.send(pb.WatchPrefixesRequest(reads=told))
+            while self._index.needs_sweep:
+                self._index.sweep(SWEPT_AT_ONCE)
+                await asyncio.sleep(0)
+
+    def _greet(self) -> None:
+        assert self._stream is not None
+        start = pb.WatchStart(position=self._position)
+        self._stream.send(pb.WatchPrefixesRequest(start=start))
+
+    def _on_down(self, reason: str) -> None:
+        self._filling = None
+        if self._cut_at == math.inf:
+            self._cut_at = self._clock.now()
+
+    def _receive(self, message: pb.WatchPrefixesResponse) -> None:
+        if message.restart:
+            self._filling = self._index.replacement()
+            self._position = ""
+        index = self._index if self._filling is None else self._filling
+        for each in message.changes:
+            index.apply(slot_change_from_proto(each))
+        if not message.position:
+            return
+        self._position = message.position
+        self._cut_at = math.inf
+        if self._filling is not None:
+            self._index, self._filling = self._filling, None
+            log.info("prefix_index_filled", num_blocks=self._index.num_blocks)

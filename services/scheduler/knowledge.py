@@ -1,0 +1,146 @@
+"""Who holds leading blocks of a prompt: from the index at hand, or by asking while there is none.
+
+Tests: tests/unit/scheduler/test_knowledge.py, tests/unit/scheduler/test_router.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.types import BlockHash, PrefixMatch, RouteQuery, WorkerId
+from services.scheduler import metrics
+from services.scheduler.fleet import Fleet
+
+
+class Lookup(enum.Enum):
+    """How a route came to know who holds what, or why it does not."""
+
+    NOTHING = "nothing"
+    """There was nothing to look up: no full block, or nobody who publishes."""
+    INDEX = "index"
+    ASKED = "asked"
+    """The kvmanager was asked, as the index is not filled yet or was cut off."""
+    LATE = "late"
+    """It did not answer within the limit."""
+    DEGRADED = "degraded"
+    """It could not ask its store."""
+    AWAY = "away"
+    """It cannot be reached."""
+    OFF = "off"
+    """There is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An answer.
+
+    Attributes:
+        matches: leading blocks by worker; None: nobody knows.
+    """
+
+    matches: Mapping[WorkerId, int] | None
+    how: Lookup
+
+
+class Matches(Protocol):
+    """Answer of a `PrefixMatcher`."""
+
+    @property
+    def matches(self) -> Sequence[PrefixMatch]:
+        """Who holds leading blocks."""
+        ...
+
+    @property
+    def known(self) -> bool:
+        """False when nobody could be asked."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """Where it is not known: `late`, `degraded` or `away`."""
+        ...
+
+
+class PrefixMatcher(Protocol):
+    """Can be asked who holds which blocks: `kvmesh.rpc.prefix_lookup.PrefixLookup`."""
+
+    async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Matches:
+        """Leading blocks held by each worker; `known` is False after `timeout_s`."""
+        ...
+
+
+class PrefixIndex(Protocol):
+    """Knows it at once: `kvmesh.rpc.prefix_feed.PrefixFeed`."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is filled and up to date."""
+        ...
+
+    def match(self, namespace: str, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
+        """Leading blocks held by each worker."""
+        ...
+
+
+class PrefixKnowledge:
+    """Looks prefixes up, and counts how.
+
+    Args:
+        asked: None routes without cache knowledge where there is no index.
+        timeout_s: longest time that an answer is waited for.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        asked: PrefixMatcher | None,
+        index: PrefixIndex | None,
+        timeout_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._asked = asked
+        self._index = index
+        self._timeout_s = timeout_s
+        self._counts = {how: metrics.PREFIX_LOOKUPS.labels(how.value) for how in Lookup}
+
+    async def of(self, query: RouteQuery) -> Known:
+        """What is known about the query's prompt."""
+        known = await self._found(query)
+        self._counts[known.how].inc()
+        return known
+
+    async def _found(self, query: RouteQuery) -> Known:
+        if not query.block_hashes:
+            return Known({}, Lookup.NOTHING)  # nothing of it can be cached, and that is known
+        if self._asked is None:
+            return Known(None, Lookup.OFF)
+        # One namespace, except while a model's checkpoint is being replaced.
+        served = self._fleet.fingerprints(query.model)
+        spaces = sorted(served & {query.fingerprint} if query.fingerprint else served)
+        if not spaces:
+            return Known({}, Lookup.NOTHING)
+        index = self._index
+        if index is not None and index.known:
+            found = [index.match(each, query.block_hashes) for each in spaces]
+            return Known(found[0] if len(found) == 1 else _longest(found), Lookup.INDEX)
+        return await self._ask(self._asked, spaces, query)
+
+    async def _ask(self, asked: PrefixMatcher, spaces: Sequence[str], query: RouteQuery) -> Known:
+        matches: list[PrefixMatch] = []
+        for each in spaces:
+            answer = await asked.match(each, query.block_hashes, self._timeout_s)
+            if not answer.known:
+                return Known(None, Lookup(answer.why))
+            matches.extend(answer.matches)
+        return Known(self._fleet.current_matches(matches), Lookup.ASKED)
+
+
+def _longest(found: Sequence[Mapping[WorkerId, int]]) -> dict[WorkerId, int]:
+    merged: dict[WorkerId, int] = {}
+    for each in found:
+        for worker_id, blocks in each.items():
+            merged[worker_id] = max(blocks, merged.get(worker_id, 0))
+    return merged
