@@ -217,6 +217,10 @@ bench-kernels: setup ## the Triton kernels on a CUDA device; writes bench/result
 bench-fetch: setup ## first tokens behind prefixes of other workers, fetched or computed; writes bench/results/prefix_fetch.*
 	$(PY) -m benchmarks.prefix_fetch $(ARGS)
 
+.PHONY: bench-tiers
+bench-tiers: setup ## first tokens behind prefixes that a worker has evicted, from host memory, from disk, or computed; writes bench/results/tiers.*
+	$(PY) -m benchmarks.tiers $(ARGS)
+
 .PHONY: bench-fetch-links
 bench-fetch-links: setup ## over which links fetching a prefix pays, and what routes decide; writes bench/results/prefix_links.*
 	$(PY) -m benchmarks.prefix_links $(ARGS)

@@ -51,7 +51,7 @@ async def measure(
             fetched: dict[str, list[float]] = {channel: [] for channel in at_readers}
             cached: dict[str, list[float]] = {channel: [] for channel in at_readers}
             for _ in range(repeats):
-                prompt = _prompt(draw, prefix)
+                prompt = make_prompt(draw, prefix)
                 first = await at_holder.first_token(prompt)
                 computed.append(first.milliseconds)
                 for channel, reader in at_readers.items():
@@ -77,7 +77,7 @@ async def measure(
     return rows
 
 
-def _prompt(draw: random.Random, prefix: int) -> list[int]:
+def make_prompt(draw: random.Random, prefix: int) -> list[int]:
     return [draw.randrange(3, 30000) for _ in range(prefix + TAIL)]
 
 
@@ -85,10 +85,10 @@ async def _warm_up(
     draw: random.Random, holder: Asker, readers: Mapping[str, Asker], address: Address
 ) -> None:
     """Connections, libraries and caches, by a prompt of each kind."""
-    prompt = _prompt(draw, 512)
+    prompt = make_prompt(draw, 512)
     await holder.first_token(prompt)
     for reader in readers.values():
-        await reader.first_token(_prompt(draw, 512))
+        await reader.first_token(make_prompt(draw, 512))
         await reader.first_token(prompt, address.source(512 // BLOCK))
 
 
@@ -107,7 +107,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     return found
 
 
-def _checkpoint(shape: str, folder: Path, seed: int) -> Path:
+def checkpoint(shape: str, folder: Path, seed: int) -> Path:
     """A random model whose context takes the longest prompt."""
     written = write_checkpoint(SHAPES[shape], folder, seed)
     path = written / "config.json"
@@ -129,7 +129,7 @@ def main() -> None:
     num_blocks = 2 * (max(PREFIXES) // BLOCK) + 100
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        model = _checkpoint(options.shape, Path(folder), options.seed)
+        model = checkpoint(options.shape, Path(folder), options.seed)
         start = [("holder", "shm,tcp"), *((f"reader-{each}", each) for each in CHANNELS)]
         holder, *readers = [
             stack.enter_context(worker_process(name, model, num_blocks, kinds, options.dtype))

@@ -1,0 +1,189 @@
+"""Tiers below a worker's pool: first tokens, speeds, and what is found again of a trace.
+
+    python -m benchmarks.tiers --trace agentic_coding_sessions.jsonl.gz
+
+Real worker processes with a random Llama, one engine thread each, whose pool holds one prompt and
+a half: one with host memory below, one with a disk. Each prompt is computed, pushed out by others,
+and asked for again; a third time it is still in the pool, which is the least that it can take.
+Tests: tests/unit/benchmarks/test_tiers.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.fetch_workers import Address, Asker, asking, worker_process
+from benchmarks.prefix_fetch import BLOCK, checkpoint, make_prompt
+from benchmarks.random_llama import SHAPES
+from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
+from benchmarks.tier_copies import Blocks, copy_rows
+from benchmarks.tier_hits import hit_rate
+from kvmesh.sim.trace import read_trace
+
+PREFIX = 4096
+GOALS_MS = {"host": 60, "disk": 150}
+GOAL_OF_BEST = 0.8
+GOAL_OF_INFINITE = 0.9
+POOL_BLOCKS = 256
+"""Of the trace's 512 tokens each: the longest of its prompts."""
+
+SIZES = (0, 1, 2, 5, 10)
+"""Of a tier, in pools."""
+
+NUM_WORKERS = (1, 4)
+
+
+async def measure(tier: str, worker: Address, prefix: int, repeats: int, seed: int) -> Row:
+    """Milliseconds to first tokens of one worker."""
+    draw = random.Random(seed)
+    async with asking(worker) as asker:
+        await asker.first_token(make_prompt(draw, 512))
+        computed: list[float] = []
+        loaded: list[float] = []
+        cached: list[float] = []
+        for _ in range(repeats):
+            prompt = make_prompt(draw, prefix)
+            first = await asker.first_token(prompt)
+            await push_out(asker, draw, prefix)
+            again = await asker.first_token(prompt)
+            last = await asker.first_token(prompt)
+            assert again.cached_tokens == last.cached_tokens == prefix, "all was brought up"
+            assert first.token_id == again.token_id == last.token_id, "the same token"
+            computed.append(first.milliseconds)
+            loaded.append(again.milliseconds)
+            cached.append(last.milliseconds)
+    row: Row = {
+        "what": "first token",
+        "tier": tier,
+        "prefix": prefix,
+        "computed_ms": spread(computed, 1),
+        "loaded_ms": spread(loaded, 1),
+        "cached_ms": spread(cached, 1),
+    }
+    return row
+
+
+async def push_out(asker: Asker, draw: random.Random, prefix: int) -> None:
+    """Prompts that take all blocks of the pool."""
+    for _ in range(2):
+        await asker.first_token(make_prompt(draw, prefix))
+
+
+def first_tokens(options: argparse.Namespace) -> list[Row]:
+    """A row for each tier."""
+    rows: list[Row] = []
+    for tier in GOALS_MS:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = checkpoint(options.shape, folder, options.seed)
+            flags: dict[str, object] = {f"tiers.{tier}-gib": 1}
+            if tier == "disk":
+                flags["tiers.disk-path"] = folder / "tier"
+            num_blocks = options.prefix // BLOCK * 3 // 2
+            worker = stack.enter_context(
+                worker_process(tier, model, num_blocks, "shm,tcp", options.dtype, flags)
+            )
+            run = measure(tier, worker, options.prefix, options.repeats, options.seed)
+            rows.append(_told(asyncio.run(run)))
+    return rows
+
+
+def speeds(options: argparse.Namespace) -> list[Row]:
+    """What the tiers themselves do, for the KV of the same prompt."""
+    block_bytes = BLOCK * SHAPES[options.shape].kv_values * 2
+    blocks = Blocks(options.prefix // BLOCK, block_bytes, 4 * options.repeats + 1, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = copy_rows(blocks, Path(folder))
+    return [_told({"what": "speed", **row}) for row in rows]
+
+
+def hits(path: Path) -> list[Row]:
+    """What is found again of a trace, by the size of the tier."""
+    requests = read_trace(path)
+    everything = len(requests) * POOL_BLOCKS
+    rows: list[Row] = []
+    for num_workers in NUM_WORKERS:
+        infinite = hit_rate(requests, num_workers, everything, 0)
+        for size in SIZES:
+            found = hit_rate(requests, num_workers, POOL_BLOCKS, size * POOL_BLOCKS)
+            row: Row = {"what": "hits", "workers": num_workers, "tier_of_pool": size}
+            row |= {"hit_rate": round(found, 4), "of_infinite": round(found / infinite, 4)}
+            rows.append(_told(row))
+    return rows
+
+
+def _told(row: Row) -> Row:
+    sys.stdout.write(f"{row}\n")
+    sys.stdout.flush()
+    return row
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """The median of each tier, and the hits of one worker below ten pools of host memory."""
+    first = {str(row["tier"]): row for row in rows if row["what"] == "first token"}
+    speed = {str(row["tier"]): row for row in rows if row["what"] == "speed"}
+    found = [
+        Target(
+            f"{tier}: milliseconds to a first token behind {PREFIX:,} evicted tokens",
+            float(first[tier]["loaded_ms"]["median"]) if tier in first else None,
+            goal,
+            at_most=True,
+        )
+        for tier, goal in GOALS_MS.items()
+    ]
+    found += [
+        Target(
+            f"{tier}: loading, of {against}",
+            float(speed[tier]["of_best"]) if tier in speed else None,
+            GOAL_OF_BEST,
+        )
+        for tier, against in (("host", "memcpy"), ("disk", "reading it in order"))
+    ]
+    least = [
+        float(row["of_infinite"])
+        for row in rows
+        if row["what"] == "hits" and row["tier_of_pool"] == SIZES[-1]
+    ]
+    name = f"hits with host memory of {SIZES[-1]} pools, of an infinite cache"
+    return [*found, Target(name, min(least, default=None), GOAL_OF_INFINITE)]
+
+
+def main() -> None:
+    """Measures and writes bench/results/tiers.*."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shape", default="110M", choices=tuple(SHAPES))
+    parser.add_argument("--prefix", type=int, default=PREFIX)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trace", type=Path, help="of sessions; without one hits are not counted")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, default=RESULTS / "tiers.json")
+    options = parser.parse_args()
+    rows = [*speeds(options), *first_tokens(options)]
+    if options.trace is not None:
+        rows += hits(options.trace)
+    about = [
+        f"random Llama of {options.shape}, {options.dtype}, one engine thread",
+        "the pool holds one prompt and a half",
+        "computed: the worker computes the prompt, and evicts it for two others, with no pause",
+        "loaded: asked for again, its prefix comes up from the tier",
+        "cached: there again, which is the least that it can take",
+        "first tokens from disk: of a file that the system has in its page cache as a rule",
+        "speed: of the KV of one prompt; the disk's with nothing of it in the page cache",
+        "hits: cached prompt tokens of all; bookkeeping of pool and tier, nothing is computed",
+        f"hits: sessions stay with their worker, whose pool has {POOL_BLOCKS} blocks of 512 tokens",
+    ]
+    result = document(rows, targets(rows), options.seed, about)
+    save(result, options.save)
+    sys.stdout.write(markdown(result))
+
+
+if __name__ == "__main__":
+    main()
