@@ -98,7 +98,7 @@ def first_tokens(options: argparse.Namespace) -> list[Row]:
 def speeds(options: argparse.Namespace) -> list[Row]:
     """What the tiers themselves do, for the KV of the same prompt."""
     block_bytes = BLOCK * SHAPES[options.shape].kv_values * 2
-    blocks = Blocks(options.prefix // BLOCK, block_bytes, 4 * options.repeats + 1, options.seed)
+    blocks = Blocks(options.prefix // BLOCK, block_bytes, 8 * options.repeats + 1, options.seed)
     with tempfile.TemporaryDirectory() as folder:
         rows = copy_rows(blocks, Path(folder))
     return [_told({"what": "speed", **row}) for row in rows]

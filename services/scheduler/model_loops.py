@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
-from kvmesh.policy.composition import Composition, Offload, OffloadState
+from kvmesh.policy.composition import Composition, Offload
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.measurement import ServingMeter
-from kvmesh.policy.offload import Threshold
+from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
@@ -88,7 +88,7 @@ class ModelLoops:
     @property
     def offload(self) -> OffloadState:
         """What routes read."""
-        return OffloadState(self._remote, self.threshold.tokens)
+        return OffloadState(self._remote, self.threshold.tokens, self._offload.has_room)
 
     @property
     def pace(self) -> FetchPace:

@@ -16,9 +16,10 @@ from kvmesh.core.details import FleetWorker, ModelDetail
 from kvmesh.core.types import Role, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
-from kvmesh.policy.composition import Composition, OffloadState
+from kvmesh.policy.composition import Composition
 from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.groups import GroupKey
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.role_loop import CYCLE_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, scale_signal

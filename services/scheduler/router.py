@@ -18,10 +18,11 @@ from kvmesh.core.types import (
     RouteQuery,
 )
 from kvmesh.core.values import changed
-from kvmesh.policy.composition import Composition, OffloadState, decide_route
+from kvmesh.policy.composition import Composition, decide_route
 from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.groups import serving_label
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView

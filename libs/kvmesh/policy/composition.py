@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from kvmesh.core.types import RequestId, RouteCause, RoutePlan, RouteQuery, Work
 from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PENDING_TOKENS
 from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.joint_choice import JOINT_WINDOW_S, JointRule
-from kvmesh.policy.offload import OffloadReason
+from kvmesh.policy.offload import OffloadReason, OffloadState
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
@@ -112,19 +111,6 @@ _OFFLOAD_CAUSES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadState:
-    """What the choice of cluster reads besides the view.
-
-    Attributes:
-        remote: name of the offload cluster; its workers prefill only. Empty: there is none.
-        threshold_tokens: longer uncached prompts go there.
-    """
-
-    remote: str = ""
-    threshold_tokens: float = math.inf
-
-
 def request_rng(request_id: RequestId) -> random.Random:
     """Ties of one request fall the same way wherever and whenever it is decided; those of different
     requests fall differently.
@@ -157,8 +143,7 @@ def decide_route(
         now,
         request_rng(query.request_id),
         policy.route,
-        remote=offload.remote,
-        threshold_tokens=offload.threshold_tokens,
+        offload,
     )
     if group is not None:
         planned = dataclasses.replace(planned, group=group)

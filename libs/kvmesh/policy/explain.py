@@ -18,8 +18,8 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.composition import OffloadState
 from kvmesh.policy.joint_choice import JointReason
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import GroupReason
 from kvmesh.policy.ranking import RankFunction, RoutePolicy, Standing

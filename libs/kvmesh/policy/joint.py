@@ -27,7 +27,7 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.composition import Composition, OffloadState, decide_route
+from kvmesh.policy.composition import Composition, decide_route
 from kvmesh.policy.fetch_route import fetch_words
 from kvmesh.policy.joint_choice import ALONE, JointChoice, JointReason, JointRule
 from kvmesh.policy.joint_queues import (
@@ -40,6 +40,7 @@ from kvmesh.policy.joint_queues import (
     in_order_of_asking,
     total_tokens,
 )
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.ranking import SLACK_TOKENS, Standing
 from kvmesh.policy.reasons import decode_reason, prefill_reason

@@ -7,6 +7,7 @@ Tests: tests/unit/policy/test_offload.py, tests/property/test_policy_properties.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -34,6 +35,21 @@ class OffloadChoice:
     uncached_tokens: int
     moved_tokens: int
     reason: OffloadReason
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadState:
+    """What the choice of cluster reads besides the view.
+
+    Attributes:
+        remote: name of the offload cluster; its workers prefill only. Empty: there is none.
+        threshold_tokens: longer uncached prompts go there.
+        link_has_room: between the clusters, for prefixes beside prompts' KV.
+    """
+
+    remote: str = ""
+    threshold_tokens: float = math.inf
+    link_has_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Route plans over two clusters: the threshold chooses where to prefill, the route policy chooses
 the workers there and at home.
 
+A prefix that the other cluster holds is brought from there where the link between them has room.
 Source: PrfaaS 3.3, 3.4.3. Tests: tests/unit/policy/test_offload_route.py.
 """
 
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.joint_choice import JointChoice
-from kvmesh.policy.offload import OffloadChoice, Reach, choose_cluster
+from kvmesh.policy.offload import OffloadChoice, OffloadState, Reach, choose_cluster
 from kvmesh.policy.pdserve import GroupChoice
+from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace, saved_tokens
 from kvmesh.policy.ranking import RoutePolicy
 from kvmesh.policy.routing import plan_route
 from kvmesh.policy.view import FleetView, WorkerView
@@ -43,17 +45,14 @@ def plan_offload(
     now: float,
     rng: random.Random,
     policy: RoutePolicy,
-    *,
-    remote: str,
-    threshold_tokens: float,
+    offload: OffloadState,
 ) -> OffloadPlan:
     """Decides the cluster, then the workers.
 
     Args:
         matches: as for `plan_route`.
-        remote: name of the offload cluster; its workers prefill only.
-        threshold_tokens: longer uncached prompts go there.
     """
+    remote = offload.remote
     far = [w for w in view.workers if w.info.cluster == remote and _may_prefill(w)]
     near = [w for w in view.workers if w.info.cluster != remote] if far else []
     if not near:
@@ -62,21 +61,33 @@ def plan_offload(
     reach = _reach(far, near_prefill, query)
     if not (reach.remote or reach.local):
         return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
-    choice = choose_cluster(
-        query.num_tokens,
-        _longest_match(far, query, matches),
-        # The KV of a conversation lies on the decode worker that generated the last answer.
-        _longest_match(near, query, matches),
-        threshold_tokens,
-        reach,
+    held_far = _longest_match(far, query, matches)
+    # The KV of a conversation lies on the decode worker that generated the last answer.
+    held_near = _longest_match(near, query, matches)
+    moves = (
+        policy.fetches and offload.link_has_room and _moves(view.pace, abs(held_far - held_near))
     )
+    reach = dataclasses.replace(reach, bandwidth_abundant=moves)
+    choice = choose_cluster(query.num_tokens, held_far, held_near, offload.threshold_tokens, reach)
     if not choice.remote:
         home = dataclasses.replace(view, workers=tuple(near))
-        return OffloadPlan(plan_route(home, query, matches, now, rng, policy), choice)
+        lenders = far if choice.moved_tokens else []
+        return OffloadPlan(plan_route(home, query, matches, now, rng, policy, lenders), choice)
     decode = [w for w in near if w.info.role is not Role.PREFILL]
     apart = dataclasses.replace(query, placement=Placement.DISAGGREGATED)
     restricted = dataclasses.replace(view, workers=(*far, *decode))
-    return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy), choice)
+    # Those that decode, too, are in the plan already.
+    lenders = [w for w in near if w.info.role is Role.PREFILL] if choice.moved_tokens else []
+    return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy, lenders), choice)
+
+
+def _moves(pace: FetchPace, num_tokens: int) -> bool:
+    """Whether KV of as many tokens is sooner brought from the other cluster than computed, by what
+    the link was seen to carry: what is not known of it is no room for more.
+    """
+    if num_tokens < MIN_FETCH_TOKENS or not (pace.token_s and pace.between_token_s):
+        return False
+    return saved_tokens(num_tokens, 0.0, pace.overhead_tokens, pace.share(inside=False)) > 0
 
 
 def _reach(far: list[WorkerView], near: list[WorkerView], query: RouteQuery) -> Reach:

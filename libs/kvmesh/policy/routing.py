@@ -7,9 +7,10 @@ Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from kvmesh.core.details import FleetWorker
@@ -65,6 +66,7 @@ def plan_route(
     now: float,
     rng: random.Random,
     policy: RoutePolicy = CACHE_LOAD,
+    lenders: Sequence[WorkerView] = (),
 ) -> RoutePlan | Refusal:
     """Decides where to run a request.
 
@@ -74,6 +76,7 @@ def plan_route(
         matches: leading blocks of the query that each worker holds; None when nobody knows.
         now: seconds on the clock of the view's `reported_at`.
         rng: breaks ties.
+        lenders: workers beside those of the view, which take nothing and lend what they hold.
 
     Returns:
         A plan whose first candidates are the choice and the rest the fallbacks, or a refusal that
@@ -99,7 +102,7 @@ def plan_route(
     )
     if policy.fetches and matches:
         apart = query.placement is not Placement.AGGREGATED and not all_hybrid
-        _weigh_fetches(call, seats, apart=apart)
+        _weigh_fetches(call, seats, _lenders(call, lenders), apart=apart)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if all_hybrid:
@@ -119,16 +122,27 @@ def plan_route(
     return plan
 
 
-def _weigh_fetches(call: Call, seats: list[Seat], *, apart: bool) -> None:
+def _lenders(call: Call, workers: Sequence[WorkerView]) -> list[Seat]:
+    """Standings of workers whose groups have no part in the plan."""
+    beside = dataclasses.replace(call, groups=set())
+    awake = [each for each in workers if not each.load.draining]
+    return take_seats(beside, [each for each in awake if each.info.model == call.query.model])
+
+
+def _weigh_fetches(call: Call, seats: list[Seat], lenders: list[Seat], *, apart: bool) -> None:
     """Says of each seat whom it fetches a prefix from.
 
     Args:
+        lenders: others that may be read from.
         apart: prefill and decode may be on two workers, so that one may ask the other.
     """
     pace = call.view.pace
     for layout in range(len(call.layouts)):
         members = of_layout(call, seats, layout)
-        holders = [seat for seat in members if not seat.silent]
+        if not members:
+            continue
+        readable = (*members, *of_layout(call, lenders, layout))
+        holders = [seat for seat in readable if not seat.silent]
         decoders = _decoders(members, call.policy) if apart and pace.ask_chunk_s else None
         weigh_fetches(members, holders, pace, call.rng, decoders)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.policy.egress import EgressMeter
-from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
+from kvmesh.policy.offload import AdjustLimits, LinkState, Threshold, adjust_threshold
+
+_LIMITS = AdjustLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,12 @@ class ThresholdLoop:
         self._way_out = EgressMeter(egress_bytes_per_s)
         self._capacity_sum = 0.0
         self._num_cycles = 0
+        self._utilisation = 1.0  # until it is measured
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the way out was clearly not full in the last cycle; False before the first."""
+        return self._utilisation < _LIMITS.low_utilisation
 
     @property
     def capacity(self) -> float:
@@ -62,7 +70,7 @@ class ThresholdLoop:
         Args:
             elapsed_s: since the last cycle, above 0.
         """
-        utilisation = self._way_out.observe(
+        self._utilisation = self._way_out.observe(
             reading.sent_bytes, reading.leaving_bytes, elapsed_s, reading.sending
         )
         self._capacity_sum += self._way_out.capacity
@@ -71,10 +79,11 @@ class ThresholdLoop:
         self.threshold = adjust_threshold(
             before,
             LinkState(
-                utilisation,
+                self._utilisation,
                 reading.remote_waiting / max(reading.num_remote, 1),
                 reading.local_waiting / max(reading.num_local, 1),
             ),
+            _LIMITS,
         )
         return self.threshold.tokens != before.tokens
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvmesh.core.types import Role
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
-from kvmesh.policy.offload import Threshold
+from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
 from kvmesh.policy.reallocation import choose_giver
@@ -59,6 +59,11 @@ class Control:
         self._sending = SendingMeter()
         # Bandwidth that a failure takes away is found out as it is in a service: by what leaves.
         self._offload = ThresholdLoop(self._start_threshold(), fleet.between.bytes_per_s)
+
+    @property
+    def offload(self) -> OffloadState:
+        """What the choice of cluster reads."""
+        return OffloadState(REMOTE, self.threshold_tokens, self._offload.has_room)
 
     @property
     def threshold_tokens(self) -> float:

@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvmesh.core.types import Refusal, RoutePlan, RouteQuery, WorkerId
-from kvmesh.policy.composition import OffloadState, decide_route
+from kvmesh.policy.composition import decide_route
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import profile_pace
-from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
+from kvmesh.sim.fleet import MODEL, SimFleet
 from kvmesh.sim.joint import JointDecisions, Waiting
 from kvmesh.sim.placing import Answer
 from kvmesh.sim.requests import SimRequest
@@ -33,7 +34,7 @@ class SimRouter:
     """Answers who is to run a request.
 
     Args:
-        threshold_tokens: reads the threshold in force for the remote cluster.
+        offload: reads what the choice of cluster goes by.
         reasons: decisions are counted here.
         around: makes the decisions on single requests, to time them, say; None: just that.
     """
@@ -43,14 +44,14 @@ class SimRouter:
         scenario: Scenario,
         events: EventQueue,
         fleet: SimFleet,
-        threshold_tokens: Callable[[], float],
+        offload: Callable[[], OffloadState],
         reasons: Counter[str],
         around: Callable[[Decide], RoutePlan | Refusal] | None,
     ) -> None:
         self._system = scenario.system
         self._events = events
         self._fleet = fleet
-        self._threshold_tokens = threshold_tokens
+        self._read_offload = offload
         self._reasons = reasons
         self._around = around
         self._pace = profile_pace(scenario.profile)
@@ -104,7 +105,7 @@ class SimRouter:
 
     @property
     def _offload(self) -> OffloadState:
-        return OffloadState(REMOTE, self._threshold_tokens())
+        return self._read_offload()
 
     def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         seen = self._fleet.view_for(query, matches)

@@ -138,7 +138,7 @@ class Simulation:
             scenario,
             self.events,
             self.fleet,
-            lambda: self.control.threshold_tokens,
+            lambda: self.control.offload,
             self.result.reasons,
             around,
         )

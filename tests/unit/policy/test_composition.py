@@ -13,10 +13,10 @@ from kvmesh.core.types import (
 from kvmesh.policy.composition import (
     COMPOSITIONS,
     DEFAULT,
-    OffloadState,
     decide_route,
     request_rng,
 )
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
 from kvmesh.policy.view import FleetView, WorkerView
 from tests.unit.policy.fleet_examples import NOW, fleet, query, worker

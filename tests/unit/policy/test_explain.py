@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from kvmesh.core.types import Placement, RefusalReason, Role, WorkerId
-from kvmesh.policy.composition import COMPOSITIONS, DEFAULT, OffloadState, decide_route
+from kvmesh.policy.composition import COMPOSITIONS, DEFAULT, decide_route
 from kvmesh.policy.explain import MAX_EXPLAINED, DecisionFacts, describe_decision
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.view import WorkerView
 from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
 

@@ -15,8 +15,9 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
+from kvmesh.policy.composition import COMPOSITIONS, decide_route
 from kvmesh.policy.explain import describe_decision
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace
 from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, RoutePolicy
 from kvmesh.policy.routing import plan_route

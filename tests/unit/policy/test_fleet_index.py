@@ -7,6 +7,7 @@ from collections import Counter
 
 from kvmesh.core.types import Role, RoutePlan, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import plan_offload
 from kvmesh.policy.routing import plan_route
 from kvmesh.policy.seats import SILENT_AFTER_S
@@ -51,9 +52,7 @@ def test_who_lost_work_of_the_request_is_listed() -> None:
     view = index.shortlist(asked, None, NOW, SILENT_AFTER_S)
     assert "lost" in [each.worker_id for each in view.workers]
     policy, rng = POLICIES["cache_load"], random.Random(0)
-    plan = plan_offload(
-        view, asked, None, NOW, rng, policy, remote="far", threshold_tokens=400
-    ).route
+    plan = plan_offload(view, asked, None, NOW, rng, policy, OffloadState("far", 400)).route
     assert isinstance(plan, RoutePlan)
     assert plan.prefill[0].worker_id == "p"
 

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from kvmesh.core.types import Placement, Refusal, RefusalReason, Role, RoutePlan, WorkerId
-from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
+from kvmesh.policy.composition import COMPOSITIONS, decide_route
 from kvmesh.policy.explain import DecisionFacts, describe_decision
 from kvmesh.policy.group_route import restrict_to_group
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import GroupReason
 from kvmesh.policy.view import FleetView, WorkerView

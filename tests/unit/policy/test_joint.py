@@ -19,10 +19,11 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
+from kvmesh.policy.composition import COMPOSITIONS, decide_route
 from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.joint_choice import JointReason
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.view import FleetView, WorkerView

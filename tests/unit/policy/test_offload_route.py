@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import pytest
+
 from kvmesh.core.types import (
     Placement,
     Refusal,
@@ -12,13 +14,15 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.offload import OffloadReason
+from kvmesh.policy.offload import OffloadReason, OffloadState
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.view import WorkerView
 from tests.unit.policy.fleet_examples import NOW, POLICIES, fleet, query, worker
 
 FAR = worker("far", cluster="far")
 NEAR = (worker("p"), worker("d", Role.DECODE))
+WIDE = FetchPace(token_s=1e-3, inside_token_s=1e-5, between_token_s=5e-5)
 
 
 def decide(
@@ -32,8 +36,7 @@ def decide(
         NOW,
         random.Random(0),
         POLICIES["cache_load"],
-        remote="far",
-        threshold_tokens=400,
+        OffloadState("far", 400),
     )
 
 
@@ -164,3 +167,59 @@ def test_nobody_at_all() -> None:
     refused = decide().route
     assert isinstance(refused, Refusal)
     assert refused.reason is RefusalReason.NO_WORKERS
+
+
+def over_a_link(
+    asked: RouteQuery,
+    held: dict[str, int],
+    pace: FetchPace = WIDE,
+    *,
+    has_room: bool = True,
+) -> OffloadPlan:
+    """Ours, with workers of both clusters that can be read."""
+    view = dataclasses.replace(fleet(FAR, *NEAR), pace=pace)
+    matches = {WorkerId(name): n for name, n in held.items()}
+    offload = OffloadState("far", 400, link_has_room=has_room)
+    return plan_offload(view, asked, matches, NOW, random.Random(0), POLICIES["kvmesh"], offload)
+
+
+def test_a_prefix_of_home_goes_along_where_the_link_has_room() -> None:
+    """Home holds 2,000 of 3,400 tokens, and the link carries a token in 5 % of computing it."""
+    plan = over_a_link(query(3400), {"p": 125})
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 2000)
+    assert (plan.choice.compared_tokens, plan.choice.uncached_tokens) == (1400, 1400)
+    first = route(plan).prefill[0]
+    assert first.worker_id == "far"
+    assert first.source is not None
+    assert (first.source.worker_id, first.source.num_blocks) == ("p", 125)
+    # Who lends takes nothing.
+    assert [c.worker_id for c in route(plan).prefill] == ["far"]
+
+
+def test_a_prefix_of_the_far_cluster_comes_home_for_a_short_rest() -> None:
+    plan = over_a_link(query(1500), {"far": 75})
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (False, 1200)
+    workers = [*route(plan).prefill, *route(plan).decode]
+    assert "far" not in {each.worker_id for each in workers}
+    source = route(plan).prefill[0].source
+    assert source is not None
+    assert source.worker_id == "far"
+
+
+@pytest.mark.parametrize(
+    ("pace", "has_room"),
+    [
+        (WIDE, False),
+        (FetchPace(1e-3, 1e-5, 9e-4), True),  # computing takes hardly longer
+        (FetchPace(1e-3, 1e-5, 0.0), True),  # nothing was seen on the link
+        (FetchPace(0.0, 0.0, 5e-5), True),
+    ],
+)
+def test_a_link_without_room_moves_no_prefix(pace: FetchPace, has_room: bool) -> None:
+    plan = over_a_link(query(3400), {"p": 125}, pace, has_room=has_room)
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 0)
+    assert plan.choice.uncached_tokens == 3400
+    assert route(plan).prefill[0].source is None

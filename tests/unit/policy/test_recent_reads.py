@@ -12,7 +12,8 @@ import pytest
 
 from kvmesh.core.summary_statistics import coefficient_of_variation
 from kvmesh.core.types import Placement, PrefixSource, RequestId, Role, RoutePlan, WorkerId
-from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
+from kvmesh.policy.composition import COMPOSITIONS, decide_route
+from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.recent_reads import HALF_READS, RecentReads
 from kvmesh.policy.view import FleetView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, query, worker

@@ -49,3 +49,12 @@ def test_the_capacity_for_a_plan_is_the_mean_since_the_last_one() -> None:
     assert made.take_capacity() == pytest.approx((4 * 100 + 50) / 5)
     made.cycle(carries(50, 200), 1.0)
     assert made.take_capacity() == pytest.approx(50)
+
+
+def test_the_way_out_has_room_when_it_was_seen_to() -> None:
+    made = loop()
+    assert not made.has_room
+    made.cycle(CALM, 1.0)
+    assert made.has_room
+    made.cycle(carries(95, 0), 1.0)
+    assert not made.has_room
