@@ -27,7 +27,7 @@ class TieredWorker:
         self._pool = BlockPool(num_blocks, TRACE_BLOCK)
         self._tiers: Tiers | None = None
         if places:
-            self._tiers = Tiers([Tier("host", places)], self._pool.went_below)
+            self._tiers = Tiers([Tier("host", places)], self._pool.lost_below)
             self._pool.below = self._tiers
 
     def prompt(self, request: TraceRequest) -> int:

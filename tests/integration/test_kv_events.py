@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from kvmesh.core.types import Endpoint
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime.kv_event_publisher import END_SEQUENCE, MAX_REQUEST_BYTES, KvEventPublisher
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, EventsSection, WorkerSection
+from kvmesh.runtime.worker_config import EngineSection, EventsSection, TiersSection, WorkerSection
 from tests.worker_driver import ROOT, Driver, Key, make_spec, running_worker, until_idle
 
 BLOCK_SIZE = 16
@@ -105,6 +106,7 @@ class Indexer:
         self.replay = self.context.socket(zmq.DEALER)
         self.replay.connect(publisher.replay_endpoint)
         self.held: dict[Hash, tuple[Hash | None, tuple[int, ...]]] = {}
+        self.lower: dict[Hash, str | None] = {}
         self.next = 0
         self.media: set[str | None] = set()
 
@@ -142,14 +144,20 @@ class Indexer:
                     self._store(event)
                 case "Removed":
                     for name in event.block_hashes:
-                        del self.held[name]
+                        if self.lower.get(name) == event.medium:
+                            del self.lower[name]
+                        else:
+                            del self.held[name]
                 case "Cleared":
                     self.held.clear()
 
     def _store(self, event: Any) -> None:
         assert event.block_size == BLOCK_SIZE
-        assert len(event.token_ids) == BLOCK_SIZE * len(event.block_hashes)
         self.media.add(event.medium)
+        if not event.token_ids:
+            self.lower |= dict.fromkeys(event.block_hashes, event.medium)
+            return
+        assert len(event.token_ids) == BLOCK_SIZE * len(event.block_hashes)
         parent = event.parent_block_hash
         for index, name in enumerate(event.block_hashes):
             tokens = event.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -159,9 +167,11 @@ class Indexer:
 
 
 @asynccontextmanager
-async def publishing(**changes: Any) -> AsyncIterator[tuple[Worker, KvEventPublisher]]:
+async def publishing(
+    tiers: TiersSection | None = None, **changes: Any
+) -> AsyncIterator[tuple[Worker, KvEventPublisher]]:
     section = EventsSection(endpoint=LOCAL, replay_endpoint=LOCAL, **changes)
-    async with running_worker(WorkerSection(id="h"), ENGINE, section) as worker:
+    async with running_worker(WorkerSection(id="h"), ENGINE, section, tiers=tiers) as worker:
         publisher = worker._kv_events
         assert isinstance(publisher, KvEventPublisher)
         yield worker, publisher
@@ -203,6 +213,26 @@ async def test_an_indexer_knows_what_the_worker_holds(encoding: str, int_hashes:
             assert [name(each) for each in chain_hashes(ROOT, tokens, BLOCK_SIZE)] == path
         finally:
             indexer.close()
+
+
+async def test_an_indexer_knows_what_lies_on_disk_also_after_a_restart(tmp_path: Path) -> None:
+    tiers = TiersSection(disk_gib=0.001, disk_path=str(tmp_path))
+    for life in range(2):
+        async with publishing(tiers) as (worker, publisher):
+            if not life:
+                await serve(worker, prompts(1, 12))
+            publisher.flush()
+            indexer = Indexer(publisher, "array")
+            try:
+                await indexer.catch_up()
+                pool, name = worker.core.pool, publisher._wire.name
+                here = {each for each in pool.held_hashes() if pool.find(each) is not None}
+                assert set(indexer.held) == {name(each) for each in here}
+                below = {name(each) for each in pool.held_hashes() if each not in here}
+                assert indexer.lower == dict.fromkeys(below, "DISK")
+                assert below
+            finally:
+                indexer.close()
 
 
 def self_and_parents(indexer: Indexer, name: Hash) -> list[Hash]:

@@ -25,7 +25,7 @@ class TierMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, 4)
         self.tiers = Tiers(
             [Tier(str(level), size) for level, size in enumerate(self.places)],
-            self.pool.went_below,
+            self.pool.lost_below,
         )
         self.pool.below = self.tiers
         self.blocks: dict[int, BlockHash] = {}

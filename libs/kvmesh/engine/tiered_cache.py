@@ -71,7 +71,7 @@ class TieredCache:
         self._fills = fills
         self._stores = tuple(stores)
         self._clock = clock
-        self._tiers = Tiers(tiers, pool.went_below)
+        self._tiers = Tiers(tiers, pool.lost_below)
         self._spill = spill
         self._is_saving = self._is_spilling = False
         self._num_loads = 0

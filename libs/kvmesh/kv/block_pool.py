@@ -12,8 +12,7 @@ together without an await, since a block that was only matched may be evicted.
 Tiers below the pool may hold copies of blocks (`kv/tiers.py`). Others are told that a block is gone
 when neither has it. A copy is made while the block may be evicted any time: whoever made it asks
 `is_same` afterwards, so that no eviction ever waits.
-Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py,
-tests/property/test_tiers.py.
+Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py, test_tiers.py.
 """
 
 from __future__ import annotations
@@ -86,6 +85,10 @@ class LowerCopies(Protocol):
         """All that can be brought back."""
         ...
 
+    def tier_of(self, key: BlockHash) -> str | None:
+        """Name of the fastest tier that has a block."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class UnsavedBlock:
@@ -141,6 +144,8 @@ class BlockPool:
         """Told when blocks were sealed or became evictable that have no copy below."""
         self.on_removed: Callable[[BlockHash], None] | None = None
         """Told of each hash that can be matched no longer."""
+        self.on_lowered: Callable[[BlockHash], None] | None = None
+        """Told of each hash that lies in another tier now, and not here."""
         self.on_free: Callable[[], None] | None = None
         """Told when `allocate` can give more than before."""
 
@@ -325,14 +330,22 @@ class BlockPool:
         """Whether a block still holds what it did: it was not evicted in between."""
         return self._lives[block.block] == block.life
 
-    def went_below(self, key: BlockHash) -> None:
-        """No tier below has a block any more.
+    def lost_below(self, key: BlockHash) -> None:
+        """A tier below has a block no more.
 
         If it is here it is not copied again before somebody uses it: tiers that are smaller than
         what is cached here would else be written for ever.
         """
-        if key not in self._block_of:
+        if key in self._block_of:
+            return
+        if self.below is not None and key in self.below:
+            self._lowered(key)
+        else:
             self._tell(key, stored=False)
+
+    def _lowered(self, key: BlockHash) -> None:
+        if self.on_lowered is not None and _is_announced(key):
+            self.on_lowered(key)
 
     def clear_cached(self) -> int:
         """Empties all evictable blocks and returns how many there were."""
@@ -438,6 +451,7 @@ class BlockPool:
             self._tell(block_hash, stored=stored)
         elif not stored:
             below.left(block_hash)
+            self._lowered(block_hash)
 
     def _tell(self, block_hash: BlockHash, *, stored: bool) -> None:
         if not _is_announced(block_hash):

@@ -226,13 +226,13 @@ class Tiers:
     """All tiers below one pool, the fastest first; the pool's `LowerCopies`.
 
     Args:
-        on_gone: told of each block that no tier has any more.
+        on_lost: told of each block that one of them has no more.
     """
 
-    def __init__(self, tiers: Sequence[Tier], on_gone: Callable[[BlockHash], None]) -> None:
+    def __init__(self, tiers: Sequence[Tier], on_lost: Callable[[BlockHash], None]) -> None:
         assert tiers, "without a tier there is nothing below"
         self._tiers = tuple(tiers)
-        self._on_gone = on_gone
+        self._on_lost = on_lost
 
     def __contains__(self, key: object) -> bool:
         return any(key in tier for tier in self._tiers)
@@ -256,11 +256,15 @@ class Tiers:
         """The fastest tier that has a block."""
         return next((level for level, tier in enumerate(self._tiers) if key in tier), None)
 
+    def tier_of(self, key: BlockHash) -> str | None:
+        """See `LowerCopies.tier_of`."""
+        return next((tier.name for tier in self._tiers if key in tier), None)
+
     def begin_write(self, level: int, keys: Iterable[BlockHash]) -> list[Copy]:
         """See `Tier.begin_write`."""
         copies, gone = self._tiers[level].begin_write(keys)
         for key in gone:
-            self._left_tier(key)
+            self._on_lost(key)
         if level:
             for each in copies:
                 self._tiers[level - 1].saved(each.key)
@@ -296,11 +300,7 @@ class Tiers:
         tier = self._tiers[level]
         tier.loaded_total += is_good
         if tier.end_read(copy, is_good=is_good):
-            self._left_tier(copy.key)
-
-    def _left_tier(self, key: BlockHash) -> None:
-        if key not in self:
-            self._on_gone(key)
+            self._on_lost(copy.key)
 
     def statistics(self) -> list[TierStatistics]:
         """Of each tier."""

@@ -24,14 +24,12 @@ class WireFormat:
 
     Attributes:
         block_size: tokens per block.
-        medium: where the blocks are: GPU or CPU.
         as_map: events as maps instead of arrays.
         int_hashes: the last 64 bits of a hash as a number, as vLLM does unless told otherwise;
             else all its bytes.
     """
 
     block_size: int
-    medium: str
     as_map: bool = False
     int_hashes: bool = True
 
@@ -60,13 +58,13 @@ class WireFormat:
                     "token_ids": list(event.token_ids),
                     "block_size": self.block_size,
                     "lora_id": None,
-                    "medium": self.medium,
+                    "medium": event.medium,
                     "lora_name": None,
                 }
             case BlocksRemoved():
                 return "BlockRemoved", {
                     "block_hashes": [self.name(each) for each in event.hashes],
-                    "medium": self.medium,
+                    "medium": event.medium,
                 }
             case AllCleared():
                 return "AllBlocksCleared", {}

@@ -5,16 +5,22 @@ Tests: tests/integration/test_kv_events.py.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Protocol
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import BlockHash
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.sequence import Sequence
+from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.events import KvEventLog
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.worker_config import WorkerConfig
 
 ENCODINGS = ("array", "map")
+
+MEDIA = {"host": "CPU", "disk": "DISK"}
+"""Of tiers, as vLLM's subscribers know them."""
 
 
 class EventSink(Protocol):
@@ -47,10 +53,9 @@ def start_kv_events(
         raise ConfigError(
             f"events.endpoint needs the package {error.name}: pip install 'kvmesh[events]'"
         ) from error
-    log = KvEventLog(core.block_size, lambda block_hash: bool(core.pool.match((block_hash,))))
+    log = log_of_pool(core.pool, "CPU" if config.engine.device == "cpu" else "GPU")
     wire = WireFormat(
         core.block_size,
-        medium="CPU" if config.engine.device == "cpu" else "GPU",
         as_map=section.encoding == "map",
         int_hashes=section.int_hashes,
     )
@@ -62,6 +67,26 @@ def start_kv_events(
         publisher.notify()
 
     core.on_sealed = core.fills.on_filled = sealed
-    core.pool.on_removed = log.removed
     context.spawn(publisher.run(), "kv events")
     return publisher
+
+
+def log_of_pool(pool: BlockPool, medium: str) -> KvEventLog:
+    """The log of a pool in this medium, and of the tiers below it."""
+    log = KvEventLog(pool.block_size, lambda block_hash: bool(pool.match((block_hash,))), medium)
+    pool.on_removed = log.removed
+    below = pool.below
+    if below is None:
+        return log
+
+    def lowered(block_hash: BlockHash) -> None:
+        tier = below.tier_of(block_hash)
+        assert tier is not None, "a block that left for a tier is there"
+        log.lowered(block_hash, MEDIA[tier])
+
+    pool.on_lowered = lowered
+    # A disk holds what an earlier life has put there; longer names are of this pool alone.
+    for tier, hashes in groupby(pool.held_hashes(), key=below.tier_of):
+        if tier is not None:
+            log.found(list(hashes), MEDIA[tier])
+    return log
