@@ -93,6 +93,12 @@ def _fetched(result: Result) -> tuple[str, str]:
     return f"{row['fetched_ms']['median']:,.0f} ms", f"computed {row['computed_ms']['median']:,.0f}"
 
 
+def _brought_up(result: Result) -> tuple[str, str]:
+    rows = [_row(result, what="first token", tier=tier) for tier in ("host", "disk")]
+    host, disk = (f"{row['loaded_ms']['median']:,.0f}" for row in rows)
+    return f"{host} / {disk} ms", f"computed {rows[0]['computed_ms']['median']:,.0f}"
+
+
 def _link_speed(result: Result) -> tuple[str, str]:
     # As many streams as the channel begins with, which depends on the machine.
     names = [each["name"] for each in result["targets"] if "iperf3" in each["name"]]
@@ -134,6 +140,11 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     ),
     ("engine", "CPU engine, tokens per second, prefill and decode", _engine),
     ("prefix_fetch", "first token behind 4,096 tokens that another worker holds, TCP", _fetched),
+    (
+        "tiers",
+        "first token behind 4,096 tokens that the pool has evicted, in host memory / on disk",
+        _brought_up,
+    ),
     ("transfer", "KV over TCP, one peer", _link_speed),
     ("routing", "one route decision among 1,000 workers, p99", _decision),
     ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
