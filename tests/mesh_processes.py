@@ -135,7 +135,8 @@ class Mesh:
         await self.add("kvmanager", "kvmanager", redis, sticky=True).ready()
         # Handoffs are what most tests are about: short prompts are kept apart too.
         target = {"kvmanager.target": self["kvmanager"].address, "routing.aggregate-tokens": 0}
-        target["planning.roles"] = "off"  # and workers keep the role that their name says
+        # And workers keep the role that their name says.
+        target |= {"planning.roles": "off", "planning.substitutes": "off"}
         await self.add("scheduler", "scheduler", {**redis, **target}, sticky=True).ready()
         for service, count in (("prefill", num_prefill), ("decode", num_decode)):
             for number in range(count):

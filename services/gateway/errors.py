@@ -80,6 +80,25 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(answer: ErrorAnswer, request_id: str) -> dict[str, Any]:
+    """Anthropic's error body for an answer in OpenAI's."""
+    other = _INVALID if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    kind = _ANTHROPIC_TYPES.get(answer.status, other)
+    error = {"type": kind, "message": answer.body["error"]["message"]}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
 def answer_for(error: KvMeshError) -> ErrorAnswer:
     """The answer to a request that failed with `error`."""
     if isinstance(error, InvalidRequestError):

@@ -12,7 +12,9 @@ from kvmesh.runtime.worker_config import WorkerConfig, WorkerSection
 class PrefillSection(WorkerSection):
     """A worker whose default role is prefill."""
 
-    role: str = option("prefill", "prefill, decode or hybrid: what the scheduler uses it for")
+    role: str = option(
+        "prefill", "prefill, decode, hybrid or spare: what the scheduler uses it for"
+    )
 
 
 @dataclass(frozen=True, slots=True)

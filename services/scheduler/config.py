@@ -43,6 +43,9 @@ class PlanningConfig:
     """The loops above single requests."""
 
     roles: str = option("apply", "role changes: apply, recommend (log and count them) or off")
+    substitutes: str = option(
+        "apply", "fill places of lost and ejected workers: apply, recommend or off"
+    )
     reallocate_s: float = positive(120.0, "interval at which the split of roles is evaluated")
     monitor_s: float = positive(WINDOW_S, "windows that the policy pdserve compares latencies over")
     remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")

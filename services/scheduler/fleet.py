@@ -135,6 +135,7 @@ class Fleet:
         self._labels: dict[str, set[str]] = {}
         self._last_session = _RESTORED
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
+        self._lost: deque[WorkerInfo] = deque(maxlen=MAX_GONE)
         self._num_routes = 0
         self.version = 0
         self.urgent_version = 0
@@ -216,18 +217,27 @@ class Fleet:
         """What is planned for the fleet changed: watchers get another view."""
         self._note_change(urgent=False)
 
-    def leave(self, membership: Membership) -> bool:
-        """Removes a worker; False if the membership was over already."""
+    def leave(self, membership: Membership, *, is_lost: bool = False) -> bool:
+        """Removes a worker; False if the membership was over already.
+
+        Args:
+            is_lost: it said no goodbye.
+        """
         if self._current(membership) is None:
             return False
-        self._remove(membership.worker_id)
+        self._remove(membership.worker_id, is_lost=is_lost)
         return True
 
     def expire(self, now: float) -> list[WorkerId]:
         """Removes the workers whose lease ended, and names them."""
         lost = [name for name, member in self._members.items() if member.expires_at <= now]
         for name in lost:
-            self._remove(name)
+            self._remove(name, is_lost=True)
+        return lost
+
+    def take_lost(self) -> list[WorkerInfo]:
+        """Workers that left without a goodbye since this was asked last."""
+        lost, self._lost = list(self._lost), deque(maxlen=MAX_GONE)
         return lost
 
     def note_route(self, request_id: RequestId, plan: RoutePlan, now: float) -> None:
@@ -326,8 +336,11 @@ class Fleet:
                 return
             self.withdraw(request_id)
 
-    def _remove(self, worker_id: WorkerId) -> None:
-        self._roles[self._members.pop(worker_id).info.role] -= 1
+    def _remove(self, worker_id: WorkerId, *, is_lost: bool) -> None:
+        info = self._members.pop(worker_id).info
+        self._roles[info.role] -= 1
+        if is_lost:
+            self._lost.append(info)
         self._index.remove(worker_id)
         self.on_life(worker_id, None)
         self._note_change(urgent=True)
@@ -378,8 +391,9 @@ def _worker_of(member: _Member) -> FleetWorker:
 
 
 def _load_of(member: _Member) -> WorkerLoad:
-    """Nothing new comes to an ejected worker, as if it drained."""
-    if member.verdict.level < Health.DEGRADED or member.load.draining:
+    """Nothing new comes to an ejected worker or a spare, as if it drained."""
+    takes_none = member.verdict.level >= Health.DEGRADED or member.info.role is Role.SPARE
+    if not takes_none or member.load.draining:
         return member.load
     return dataclasses.replace(member.load, draining=True)
 

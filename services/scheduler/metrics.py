@@ -63,6 +63,11 @@ ROLE_CHANGES = Counter(
     "Role changes: switches for some cycles and reallocations",
     ("kind", "reason", "outcome"),
 )
+SUBSTITUTES = Counter(
+    "kvmesh_scheduler_substitutes",
+    "Places of lost and ejected workers: by what they were to be filled, and what came of it",
+    ("cluster", "scenario", "step", "outcome"),
+)
 SCALE_STEPS = Counter(
     "kvmesh_scheduler_scale_steps",
     "Advice to add or remove a worker",

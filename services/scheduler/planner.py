@@ -148,8 +148,15 @@ class Planner:
             await self.reallocate(may_order=await self._may_order())
 
     async def _may_order(self) -> bool:
-        if self._changes is not RoleChanges.APPLY:
-            return False
+        return self.may_change_roles and await self.leads()
+
+    @property
+    def may_change_roles(self) -> bool:
+        """Whether workers of one role may be used for the other."""
+        return self._changes is RoleChanges.APPLY
+
+    async def leads(self) -> bool:
+        """Whether this scheduler, of several, is the one that gives orders now."""
         if self._store is None:
             return True
         if self._clock.now() - self._last_asked > ASKED_WITHIN_S:

@@ -93,6 +93,11 @@ class Registrations:
         given = WorkerRole(role=role_to_proto(role), reason=reason)
         return self.order(worker_id, RegisterWorkerResponse(role=given))
 
+    def give_place(self, worker_id: WorkerId, role: Role, scenario: str, reason: str) -> bool:
+        """Orders a worker to take a role in the group of a scenario; False as `give_role`."""
+        given = WorkerRole(role=role_to_proto(role), scenario=scenario, reason=reason)
+        return self.order(worker_id, RegisterWorkerResponse(role=given))
+
     async def expire_leases(self) -> None:
         """Removes silent workers, until cancelled."""
         while True:
@@ -143,9 +148,10 @@ class Registrations:
             del self._orders[worker_id]
 
     def _remove(self, membership: Membership, cause: str, reason: str) -> None:
-        if self._closing or not self._fleet.leave(membership):
+        is_lost = cause != "goodbye"
+        if self._closing or not self._fleet.leave(membership, is_lost=is_lost):
             return
-        if cause == "goodbye":
+        if not is_lost:
             log.info("worker_left", worker_id=membership.worker_id, reason=reason)
         else:
             log.warning("worker_lost", worker_id=membership.worker_id, cause=cause, reason=reason)

@@ -60,7 +60,8 @@ from services.scheduler.planner import Planner
 from services.scheduler.registrations import Orders, Registrations
 from services.scheduler.registry import DurableRegistry
 from services.scheduler.router import Router
-from services.scheduler.settings import role_changes, router_settings
+from services.scheduler.settings import role_changes, router_settings, substitute_changes
+from services.scheduler.substitutes import Substitutes
 
 log = event_logger(__name__)
 
@@ -228,6 +229,9 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         registrations, feed, router, clock, context.direct, warmup_s=config.fleet.warmup_s
     )
     planner.role_orders.give_role = registrations.give_role
+    changes = substitute_changes(config.planning)
+    substitutes = Substitutes(fleet, feed, planner, decisions, clock, changes=changes)
+    substitutes.give_place = registrations.give_place
     feed.models = planner.details
     if prefixes is not None:
         feed.kvmanager = lambda: prefixes.connected
@@ -241,6 +245,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.on_close(registrations.close)
     context.spawn(registrations.expire_leases(), "expire_leases")
     context.spawn(health.run(), "health")
+    context.spawn(substitutes.run(), "substitutes")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, index, planner, decisions)
 

@@ -38,10 +38,23 @@ def role_changes(planning: PlanningConfig) -> RoleChanges:
     Raises:
         ConfigError: a word makes no sense.
     """
+    return _changes("planning.roles", planning.roles)
+
+
+def substitute_changes(planning: PlanningConfig) -> RoleChanges:
+    """What becomes of choices of substitutes.
+
+    Raises:
+        ConfigError: a word makes no sense.
+    """
+    return _changes("planning.substitutes", planning.substitutes)
+
+
+def _changes(option: str, word: str) -> RoleChanges:
     words = {change.value: change for change in RoleChanges}
-    if planning.roles not in words:
-        raise ConfigError(f"planning.roles {planning.roles!r}: choose one of {', '.join(words)}")
-    return words[planning.roles]
+    if word not in words:
+        raise ConfigError(f"{option} {word!r}: choose one of {', '.join(words)}")
+    return words[word]
 
 
 def _policy(routing: RoutingConfig) -> Composition:

@@ -28,6 +28,9 @@ class Kept:
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self.told.append((cached_tokens, prompt_logprobs))
 
+    def stopped(self, stop: str) -> None:
+        self.told.append((stop,))
+
     def push(
         self,
         text: str,

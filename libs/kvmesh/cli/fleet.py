@@ -44,8 +44,9 @@ orders:
   uncordon  routes come again
   drain     as cordon, then the worker finishes what runs and leaves the fleet. Its process stays,
             idle and NOT_SERVING, until it is stopped or started again
-  set-role  prefill, decode or hybrid from now on; nothing is interrupted, since every worker can
-            do both. Lasts until a restart, or until the planner gives it another role
+  set-role  prefill, decode, hybrid or spare from now on; nothing is interrupted, since every
+            worker can do both, and a spare gets nothing new. Lasts until a restart, or until the
+            planner gives it another role
 
 options of every action (`kvmesh fleet list --help` explains them):
   --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS  --secret-file FILE
@@ -163,6 +164,8 @@ def state_of(worker: FleetWorker) -> str:
         return "cordoned"
     if worker.health is not Health.OK:
         return worker.health.name.lower()
+    if worker.info.role is Role.SPARE:
+        return "spare"
     return "draining" if worker.load.draining else "ready"
 
 

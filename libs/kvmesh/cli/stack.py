@@ -59,6 +59,7 @@ class StackOptions:
         grpc_port: of the gateway; 0 takes a free one.
         num_threads: computing threads of each engine.
         drain_s: how long a service may finish running work when it is stopped.
+        num_spare: workers that wait for the place of one that is lost.
     """
 
     model: Path
@@ -79,12 +80,13 @@ class StackOptions:
     console_port: int = 0
     grpc_port: int = 0
     remote: RemoteOptions | None = None
+    num_spare: int = 0
 
     @property
     def num_workers(self) -> int:
         """Engines on this machine."""
         far = 0 if self.remote is None else self.remote.num_prefill
-        return self.num_prefill + self.num_decode + far
+        return self.num_prefill + self.num_decode + self.num_spare + far
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,15 @@ class _Planner:
             "engine.max-model-len": options.max_model_len,
         }
 
+    def spare_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
+        """Workers that have the model and take nothing until somebody is lost."""
+        members: list[Member] = []
+        for index in range(self.options.num_spare):
+            name = f"spare-{index}"
+            flags = self.worker_flags(name, scheduler, kvmanager) | {"worker.role": "spare"}
+            members.append(self.service("decode", flags, name)[0])
+        return members
+
     def offload_flags(self) -> dict[str, object]:
         """What the scheduler knows of the second cluster."""
         remote = self.options.remote
@@ -295,6 +306,7 @@ def plan_stack(
             name = f"{role}-{index}"
             flags = planner.worker_flags(name, scheduler, kvmanager)
             members.append(planner.service(role, flags, name)[0])
+    members += planner.spare_members(scheduler, kvmanager)
     members += planner.remote_members(scheduler, kvmanager)
     http = Endpoint(options.host, options.http_port or next_port())
     asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)

@@ -39,7 +39,7 @@ _BAR = 20
 _WIDE = 104
 """Columns that the table needs with its bars."""
 _SCRAPE_S = 2.0
-_ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "hybrid": "green"}
+_ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "hybrid": "green", "spare": "dim"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         remote=RemoteOptions(arguments.remote, arguments.link_mbit, arguments.threshold)
         if arguments.remote
         else None,
+        num_spare=arguments.spare,
     )
 
 

@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     add_flag(made, "--model-name", "", text)
     add_flag(made, "--prefill", 2, "prefill workers", kind=positive_int)
     add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
+    text = "workers that wait for the place of one that is lost"
+    add_flag(made, "--spare", 0, text, kind=count)
     text = "prefill workers of a second cluster behind a paced link; 0: one cluster"
     add_flag(made, "--remote", 0, text, kind=count)
     text = "megabits per second that leave the second cluster"

@@ -134,8 +134,8 @@ class Sampler:
             ttft_p99_s=percentile(ttfts, 99) if ttfts else None,
             disaggregated_share=share.disaggregated_share,
             threshold_tokens=threshold_tokens,
-            prefill_workers=sum(each.info.role is not Role.DECODE for each in workers),
-            decode_workers=sum(each.info.role is not Role.PREFILL for each in workers),
+            prefill_workers=sum(each.info.role in (Role.PREFILL, Role.HYBRID) for each in workers),
+            decode_workers=sum(each.info.role in (Role.DECODE, Role.HYBRID) for each in workers),
         )
         self._at_s, self._arrived, self._refusals = unix_s, share.arrived_total, refusals
         self.samples.append(sample)

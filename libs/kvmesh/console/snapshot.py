@@ -13,6 +13,7 @@ from kvmesh.console.rows import Json
 from kvmesh.console.sampler import Gone, LinkName, Sample, Sampler, WorkerRates
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
     """One worker."""
     info, load, detail = worker.info, worker.load, worker.detail
     state = "draining" if load.draining else "ready"
+    if info.role is Role.SPARE:
+        state = "spare"
     cached = min(detail.blocks_cached, load.blocks_free)
     return {
         "id": info.worker_id,

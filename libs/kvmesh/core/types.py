@@ -108,6 +108,7 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     HYBRID = "hybrid"
+    SPARE = "spare"
 
 
 class Placement(enum.Enum):
@@ -318,6 +319,7 @@ class WorkerInfo:
         scenario: that its P/D group serves; empty: any.
         publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
         missing_native: libraries of native code that it runs without, slower.
+        start_s: from the start of its process until it could serve; 0: not told.
     """
 
     worker_id: WorkerId
@@ -335,6 +337,7 @@ class WorkerInfo:
     scenario: str = ""
     publishes: bool = True
     missing_native: tuple[str, ...] = ()
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ _ROLES: dict[Role, types_pb2.Role.ValueType] = {
     Role.PREFILL: types_pb2.ROLE_PREFILL,
     Role.DECODE: types_pb2.ROLE_DECODE,
     Role.HYBRID: types_pb2.ROLE_HYBRID,
+    Role.SPARE: types_pb2.ROLE_SPARE,
 }
 _ROLES_BACK = {number: role for role, number in _ROLES.items()}
 
@@ -66,6 +67,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         scenario=info.scenario,
         unpublished=not info.publishes,
         missing_native=info.missing_native,
+        start_s=info.start_s,
     )
 
 
@@ -93,6 +95,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         scenario=message.scenario,
         publishes=not message.unpublished,
         missing_native=tuple(message.missing_native),
+        start_s=message.start_s,
     )
 
 

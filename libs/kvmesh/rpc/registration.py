@@ -57,12 +57,12 @@ class OperatorHooks:
     Attributes:
         detail: reads what people want to see; called about once a second.
         on_cordon: called with whether new work is to stay away, and why.
-        on_role: called with the new role, and why.
+        on_role: called with the new role, the scenario whose group to join (None: stay), and why.
     """
 
     detail: Callable[[], WorkerDetail]
     on_cordon: Callable[[bool, str], None]
-    on_role: Callable[[Role, str], None]
+    on_role: Callable[[Role, str | None, str], None]
 
 
 class SchedulerRegistration:
@@ -252,6 +252,8 @@ class _Link:
             case "role" if self._operator is not None:
                 role = role_from_proto(message.role.role)
                 if role is not None:
-                    self._operator.on_role(role, message.role.reason)
+                    told = message.role
+                    scenario = told.scenario if told.HasField("scenario") else None
+                    self._operator.on_role(role, scenario, told.reason)
             case _:
                 pass  # an order of a newer scheduler

@@ -12,6 +12,8 @@ import os
 import time
 from functools import partial
 
+import psutil
+
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
@@ -246,6 +248,7 @@ class Worker:
             scenario=section.scenario,
             publishes=bool(section.kvmanager_target),
             missing_native=self._missing_native(),
+            start_s=time.time() - psutil.Process().create_time(),
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
@@ -332,12 +335,13 @@ class Worker:
         self.cordoned = cordoned
         self._notify()
 
-    def _ordered_to_be(self, role: Role, reason: str) -> None:
+    def _ordered_to_be(self, role: Role, scenario: str | None, reason: str) -> None:
         """Takes another role: both sides run anyway, it only says what routes are for."""
         log.info("role_ordered", role=role.value, before=self.role.value, reason=reason)
-        if role is not self.role:
+        told = self._info.scenario if scenario is None else scenario
+        if (role, told) != (self.role, self._info.scenario):
             self.role = role
-            self._info = dataclasses.replace(self._info, role=role)
+            self._info = dataclasses.replace(self._info, role=role, scenario=told)
             self._registration.update(self._info)
 
     async def _drain(self) -> None:
@@ -431,7 +435,9 @@ def _parse_role(word: str) -> Role:
     try:
         return Role(word)
     except ValueError as error:
-        raise ConfigError(f"worker.role must be prefill, decode or hybrid, got {word!r}") from error
+        raise ConfigError(
+            f"worker.role is one of {', '.join(role.value for role in Role)}, not {word!r}"
+        ) from error
 
 
 async def build_worker(

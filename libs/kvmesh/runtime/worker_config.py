@@ -37,7 +37,7 @@ class WorkerSection:
     """Identity, neighbours and limits of a worker."""
 
     id: str = option("", "stable name; default: role, host and port")
-    role: str = option("hybrid", "prefill, decode or hybrid: what the scheduler uses it for")
+    role: str = option("hybrid", "prefill, decode, hybrid or spare: what the scheduler uses it for")
     cluster: str = option("local", "cluster (datacentre) name")
     scenario: str = option("", "scenario whose requests it serves; empty: those without a group")
     scheduler_targets: str = option("127.0.0.1:7001", "schedulers, host:port, comma-separated")

@@ -697,21 +697,27 @@ class WorkerRole(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """From now on."""
     reason: _builtins.str
     """Why, for logs."""
+    scenario: _builtins.str
+    """Scenario whose group it joins; unset: it stays in its own."""
     def __init__(
         self,
         *,
         role: _types_pb2.Role.ValueType = ...,
         reason: _builtins.str = ...,
+        scenario: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_scenario", b"_scenario", "scenario", b"scenario"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_scenario", b"_scenario", "reason", b"reason", "role", b"role", "scenario", b"scenario"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__scenario: _TypeAlias = _typing.Literal["scenario"]  # noqa: Y015
+    _WhichOneofArgType__scenario: _TypeAlias = _typing.Literal["_scenario", b"_scenario"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scenario) -> _WhichOneofReturnType__scenario | None: ...
 
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 

@@ -125,6 +125,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Receives KV and generates tokens."""
     ROLE_HYBRID: _Role.ValueType  # 3
     """Does both for the same request (aggregated)."""
+    ROLE_SPARE: _Role.ValueType  # 4
+    """Takes nothing until it is given another role."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What a worker is used for; any worker can do both."""
@@ -137,6 +139,8 @@ ROLE_DECODE: Role.ValueType  # 2
 """Receives KV and generates tokens."""
 ROLE_HYBRID: Role.ValueType  # 3
 """Does both for the same request (aggregated)."""
+ROLE_SPARE: Role.ValueType  # 4
+"""Takes nothing until it is given another role."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _PlacementMode:
@@ -730,6 +734,7 @@ class WorkerInfo(_message.Message):
     SCENARIO_FIELD_NUMBER: _builtins.int
     UNPUBLISHED_FIELD_NUMBER: _builtins.int
     MISSING_NATIVE_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -752,6 +757,8 @@ class WorkerInfo(_message.Message):
     """Scenario that its P/D group serves; empty: any."""
     unpublished: _builtins.bool
     """The global index never hears of its blocks, so nobody asks there for them."""
+    start_s: _builtins.float
+    """Seconds from the start of its process until it could serve; 0: not told."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Address of the worker's gRPC services."""
@@ -786,10 +793,11 @@ class WorkerInfo(_message.Message):
         scenario: _builtins.str = ...,
         unpublished: _builtins.bool = ...,
         missing_native: _abc.Iterable[_builtins.str] | None = ...,
+        start_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

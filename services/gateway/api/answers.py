@@ -233,6 +233,9 @@ class _ChoiceSink:
         self._text.cached_tokens = cached_tokens
         self._text.prompt_logprobs.extend(prompt_logprobs)
 
+    def stopped(self, stop: str) -> None:
+        pass  # OpenAI's form does not say which it was
+
 
 class _WholeSink(_ChoiceSink):
     """Gathers a choice."""

@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.core.types import FinishReason, Usage
-from services.gateway.api.responses_api import Body, NamedTool, ResponsesBody
+from services.gateway.api.responses_api import (
+    RESPONSES_UNSUPPORTED,
+    Body,
+    NamedTool,
+    ResponsesBody,
+    as_chat,
+)
+from services.gateway.api.single_answer import Form, Generation
 from services.gateway.api.token_scores import ScoresOfText
-from services.gateway.tools.reasoning import Thoughts
+from services.gateway.errors import ErrorAnswer
+from services.gateway.tools.pieces import Thought
 from services.gateway.tools.scanner import CallArguments, CallStart
-from services.gateway.tools.tools import ToolReader
 
 
 class ItemKind(enum.Enum):
@@ -74,74 +81,42 @@ class Item:
 class ResponseObject:
     """Makes the bodies and events of one response.
 
-    Args:
-        created: seconds since the epoch.
-        thoughts: tells thinking apart; None where the text is not read for it.
-        tools: finds calls; None where there are none to be made.
+    See `Output`.
     """
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        request_id: str,
-        model: str,
-        created: int,
-        *,
-        thoughts: Thoughts | None = None,
-        tools: ToolReader | None = None,
-    ) -> None:
+    def __init__(self, body: ResponsesBody, generation: Generation) -> None:
         self._body = body
-        self._model = model
-        self._created = created
-        self._request_id = request_id
-        self._thoughts = thoughts
-        self._tools = tools
+        self._generation = generation
+        self._reader = generation.reader
         self._items: list[Item] = []
-        self._num_calls = 0
         self._sequence = 0
         self._scores = ScoresOfText()
+        self._whole: Body = {}
 
-    def opening(self) -> list[Body]:
-        """Events before all others."""
+    def opening(self, _usage: Usage) -> list[Body]:
+        """See `Output`."""
         return [
             self._event("response.created", response=self._head("in_progress")),
             self._event("response.in_progress", response=self._head("in_progress")),
         ]
 
     def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
-        """Events of more text.
-
-        Args:
-            last: no more follows.
-            scores: log-probabilities of its tokens, if they are asked for.
-        """
+        """See `Output`."""
         self._scores.add(scores)
-        thought = ""
-        if self._thoughts is not None:
-            thought, text = self._thoughts.told(0, text, last=last)
-        # A call that is open ends before what is thought next; then the text begins with its rest.
-        is_later = bool(self._items) and self._items[-1].kind is ItemKind.CALL
-        events = [] if is_later else self._write(ItemKind.REASONING, thought)
-        if self._tools is None:
-            return events + self._write(ItemKind.MESSAGE, text)
-        for piece in self._tools.read(text, last=last):
-            if is_later and not isinstance(piece, CallArguments):
-                events += self._write(ItemKind.REASONING, thought)
-                is_later = False
+        events: list[Body] = []
+        for piece in self._reader.read(text, last=last):
             if isinstance(piece, CallStart):
                 events += self._open(ItemKind.CALL, piece)
             elif isinstance(piece, CallArguments):
                 events += self._write(ItemKind.CALL, piece.text)
+            elif isinstance(piece, Thought):
+                events += self._write(ItemKind.REASONING, piece.text)
             else:
                 events += self._write(ItemKind.MESSAGE, piece.text)
-        return events + self._write(ItemKind.REASONING, thought if is_later else "")
+        return events
 
-    def closing(self, finish: FinishReason | None, usage: Usage) -> list[Body]:
-        """Events after the last text.
-
-        Args:
-            finish: how the generation ended.
-        """
+    def closing(self, finish: FinishReason, usage: Usage, _stop: str) -> list[Body]:
+        """See `Output`."""
         events = [] if self._items else self._open(ItemKind.MESSAGE)
         is_cut = finish is FinishReason.LENGTH
         events += self._close("incomplete" if is_cut else "completed")
@@ -155,14 +130,16 @@ class ResponseObject:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+        self._whole = whole
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
 
-    def failed(self, error: Body) -> list[Body]:
-        """Events of a stream that an error ends.
+    def whole(self) -> Body:
+        """See `Output`."""
+        return self._whole
 
-        Args:
-            error: `error` of OpenAI's error body.
-        """
+    def failed(self, answer: ErrorAnswer) -> list[Body]:
+        """See `Output`."""
+        error = answer.body["error"]
         code = error["code"] or "server_error"
         response = {**self._head("failed"), "error": {"code": code, "message": error["message"]}}
         plain = {"code": code, "message": error["message"], "param": error["param"]}
@@ -185,12 +162,10 @@ class ResponseObject:
     def _open(self, kind: ItemKind, call: CallStart | None = None) -> list[Body]:
         events = self._close("completed")
         number = len(self._items)
-        item = Item(kind, f"{kind.value}_{self._request_id}_{number}")
+        item = Item(kind, f"{kind.value}_{self._generation.request_id}_{number}")
         if call is not None:
-            assert self._tools is not None, "who found the call"
             item.name = call.name
-            item.call_id = call.call_id or self._tools.call_id(self._num_calls)
-            self._num_calls += 1
+            item.call_id = self._reader.call_id(call)
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=number, item=item.body())
         return [*events, added, *self._part_event("added", item)]
@@ -241,9 +216,9 @@ class ResponseObject:
         options = body.reasoning
         effort = {"effort": options.effort, "summary": options.summary} if options else None
         return {
-            "id": f"resp_{self._request_id}",
+            "id": f"resp_{self._generation.request_id}",
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._generation.created,
             "status": status,
             "background": False,
             "error": None,
@@ -251,7 +226,7 @@ class ResponseObject:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self._generation.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -266,3 +241,13 @@ class ResponseObject:
             "truncation": "disabled",
             "usage": None,
         }
+
+
+RESPONSES = Form(
+    ResponsesBody,
+    RESPONSES_UNSUPPORTED,
+    as_chat,
+    ResponseObject,
+    prompt_field="input",
+    max_tokens_field="max_output_tokens",
+)

@@ -15,7 +15,7 @@ from kvmesh.core.errors import InvalidRequestError
 from services.gateway.api.answers import dumps
 from services.gateway.api.messages import Messages, Tool
 from services.gateway.api.model_checks import check_known, check_model
-from services.gateway.api.openai import ChatPrompt, Prompt, TextPrompt
+from services.gateway.api.openai import ApiCall, ChatPrompt, Prompt, TextPrompt
 from services.gateway.api.schema import MAX_TOOLS, TokenId
 from services.gateway.frontend import Frontend
 from services.gateway.text.prompts import encode_prompt
@@ -62,6 +62,18 @@ async def tokenize(frontend: Frontend, body: TokenizeBody) -> str:
         texts = await json_list(token_ids, frontend.tokenizer.token_text)
     counts = dumps({"count": len(token_ids), "max_model_len": frontend.max_model_len})
     return f'{counts[:-1]},"tokens":{tokens},"token_strs":{texts}}}'
+
+
+async def count_tokens(frontend: Frontend, call: ApiCall) -> int:
+    """Tokens of the prompt that a chat makes.
+
+    Raises:
+        InvalidRequestError: the template refuses it.
+        ModelNotFoundError: another model is asked for.
+    """
+    check_model(call.model, frontend.served_name)
+    (prompt,) = call.prompts
+    return len(await encode_prompt(frontend.tokenizer, prompt))
 
 
 async def json_list(token_ids: Sequence[int], told: Callable[[int], int | str]) -> str:

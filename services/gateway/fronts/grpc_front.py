@@ -180,6 +180,9 @@ class _ResponseSink:
         self._note(behind.token_ids)
         self._told(text, is_last=False)
 
+    def stopped(self, stop: str) -> None:
+        pass  # the message has no field for it
+
     def push(
         self,
         text: str,

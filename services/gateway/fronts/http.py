@@ -1,4 +1,4 @@
-"""HTTP routes: the OpenAI API, health and metrics.
+"""HTTP routes: OpenAI's and Anthropic's API, health and metrics.
 
 Owns the transport: headers, statuses, cancellation when a client goes away.
 Tests: tests/integration/test_gateway_http.py.
@@ -18,20 +18,29 @@ from aiohttp import web
 from kvmesh.core.errors import KvMeshError
 from kvmesh.telemetry.exposition import exposition
 from services.gateway.api.answers import Whole, dumps
+from services.gateway.api.anthropic_api import MESSAGES_UNSUPPORTED, CountBody, as_counted_chat
+from services.gateway.api.anthropic_output import MESSAGES
 from services.gateway.api.model_checks import check_model
-from services.gateway.api.openai import chat_call
-from services.gateway.api.responses_answer import ResponsesAnswer
-from services.gateway.api.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat
-from services.gateway.api.schema import parse_body
+from services.gateway.api.openai import ApiCall, chat_call
+from services.gateway.api.responses_output import RESPONSES
+from services.gateway.api.schema import BodyT, ChatBody, parse_body
+from services.gateway.api.single_answer import Form, SingleAnswer
 from services.gateway.api.token_routes import (
     DetokenizeBody,
     TokenizeBody,
+    count_tokens,
     detokenize,
     tokenize,
     tokenizer_info,
 )
 from services.gateway.config import HttpConfig
-from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
+from services.gateway.errors import (
+    ErrorAnswer,
+    answer_for,
+    anthropic_body,
+    error_body,
+    plain_http_error,
+)
 from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.fronts.arrivals import DatedConnection
 from services.gateway.fronts.calls import (
@@ -49,6 +58,9 @@ from services.gateway.metrics import TENANT
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 JSON, UTF_8 = "application/json", "utf-8"
+
+ANTHROPIC = "/v1/messages"
+"""Where errors have Anthropic's form, and its header may hold the key."""
 
 _REQUEST_ID = web.RequestKey("request_id", str)
 
@@ -84,6 +96,8 @@ class HttpFront:
             [
                 *(web.post(path, self.completions) for path in PATHS),
                 web.post("/v1/responses", self.responses),
+                web.post(ANTHROPIC, self.messages),
+                web.post(f"{ANTHROPIC}/count_tokens", self.count_tokens),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.get("/tokenizer_info", self.tokenizer_info),
@@ -103,7 +117,10 @@ class HttpFront:
         return self._frontend.is_draining
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
+        request_id = request.get(_REQUEST_ID, "")
+        response.headers["x-request-id"] = request_id
+        if request.path.startswith(ANTHROPIC):
+            response.headers["request-id"] = request_id
         response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
         if self._frontend.is_draining:
             response.headers["Connection"] = "close"
@@ -122,26 +139,49 @@ class HttpFront:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
+        return await self._single(request, RESPONSES)
+
+    # --- Anthropic's API ---
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        return await self._single(request, MESSAGES)
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages/count_tokens."""
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(CountBody, await self._json(request), MESSAGES_UNSUPPORTED)
+            count = await count_tokens(self._frontend, self._chat_call(as_counted_chat(body)))
+            return web.json_response({"input_tokens": count})
+
+    async def _single(self, request: web.Request, form: Form[BodyT]) -> web.StreamResponse:
         async with self._frontend.admit(_authorization(request)) as ticket:
             raw, arrived_at = await self._raw(request), _arrived_at(request)
             await self._frontend.turn(arrived_at, ttft_ms_of(request.headers))
-            body = parse_body(ResponsesBody, parse_json(raw), RESPONSES_UNSUPPORTED)
-            tokenizer = self._frontend.tokenizer
-            families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
-            defaults = tokenizer.sampling_defaults
-            call = chat_call(as_chat(body), self._frontend.limits, defaults, *families)
-            call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
+            body = parse_body(form.body, parse_json(raw), form.unsupported)
+            call = self._chat_call(form.as_chat(body))
+            call = replace(
+                call, prompt_field=form.prompt_field, max_tokens_field=form.max_tokens_field
+            )
             if call.request_id and not given_request_id(request.headers):
                 request[_REQUEST_ID] = clean_request_id(call.request_id)
             request_id = request[_REQUEST_ID]
             caller = caller_of(request.headers, arrived_at, request_id, ticket)
             choices = await self._frontend.prepare(call, caller)
-            answer = ResponsesAnswer(self._frontend, body, choices, request_id)
+            answer = SingleAnswer(self._frontend, form, body, choices, request_id)
             if not call.stream:
                 return _answered(await answer.whole())
             async with contextlib.aclosing(_AiohttpExchange(request, self._config)) as exchange:
                 await answer.stream(exchange)
             return exchange.response
+
+    def _chat_call(self, body: ChatBody) -> ApiCall:
+        tokenizer = self._frontend.tokenizer
+        families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
+        defaults = tokenizer.sampling_defaults
+        return chat_call(body, self._frontend.limits, defaults, *families)
+
+    # --- tokens and models ---
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
@@ -226,11 +266,14 @@ class HttpFront:
         try:
             return await handler(request)
         except KvMeshError as error:
-            return _error_response(answer_for(error))
+            answer = answer_for(error)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return _error_response(_http_error(error, request, self._config))
+            answer = _http_error(error, request, self._config)
+        if request.path.startswith(ANTHROPIC):
+            answer = replace(answer, body=anthropic_body(answer, request[_REQUEST_ID]))
+        return _error_response(answer)
 
 
 class _AiohttpExchange:
@@ -312,7 +355,11 @@ def _arrived_at(request: web.Request) -> float:
 
 
 def _authorization(request: web.Request) -> str:
-    return request.headers.get("Authorization", "")
+    given = request.headers.get("Authorization", "")
+    if not given and request.path.startswith(ANTHROPIC):
+        key = request.headers.get("x-api-key", "")
+        return f"Bearer {key}" if key else ""
+    return given
 
 
 def http_refusal(status: int, message: str) -> web.Response:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.api.anthropic_api import CountBody, MessagesBody
 from services.gateway.api.responses_api import ResponsesBody
 from services.gateway.api.schema import ChatBody, CompletionBody
 from services.gateway.api.token_routes import DetokenizeBody, TokenizeBody
@@ -18,6 +19,8 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatBody, "Answers a chat."),
     "/v1/completions": (CompletionBody, "Goes on from prompts."),
     "/v1/responses": (ResponsesBody, "Answers an input; nothing is stored."),
+    "/v1/messages": (MessagesBody, "Answers a chat in Anthropic's form."),
+    "/v1/messages/count_tokens": (CountBody, "Counts the tokens of such a chat."),
     "/tokenize": (TokenizeBody, "Token ids of a text or a chat."),
     "/detokenize": (DetokenizeBody, "Text of token ids."),
 }
@@ -33,7 +36,7 @@ PLAIN: dict[str, str] = {
 }
 """GET routes that answer with JSON."""
 
-_STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 _FAILURES = {
     "400": "A field is wrong; `error.param` names it.",

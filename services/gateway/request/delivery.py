@@ -38,6 +38,10 @@ class Sink(Protocol):
         """
         ...
 
+    def stopped(self, stop: str) -> None:
+        """A stop string ended it; the last piece follows."""
+        ...
+
     def push(
         self,
         text: str,
@@ -77,6 +81,7 @@ class Delivery:
         # What every token calls, looked up once.
         self._text_of = self._detokenizer.plain
         self._push = sink.push
+        self._stopped = sink.stopped
         self._count = ledger.tokens
         self.placed = sink.placed
         self.first = sink.first
@@ -97,6 +102,7 @@ class Delivery:
         text, num_used = piece.text, piece.num_used
         if piece.stop is not None:
             finish = FinishReason.STOP
+            self._stopped(piece.stop)
         elif finish is not None:
             text += self._detokenizer.finish()
         if self._only_echo:  # only what was there before is wanted

@@ -60,6 +60,9 @@ class _Held:
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         self._say(partial(self._sink.first, cached_tokens, prompt_logprobs))
 
+    def stopped(self, stop: str) -> None:
+        self._say(partial(self._sink.stopped, stop))
+
     def push(
         self,
         text: str,

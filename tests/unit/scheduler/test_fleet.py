@@ -93,7 +93,8 @@ class TestMembership:
         join(fleet, worker_info("p"))
         join(fleet, worker_info("d", Role.DECODE))
         join(fleet, worker_info("x", Role.DECODE, model="n"))
-        assert fleet.count_by_role() == {Role.PREFILL: 1, Role.DECODE: 2, Role.HYBRID: 0}
+        counts = {Role.PREFILL: 1, Role.DECODE: 2, Role.HYBRID: 0, Role.SPARE: 0}
+        assert fleet.count_by_role() == counts
         assert fleet.fingerprints("m") == {LAYOUT.model_fingerprint}
         assert fleet.fingerprints("unknown") == set()
 

@@ -36,8 +36,8 @@ export function drawFlow(element, snapshot) {
 }
 
 function summary(snapshot) {
-  const prefill = snapshot.workers.filter((w) => w.role !== "decode").length;
-  const decode = snapshot.workers.filter((w) => w.role !== "prefill").length;
+  const prefill = snapshot.workers.filter((w) => ["prefill", "hybrid"].includes(w.role)).length;
+  const decode = snapshot.workers.filter((w) => ["decode", "hybrid"].includes(w.role)).length;
   return `Gateway with ${snapshot.open} open requests, ${prefill} prefill and ${decode} decode workers`;
 }
 
@@ -48,7 +48,7 @@ function edgesOf(snapshot, plan) {
   const left = (node) => ({ x: node.x, y: node.y + NODE.height / 2 - 8 });
   const right = (node) => ({ x: node.x + plan.form.node, y: node.y + NODE.height / 2 - 8 });
   const edges = [];
-  for (const node of plan.nodes.filter((n) => n.worker.role !== "decode")) {
+  for (const node of plan.nodes.filter((n) => ["prefill", "hybrid"].includes(n.worker.role))) {
     const running = flowsOf(snapshot, (flow) => flow.stage === "prefill" && flow.prefill === node.worker.id);
     edges.push({
       key: `prompt ${node.worker.id}`,
@@ -83,7 +83,7 @@ function edgesOf(snapshot, plan) {
       at: labelAt(start, end),
     });
   }
-  for (const node of plan.nodes.filter((n) => n.worker.role !== "prefill")) {
+  for (const node of plan.nodes.filter((n) => ["decode", "hybrid"].includes(n.worker.role))) {
     edges.push({
       key: `tokens ${node.worker.id}`,
       kind: "tokens",

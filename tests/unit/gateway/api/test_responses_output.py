@@ -5,8 +5,10 @@ from typing import Any
 from kvmesh.core.types import FinishReason, Usage
 from services.gateway.api.responses_api import ResponsesBody
 from services.gateway.api.responses_output import ResponseObject
+from services.gateway.api.single_answer import Generation
 from services.gateway.tools.harmony import ANALYSIS
 from services.gateway.tools.parsers import ToolFamily
+from services.gateway.tools.pieces import PieceReader
 from services.gateway.tools.reasoning import ReasoningFamily, Thinking, Thoughts
 from services.gateway.tools.tools import ToolMode, ToolReader, ToolUse
 
@@ -18,15 +20,13 @@ TEXT = f"{ANALYSIS}one<|end|>{NEXT}{CALL}{NEXT}{ANALYSIS}two<|end|>{NEXT}{CALL}"
 def output(pieces: list[str]) -> list[dict[str, Any]]:
     thoughts = Thoughts(Thinking(ReasoningFamily.OPENAI_GPTOSS, is_open=False))
     tools = ToolReader(ToolUse(ToolMode.AUTO, ("f",), ToolFamily.OPENAI), "r")
-    made = ResponseObject(
-        ResponsesBody.model_validate({"input": "a"}), "r", "m", 0, thoughts=thoughts, tools=tools
-    )
+    generation = Generation("r", "m", 0, PieceReader(thoughts, tools))
+    made = ResponseObject(ResponsesBody.model_validate({"input": "a"}), generation)
     for piece in pieces:
         made.push(piece, last=False)
     made.push("", last=True)
-    items: list[dict[str, Any]] = made.closing(FinishReason.STOP, Usage(1, 1, 0))[-1]["response"][
-        "output"
-    ]
+    made.closing(FinishReason.STOP, Usage(1, 1, 0), "")
+    items: list[dict[str, Any]] = made.whole()["output"]
     return items
 
 

@@ -54,12 +54,16 @@ class Kept:
     finish: FinishReason | None = None
     where: Placed | None = None
     num_cached: int = -1
+    stop: str = ""
 
     def placed(self, where: Placed) -> None:
         self.where = where
 
     def first(self, cached_tokens: int, _: Sequence[TokenLogprobs]) -> None:
         self.num_cached = cached_tokens
+
+    def stopped(self, stop: str) -> None:
+        self.stop = stop
 
     def push(
         self,
@@ -130,6 +134,7 @@ def test_nothing_comes_after_a_stop_string() -> None:
     count += 1
     assert sink.text == 'naïve "'
     assert sink.finish is ledger.finish is FinishReason.STOP
+    assert sink.stop == "quotes"
     assert len(sink.token_ids) == len(sink.logprobs) == ledger.num_tokens == count
 
 

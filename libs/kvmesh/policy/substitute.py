@@ -1,0 +1,202 @@
+"""Who takes the place of a worker that was lost or ejected: whoever costs least. Pure.
+
+Costs are in seconds of one worker's work: what the group misses until the place is taken, KV that
+is of no use any more and is computed again, and what is missed where a worker is taken from. Nobody
+who is the last of its role is taken.
+Source: P/D-Serve 3.4 asks for the substitution of least cost and leaves the cost open. Tests:
+tests/unit/policy/test_substitute.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.core.details import WorkerDetail
+from kvmesh.core.health import Health
+from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.policy.groups import GroupKey
+
+ORDER_S = 0.1
+"""Until a worker that has the model serves in another role, before it was measured."""
+
+START_S = 30.0
+"""As long as nobody told how long a process takes to start."""
+
+HORIZON_S = 300.0
+"""Whoever is not known to come back is missed for so long."""
+
+
+class Means(enum.Enum):
+    """A way to fill a place; of two that cost the same, the earlier one."""
+
+    SPARE = "a spare that has the model"
+    RETURN = "its own return"
+    FLIP = "a worker of the other role"
+    SLACK = "a worker of another group"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that could take the place, or shares the work meanwhile.
+
+    Attributes:
+        load: as it was reported.
+    """
+
+    info: WorkerInfo
+    load: WorkerLoad
+    health: Health = Health.OK
+    detail: WorkerDetail = WorkerDetail()
+
+    @property
+    def busy(self) -> float:
+        """Share of its room that is taken: of prompts, or of slots or blocks, whichever is more."""
+        info, load = self.info, self.load
+        if info.role is Role.PREFILL:
+            return min(load.prefill_active / max(info.prefill_slots, 1), 1.0)
+        held = load.decode_running + load.decode_reserved + load.decode_preempted
+        blocks = 1.0 - load.blocks_free / max(info.num_blocks, 1)
+        return min(max(held / max(info.decode_slots, 1), blocks), 1.0)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Token positions that it holds KV of."""
+        used = self.info.num_blocks - self.load.blocks_free
+        return (used + self.detail.blocks_cached) * self.info.layout.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is to be filled.
+
+    Attributes:
+        info: of the worker that is gone.
+        back_s: until it is back by itself; None: it does not come.
+    """
+
+    info: WorkerInfo
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """What was measured.
+
+    Attributes:
+        ready_s: until a worker that was ordered to serves in its place, by means.
+        token_s: to compute a token of a prompt; 0: not known.
+    """
+
+    ready_s: Mapping[Means, float] = field(default_factory=dict)
+    token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to fill the place, and its cost.
+
+    Attributes:
+        worker_id: who takes it.
+        ready_s: until it serves there.
+        wait_s: of a worker's work that the group misses until then.
+        kv_s: to compute KV again that is of no use there.
+        taken_s: of a worker's work that is missed where it comes from.
+    """
+
+    means: Means
+    worker_id: WorkerId
+    ready_s: float
+    wait_s: float
+    kv_s: float = 0.0
+    taken_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """All of it, in seconds of one worker's work."""
+        return self.wait_s + self.kv_s + self.taken_s
+
+    @property
+    def reason(self) -> str:
+        """For logs and people."""
+        parts = {"missed": self.wait_s, "KV": self.kv_s, "taken": self.taken_s}
+        told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items() if seconds)
+        return f"{self.means.value} costs {self.cost_s:.2f} s ({told or 'nothing is missed'})"
+
+
+def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[Option]:
+    """All ways to fill a place, the cheapest first; empty if there is none.
+
+    Args:
+        members: all live workers; who is ill, drains or is cordoned is not taken.
+    """
+    info = place.info
+    able = [
+        each
+        for each in members
+        if each.info.worker_id != info.worker_id
+        and each.health is Health.OK
+        and not (each.load.draining or each.detail.cordoned)
+        and each.info.layout == info.layout
+        and (each.info.model, each.info.cluster) == (info.model, info.cluster)
+    ]
+    need = _need(_side(able, GroupKey.of(info), info.role))
+    away_s = HORIZON_S if place.back_s is None else place.back_s
+    order = list(Means)
+
+    def option(means: Means, giver: Member, *, kv_tokens: int = 0, missed: float = 0.0) -> Option:
+        ready_s = paces.ready_s.get(means, ORDER_S)
+        return Option(
+            means,
+            giver.info.worker_id,
+            ready_s,
+            need * ready_s,
+            kv_tokens * paces.token_s,
+            missed * max(away_s - ready_s, 0.0),
+        )
+
+    found = [option(Means.SPARE, each) for each in able if each.info.role is Role.SPARE]
+    if place.back_s is not None:
+        found.append(Option(Means.RETURN, info.worker_id, away_s, need * away_s))
+    for means, side in _givers(able, info):
+        # Also where all are idle now, one less is less room for what may come.
+        asked = sum(each.busy for each in side) / (len(side) - 1)
+        missed = max(1 / len(side), min(asked, 1.0))
+        for each in side:
+            kv_tokens = each.kv_tokens if means is Means.SLACK else 0
+            found.append(option(means, each, kv_tokens=kv_tokens, missed=missed))
+    # Among equals who is least busy, then by name, so that all schedulers say the same.
+    busy = {each.info.worker_id: each.busy for each in able}
+    return sorted(
+        found,
+        key=lambda each: (
+            each.cost_s,
+            order.index(each.means),
+            busy.get(each.worker_id, 0.0),
+            each.worker_id,
+        ),
+    )
+
+
+def _side(members: Iterable[Member], group: GroupKey, role: Role) -> list[Member]:
+    return [e for e in members if GroupKey.of(e.info) == group and e.info.role is role]
+
+
+def _need(left: Sequence[Member]) -> float:
+    """Share of a worker's work that is missed where these are left of a side."""
+    if not left:
+        return 1.0
+    asked = sum(each.busy for each in left) / len(left) * (len(left) + 1) / len(left)
+    return max(1 / (len(left) + 1), min(asked, 1.0))
+
+
+def _givers(able: Sequence[Member], info: WorkerInfo) -> Iterator[tuple[Means, list[Member]]]:
+    """Sides of two workers at least, which could give one of them."""
+    here = GroupKey.of(info)
+    other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(info.role)
+    groups = {GroupKey.of(each.info) for each in able}
+    sides = [(Means.SLACK, _side(able, group, info.role)) for group in groups - {here}]
+    if other is not None:
+        sides.append((Means.FLIP, _side(able, here, other)))
+    yield from ((means, side) for means, side in sides if len(side) > 1)

@@ -1,0 +1,207 @@
+"""A call with one generation answered over HTTP in a form of its own, whole or as events.
+
+Tests: tests/integration/test_gateway_responses.py, tests/integration/test_gateway_messages.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
+
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
+from services.gateway.api.answers import SSE_HEADERS, EventSink, Whole, dumps, placement_headers
+from services.gateway.api.responses import Body
+from services.gateway.api.schema import BodyT, ChatBody
+from services.gateway.api.token_scores import chosen_score
+from services.gateway.errors import ErrorAnswer, answer_for
+from services.gateway.frontend import Frontend, usage_of
+from services.gateway.request.choice import Choice
+from services.gateway.request.mesh import Placed
+from services.gateway.tools.pieces import PieceReader
+from services.gateway.tools.reasoning import Thoughts, thinking_at
+from services.gateway.tools.thinking_count import ThinkingCount
+from services.gateway.tools.tools import ToolReader
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a form is told of the one generation.
+
+    Attributes:
+        model: served name.
+        created: seconds since the epoch.
+        reader: tells its thinking, text and calls apart.
+    """
+
+    request_id: str
+    model: str
+    created: int
+    reader: PieceReader
+
+
+class Output(Protocol):
+    """Makes the bodies and events of one answer; each event has its `type`."""
+
+    def opening(self, usage: Usage) -> list[Body]:
+        """Events before all others.
+
+        Args:
+            usage: of the prompt; nothing is generated yet.
+        """
+        ...
+
+    def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
+        """Events of more text.
+
+        Args:
+            last: no more follows.
+            scores: log-probabilities of its tokens, if they are asked for.
+        """
+        ...
+
+    def closing(self, finish: FinishReason, usage: Usage, stop: str) -> list[Body]:
+        """Events after the last text.
+
+        Args:
+            finish: how the generation ended.
+            stop: the stop string that ended it; empty if none did.
+        """
+        ...
+
+    def whole(self) -> Body:
+        """All of it as one body, when it is closed."""
+        ...
+
+    def failed(self, answer: ErrorAnswer) -> list[Body]:
+        """Events of a stream that an error ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Form(Generic[BodyT]):
+    """An API that answers chats in a form of its own.
+
+    Attributes:
+        body: of its requests.
+        unsupported: see `parse_body`.
+        as_chat: the chat that a body asks for; `InvalidRequestError` if there is none.
+        output: makes its answers.
+        prompt_field, max_tokens_field: their names in the body, for errors.
+    """
+
+    body: type[BodyT]
+    unsupported: Mapping[str, tuple[Any, ...]]
+    as_chat: Callable[[BodyT], ChatBody]
+    output: Callable[[BodyT, Generation], Output]
+    prompt_field: str
+    max_tokens_field: str
+
+
+class SingleAnswer(Generic[BodyT]):
+    """Runs the one generation of a call; its sink.
+
+    Args:
+        body: of the request.
+        choices: the only one.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        form: Form[BodyT],
+        body: BodyT,
+        choices: Sequence[Choice],
+        request_id: str,
+    ) -> None:
+        self._frontend = frontend
+        self._choices = choices
+        (choice,) = choices
+        call, tokenizer = choice.call, frontend.tokenizer
+        thinking = thinking_at(call.reasoning, choice.request.prompt_ids, tokenizer.token_text)
+        self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
+        reader = PieceReader(
+            None if thinking is None else Thoughts(thinking),
+            None if call.tools is None else ToolReader(call.tools, request_id),
+        )
+        generation = Generation(request_id, frontend.served_name, int(time.time()), reader)
+        self._output = form.output(body, generation)
+        self._num_prompt = len(choice.request.prompt_ids)
+        self._token_ids: list[int] = []
+        self._cached_tokens = 0
+        self._stop = ""
+        self._where: Placed
+        self._out: EventSink | None = None
+
+    async def whole(self) -> Whole:
+        """The answer as one body."""
+        await self._frontend.run(self._choices, [self])
+        return Whole(placement_headers(self._where), dumps(self._output.whole()).encode())
+
+    async def stream(self, out: EventSink) -> None:
+        """The answer as events; until the first tokens a refusal is still possible."""
+        self._out = out
+        try:
+            await self._frontend.run(self._choices, [self])
+        except KvMeshError as error:
+            if not out.has_begun:
+                raise
+            out.end(_encoded(self._output.failed(answer_for(error))))
+        await out.sent()
+
+    # --- a sink ---
+
+    def placed(self, where: Placed) -> None:
+        """See `Sink`."""
+        self._where = where
+
+    def first(self, cached_tokens: int, _: Sequence[TokenLogprobs]) -> None:
+        """See `Sink`."""
+        self._cached_tokens = cached_tokens
+
+    def stopped(self, stop: str) -> None:
+        """See `Sink`."""
+        self._stop = stop
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        """See `Sink`."""
+        out = self._out
+        is_first = out is not None and not out.has_begun
+        # Its events have the first numbers.
+        opening = self._output.opening(self._usage()) if is_first else []
+        self._token_ids += token_ids
+        if self._count is not None:  # as they come, not thousands at the end
+            self._count.of(self._token_ids)
+        read = self._frontend.tokenizer.token_bytes
+        scored = zip(token_ids, logprobs, strict=False)  # none, unless asked for
+        scores = [chosen_score(read, token_id, entry) for token_id, entry in scored]
+        events = self._output.push(text, last=finish is not None, scores=scores)
+        if finish is not None:
+            events += self._output.closing(finish, self._usage(), self._stop)
+        if out is None:
+            return
+        if is_first:
+            headers = {**SSE_HEADERS, **placement_headers(self._where)}
+            out.begin(headers, _encoded(opening + events))
+        elif events:
+            out.write(_encoded(events))
+        if finish is not None:
+            out.end(b"")
+
+    def _usage(self) -> Usage:
+        reasoning = 0 if self._count is None else self._count.of(self._token_ids)
+        return usage_of(self._num_prompt, len(self._token_ids), self._cached_tokens, reasoning)
+
+
+def _encoded(events: list[Body]) -> bytes:
+    return b"".join(
+        f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode() for event in events
+    )

@@ -1,0 +1,246 @@
+"""Fills the places of lost and ejected workers, by `policy/substitute.py`.
+
+One worker takes a place, no more. When a lost worker is back, as a new process, it becomes the
+spare that its substitute was; a substitute that was taken from elsewhere goes back. Kept in memory:
+a scheduler that was restarted takes whoever comes back as one worker more.
+Tests: tests/unit/scheduler/test_substitutes.py, tests/e2e/test_substitutes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.health import Health
+from kvmesh.core.types import Role, WorkerId, WorkerInfo
+from kvmesh.policy.health import REST_S
+from kvmesh.policy.substitute import START_S, Means, Member, Option, Paces, Place, substitutes
+from kvmesh.telemetry.logs import event_logger
+from services.scheduler import metrics
+from services.scheduler.decisions import DecisionLog
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Fleet
+from services.scheduler.planner import Planner
+from services.scheduler.role_orders import RoleChanges
+
+log = event_logger(__name__)
+
+LOOK_S = 0.25
+
+LATE_FACTOR = 3.0
+LATE_S = 1.0
+"""Whoever is not in the place after so many times what was expected, and this, does not come."""
+
+FORGET_S = 3600.0
+"""A worker that is away for so long is not awaited any more."""
+
+GivePlace = Callable[[WorkerId, Role, str, str], bool]
+"""Orders a worker to take a role in the group of a scenario, with a reason; False if it cannot."""
+
+
+Here = Mapping[WorkerId, FleetWorker]
+"""Workers that are there, by name."""
+
+
+@dataclass(slots=True)
+class _Loss:
+    """A place that somebody left.
+
+    Attributes:
+        lived: its worker's process lives, ill as it is; else its next life is awaited.
+        option: who is to take it; None: nobody yet.
+        before: what the substitute was.
+        failed: who was to take it and did not come.
+    """
+
+    info: WorkerInfo
+    at: float
+    lived: bool
+    option: Option | None = None
+    before: WorkerInfo | None = None
+    ordered_at: float = 0.0
+    is_filled: bool = False
+    failed: tuple[WorkerId, ...] = ()
+
+
+class Substitutes:
+    """Places that are open or were taken by somebody else.
+
+    Args:
+        planner: knows how fast prompts are computed, and whether this scheduler may give orders.
+        changes: what becomes of the choice.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        feed: FleetFeed,
+        planner: Planner,
+        decisions: DecisionLog,
+        clock: Clock,
+        *,
+        changes: RoleChanges,
+    ) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._planner = planner
+        self._decisions = decisions
+        self._clock = clock
+        self._changes = changes
+        self._losses: dict[WorkerId, _Loss] = {}
+        self._ready_s: dict[Means, float] = {}
+        self.give_place: GivePlace = lambda _worker, _role, _scenario, _reason: False
+        """Set by whoever is connected to the workers."""
+
+    async def run(self) -> None:
+        """Looks at the fleet whenever somebody comes or goes, until cancelled."""
+        while self._changes is not RoleChanges.OFF:
+            version = self._fleet.version
+            await self.look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._feed.wait_urgent_past(version)
+
+    async def look(self) -> None:
+        """Takes stock once."""
+        now = self._clock.now()
+        here = {each.info.worker_id: each for each in self._fleet.workers()}
+        self._take_losses(here, now)
+        if not self._losses:
+            return
+        # One scheduler gives orders. Another one forgets: it would not know what came of them.
+        if not await self._planner.leads():
+            self._losses.clear()
+            return
+        for loss in list(self._losses.values()):
+            self._follow(loss, here, now)
+
+    def _take_losses(self, here: Here, now: float) -> None:
+        lost = [(info, False) for info in self._fleet.take_lost()]
+        ill = [(each.info, True) for each in here.values() if each.health >= Health.DEGRADED]
+        for info, lived in [*lost, *ill]:
+            known = self._losses.get(info.worker_id)
+            if known is not None:
+                known.lived = known.lived and lived
+            elif info.role is not Role.SPARE and not self._takes_a_place(info.worker_id):
+                self._losses[info.worker_id] = _Loss(info, now, lived)
+
+    def _takes_a_place(self, name: WorkerId) -> bool:
+        options = (each.option for each in self._losses.values())
+        return any(each is not None and each.worker_id == name for each in options)
+
+    # --- one place -----------------------------------------------------------------------------
+
+    def _follow(self, loss: _Loss, here: Here, now: float) -> None:
+        found = here.get(loss.info.worker_id)
+        if found is not None and found.health < Health.DEGRADED:
+            self._returned(loss, found, here)
+            return
+        if now > loss.at + FORGET_S:
+            del self._losses[loss.info.worker_id]
+            return
+        option = loss.option
+        if option is not None and self._changes is RoleChanges.APPLY:
+            self._watch(loss, option, here, now)
+        if loss.option is None:
+            self._choose(loss, here, now)
+
+    def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
+        """Sees whether who is to take the place does, and stays."""
+        taker = here.get(option.worker_id)
+        is_there = taker is not None and taker.health < Health.DEGRADED
+        if loss.is_filled and is_there:
+            return
+        if is_there and taker is not None and _fills(taker.info, loss.info):
+            self._filled(loss, option, now)
+        elif loss.is_filled or now > loss.ordered_at + LATE_FACTOR * option.ready_s + LATE_S:
+            loss.failed = (*loss.failed, option.worker_id)
+            loss.option, loss.is_filled = None, False
+
+    def _choose(self, loss: _Loss, here: Here, now: float) -> None:
+        loads = {info.worker_id: load for info, load in self._fleet.reports()}
+        members = [
+            Member(each.info, loads[name], each.health, each.detail)
+            for name, each in here.items()
+            if name not in loss.failed and not self._takes_a_place(name)
+        ]
+        place = Place(loss.info, self._back_s(loss, now))
+        paces = Paces(self._ready_s, self._planner.pace(loss.info.model).token_s)
+        for option in substitutes(place, members, paces):
+            if option.means is Means.FLIP and not self._planner.may_change_roles:
+                continue
+            if option.means is Means.RETURN or self._ordered(loss, option):
+                taker = here.get(option.worker_id)
+                loss.option, loss.ordered_at = option, now
+                loss.before = None
+                if taker is not None and self._changes is RoleChanges.APPLY:
+                    loss.before = taker.info
+                self._note(loss, option.means.name.lower(), option.reason, option.worker_id)
+                return
+
+    def _back_s(self, loss: _Loss, now: float) -> float | None:
+        """Until the lost worker is back; None: it did not come when it should have."""
+        if loss.info.worker_id in loss.failed:
+            return None
+        whole_s = REST_S if loss.lived else loss.info.start_s or START_S
+        away_s = now - loss.at
+        # Whoever is late may be as late again.
+        return whole_s - away_s if away_s < whole_s else away_s
+
+    def _ordered(self, loss: _Loss, option: Option) -> bool:
+        if self._changes is not RoleChanges.APPLY:
+            return True
+        info = loss.info
+        why = f"takes the place of {info.worker_id}: {option.reason}"
+        return self.give_place(option.worker_id, info.role, info.scenario, why)
+
+    def _filled(self, loss: _Loss, option: Option, now: float) -> None:
+        loss.is_filled = True
+        self._ready_s[option.means] = now - loss.ordered_at
+        seconds = round(now - loss.at, 3)
+        self._note(loss, "filled", f"after {seconds} s", option.worker_id, seconds=seconds)
+
+    def _returned(self, loss: _Loss, found: FleetWorker, here: Here) -> None:
+        """Ends the substitution: whoever holds less KV of the group makes room."""
+        name, info, option, before = found.info.worker_id, loss.info, loss.option, loss.before
+        del self._losses[name]
+        if option is None or before is None or option.worker_id not in here:
+            if found.info.role is Role.SPARE:  # as its configuration says, in its new life
+                self._give(loss, name, info.role, info.scenario, "it is back as a spare")
+            else:
+                self._note(loss, "returned", "nobody else is in its place", name)
+            return
+        taker = option.worker_id
+        if option.means is Means.SPARE and found.info.incarnation != info.incarnation:
+            self._give(loss, name, Role.SPARE, "", f"{taker} took its place")
+        else:
+            self._give(loss, taker, before.role, before.scenario, f"{name} is back")
+
+    def _give(self, loss: _Loss, name: WorkerId, role: Role, scenario: str, reason: str) -> None:
+        if self._changes is RoleChanges.APPLY:
+            self.give_place(name, role, scenario, reason)
+        self._note(loss, "returned", reason, name)
+
+    def _note(
+        self, loss: _Loss, kind: str, reason: str, worker_id: WorkerId, **more: float
+    ) -> None:
+        info = loss.info
+        outcome = "applied" if self._changes is RoleChanges.APPLY else "recommended"
+        metrics.SUBSTITUTES.labels(info.cluster, info.scenario, kind, outcome).inc()
+        facts = {
+            "lost": info.worker_id,
+            "role": info.role.value,
+            "worker_id": worker_id,
+            "why": reason,
+            "outcome": outcome,
+        }
+        self._decisions.add_fleet("substitute", kind, **facts, **more)
+        log.info("substitute", kind=kind, **facts, **more)
+
+
+def _fills(info: WorkerInfo, lost: WorkerInfo) -> bool:
+    return (info.role, info.scenario) == (lost.role, lost.scenario)

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kvmesh.core.health import Health
+from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.policy.health import HealthReason, Verdict
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Membership
+from services.scheduler.role_orders import RoleChanges
+from services.scheduler.substitutes import FORGET_S, Substitutes
+from tests.unit.policy.fleet_examples import worker_info
+from tests.unit.scheduler.parts import Parts
+
+START_S = 4.0
+IDLE = WorkerLoad(blocks_free=512)
+
+
+class Places(Parts):
+    """A fleet whose workers carry orders out at once, unless they are deaf."""
+
+    def __init__(self, roles: Mapping[str, Role], changes: RoleChanges = RoleChanges.APPLY) -> None:
+        super().__init__()
+        feed = FleetFeed(self.fleet)
+        self.substitutes = Substitutes(
+            self.fleet, feed, self.planner, self.decisions, self.clock, changes=changes
+        )
+        self.substitutes.give_place = self._give
+        self.members: dict[str, Membership] = {}
+        self.infos: dict[str, WorkerInfo] = {}
+        self.told: list[tuple[str, str]] = []
+        self.deaf: set[str] = set()
+        for name, role in roles.items():
+            self.come(name, role)
+
+    def come(self, name: str, role: Role, incarnation: int = 1) -> None:
+        self.take(worker_info(name, role, incarnation=incarnation, start_s=START_S))
+
+    def take(self, info: WorkerInfo, load: WorkerLoad = IDLE) -> None:
+        member = self.fleet.register(info, self.clock.now())
+        assert isinstance(member, Membership)
+        self.members[info.worker_id], self.infos[info.worker_id] = member, info
+        assert self.fleet.report(member, load, self.clock.now())
+
+    def _give(self, worker_id: WorkerId, role: Role, scenario: str, reason: str) -> bool:
+        assert reason
+        self.told.append((worker_id, role.value))
+        if worker_id not in self.deaf:
+            self.take(dataclasses.replace(self.infos[worker_id], role=role, scenario=scenario))
+        return True
+
+    def lose(self, name: str) -> None:
+        assert self.fleet.leave(self.members.pop(name), is_lost=True)
+
+    async def look(self, after_s: float = 0.1) -> None:
+        self.clock.advance(after_s)
+        await self.substitutes.look()
+
+    def roles(self) -> dict[str, str]:
+        return {each.info.worker_id: each.info.role.value for each in self.fleet.workers()}
+
+    def steps(self) -> list[str]:
+        kept = self.decisions.as_json()["fleet"]
+        return [each["reason"] for each in reversed(kept) if each["kind"] == "substitute"]
+
+
+TWO = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+
+
+async def test_a_spare_takes_the_place_and_who_comes_back_is_the_spare() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE, "s1": Role.SPARE})
+    await parts.look()
+    parts.lose("d0")
+    for _ in range(3):
+        await parts.look()
+    assert parts.told == [("s0", "decode")], "one, and once"
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look(START_S)
+    await parts.look()
+    wanted = {**{name: role.value for name, role in TWO.items()}, "s0": "decode", "s1": "spare"}
+    assert parts.roles() == wanted | {"d0": "spare"}
+    assert parts.steps() == ["spare", "filled", "returned"]
+
+
+async def test_who_was_only_cut_off_keeps_its_place_and_its_kv() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE})
+    await parts.look()
+    parts.lose("d0")
+    await parts.look()
+    await parts.look()
+    parts.come("d0", Role.DECODE)
+    await parts.look()
+    assert parts.roles()["d0"] == "decode"
+    assert parts.roles()["s0"] == "spare"
+
+
+async def test_who_leaves_in_good_order_is_not_replaced() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE})
+    assert parts.fleet.leave(parts.members["d0"])
+    await parts.look()
+    assert parts.told == []
+
+
+async def test_an_idle_prefill_worker_helps_until_the_lost_one_is_back() -> None:
+    parts = Places(TWO)
+    await parts.look()
+    parts.take(parts.infos["d1"], WorkerLoad(blocks_free=0))
+    parts.lose("d0")
+    await parts.look()
+    await parts.look()
+    assert parts.told == [("p0", "decode")]
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look(START_S)
+    assert parts.roles() == {name: role.value for name, role in TWO.items()}
+
+
+async def test_who_does_not_come_in_time_is_not_waited_for() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE, "s1": Role.SPARE})
+    parts.deaf.add("s0")
+    await parts.look()
+    parts.lose("d0")
+    await parts.look()
+    await parts.look(10.0)
+    assert parts.told == [("s0", "decode"), ("s1", "decode")]
+
+
+async def test_a_substitute_that_is_lost_is_replaced_for_the_same_place() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE, "s1": Role.SPARE})
+    await parts.look()
+    parts.lose("d0")
+    await parts.look()
+    await parts.look()
+    parts.lose("s0")
+    await parts.look()
+    await parts.look()
+    assert parts.told == [("s0", "decode"), ("s1", "decode")]
+    parts.come("s0", Role.SPARE, incarnation=2)
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look()
+    roles = parts.roles()
+    assert [roles[name] for name in ("d0", "d1", "s0", "s1")] == [
+        "spare",
+        "decode",
+        "spare",
+        "decode",
+    ]
+
+
+async def test_an_ejected_worker_is_replaced_until_it_is_well() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE})
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): Verdict(Health.DEAD, HealthReason.HANGS)})
+    await parts.look()
+    await parts.look()
+    assert parts.told == [("s0", "decode")]
+    parts.fleet.judge({WorkerId("d0"): Verdict(Health.SUSPECT, HealthReason.PROBATION)})
+    await parts.look()
+    assert parts.roles()["s0"] == "spare"
+    assert parts.roles()["d0"] == "decode"
+
+
+async def test_a_spare_by_its_configuration_takes_its_last_place_where_nobody_else_did() -> None:
+    parts = Places({"d0": Role.SPARE})
+    parts.take(dataclasses.replace(parts.infos["d0"], role=Role.DECODE))
+    parts.lose("d0")
+    await parts.look()
+    parts.come("d0", Role.SPARE, incarnation=2)
+    await parts.look()
+    assert parts.roles() == {"d0": "decode"}
+
+
+async def test_recommended_substitutes_are_noted_once_and_not_ordered() -> None:
+    parts = Places(TWO | {"s0": Role.SPARE}, RoleChanges.RECOMMEND)
+    await parts.look()
+    parts.lose("d0")
+    for _ in range(3):
+        await parts.look(10.0)
+    assert parts.told == []
+    assert parts.steps() == ["spare"]
+
+
+async def test_nobody_is_awaited_for_ever() -> None:
+    parts = Places({"d0": Role.DECODE, "s0": Role.SPARE})
+    await parts.look()
+    parts.lose("d0")
+    await parts.look()
+    await parts.look()
+    await parts.look(2 * FORGET_S)
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look()
+    assert parts.roles() == {"d0": "decode", "s0": "decode"}
