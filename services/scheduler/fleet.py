@@ -185,6 +185,19 @@ class Fleet:
             member.changed_at = self.version
         return True
 
+    def confirm(self, membership: Membership, now: float) -> bool:
+        """As `report` of the load that was told last."""
+        member = self._current(membership)
+        if member is None:
+            return False
+        num_routes = len(member.prefill_routes) + len(member.decode_routes)
+        if num_routes or not member.reported:
+            return self.report(membership, member.load, now)
+        member.reported_at = now
+        member.expires_at = now + self._lease_s
+        self._index.refresh(_view_of(member))
+        return True
+
     def judge(self, verdicts: Mapping[WorkerId, Verdict]) -> list[WorkerInfo]:
         """Takes what becomes of workers; those that it is news for."""
         news: list[WorkerInfo] = []

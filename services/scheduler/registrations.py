@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerId, WorkerInfo
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
 from kvmesh.rpc.convert_worker import role_to_proto, worker_info_from_proto, worker_load_from_proto
 from kvmesh.rpc.outbox import Outbox
@@ -31,6 +32,9 @@ from services.scheduler.fleet import Fleet, Membership
 
 log = event_logger(__name__)
 
+ALIVE_INTERVAL_S = SILENT_AFTER_S * 2 / 3
+"""A worker whose load stays as it is says so at this interval: before it counts as silent."""
+
 Orders = Outbox[RegisterWorkerResponse]
 """What is said to one worker."""
 
@@ -45,6 +49,7 @@ class Registrations:
         self._clock = clock
         self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
         self._closing = False
+        self._counted_at = -1
 
     async def follow(
         self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders
@@ -61,11 +66,9 @@ class Registrations:
                     membership = registered
                 elif membership is None:
                     return Refusal(RefusalReason.INVALID, f"{kind} came before the worker's info")
-                elif kind == "load":
-                    load = worker_load_from_proto(request.load)
-                    if not self._fleet.report(membership, load, self._clock.now()):
+                elif kind in ("load", "alive"):
+                    if not self._heard(membership, request):
                         return None  # its lease ended; it connects and registers again
-                    self._note_change()
                 elif kind == "detail":
                     self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
                     self._note_change()
@@ -80,6 +83,16 @@ class Registrations:
                 self._forget_orders(membership.worker_id, orders)
             orders.close()
         return None
+
+    def _heard(self, membership: Membership, request: RegisterWorkerRequest) -> bool:
+        """Takes a load, or that it is as it was; False if the membership is over."""
+        now = self._clock.now()
+        if not request.HasField("load"):
+            return self._fleet.confirm(membership, now)
+        if not self._fleet.report(membership, worker_load_from_proto(request.load), now):
+            return False
+        self._note_change()
+        return True
 
     def order(self, worker_id: WorkerId, order: RegisterWorkerResponse) -> bool:
         """Says something to a worker; False if it is not connected to this scheduler."""
@@ -119,6 +132,7 @@ class Registrations:
         accepted = WorkerAccepted(
             report_interval_ms=round(self._config.report_interval_s * 1000),
             lease_ms=round(self._config.lease_s * 1000),
+            alive_interval_ms=round(min(self._config.lease_s / 3, ALIVE_INTERVAL_S) * 1000),
         )
         orders.put(RegisterWorkerResponse(accepted=accepted))
         log.info(
@@ -159,6 +173,8 @@ class Registrations:
         self._note_change()
 
     def _note_change(self) -> None:
-        for role, count in self._fleet.count_by_role().items():
-            metrics.WORKERS.labels(role.value).set(count)
+        if self._fleet.urgent_version != self._counted_at:  # not for each of many reports
+            self._counted_at = self._fleet.urgent_version
+            for role, count in self._fleet.count_by_role().items():
+                metrics.WORKERS.labels(role.value).set(count)
         self._feed.changed()

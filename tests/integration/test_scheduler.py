@@ -42,6 +42,7 @@ from services.scheduler.config import (
     RoutingConfig,
     SchedulerConfig,
 )
+from services.scheduler.fleet import Fleet
 from services.scheduler.service import build
 from tests.redis_server import redis_url
 from tests.unit.policy.fleet_examples import query, worker_info
@@ -141,6 +142,38 @@ async def mesh(*targets: str) -> AsyncIterator[Mesh]:
 
 def first_names(plan: RoutePlan) -> list[str]:
     return [side[0].worker_id for side in (plan.prefill, plan.decode) if side]
+
+
+class TestReports:
+    async def test_a_load_that_stays_is_confirmed_and_one_that_changes_is_told(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reports, confirmed = [], []
+        report, confirm = Fleet.report, Fleet.confirm
+
+        def note_report(*arguments: Any) -> bool:
+            reports.append(arguments[2])
+            return report(*arguments)
+
+        def note_confirm(*arguments: Any) -> bool:
+            confirmed.append(arguments[1])
+            return confirm(*arguments)
+
+        monkeypatch.setattr(Fleet, "report", note_report)
+        monkeypatch.setattr(Fleet, "confirm", note_confirm)
+        async with scheduler() as context, mesh(address(context)) as gateway:
+            worker, _ = await gateway.join(worker_info("p"))
+            # Longer than its lease of a second.
+            await until(lambda: len(confirmed) > 5)
+            await gateway.until_names("p")
+            told = len(reports)
+            assert told <= 4, "the first, and at most one at each of the first intervals"
+            worker.load = dataclasses.replace(worker.load, blocks_free=3)
+            await gateway.until(lambda seen: seen[0].load.blocks_free == 3)
+            assert reports[-1].blocks_free == 3
+            known = len(confirmed)
+            await until(lambda: len(confirmed) > known)
+            assert len(reports) == told + 1
 
 
 class TestRoutes:

@@ -162,6 +162,10 @@ class FleetIndex:
             entry.decode = (share >= 1.0, share, tie, worker_id)
         bucket.put(entry)
 
+    def refresh(self, view: WorkerView) -> None:
+        """Takes a worker's view whose load is as it was: its place in the order stays."""
+        self._entries[view.info.worker_id].view = view
+
     def _bucket(self, name: _BucketName) -> _Bucket:
         if name not in self._buckets:
             self._buckets[name] = _Bucket.of(name[3])

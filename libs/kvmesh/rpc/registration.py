@@ -22,6 +22,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
     RegisterWorkerRequest,
     RegisterWorkerResponse,
+    WorkerAlive,
     WorkerGoodbye,
 )
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -146,6 +147,10 @@ class _Link:
         self._operator = operator
         self._detail_due_at = 0.0
         self._interval_s = FIRST_INTERVAL_S
+        self._alive_interval_s = 0.0
+        self._told_load: WorkerLoad | None = None
+        self._told_detail: WorkerDetail | None = None
+        self._told_at = 0.0
         self._wake = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
@@ -162,7 +167,7 @@ class _Link:
         self._detail_due_at = 0.0
         if self._stream is not None and self._stream.connected and not self._leaving:
             self._stream.send(RegisterWorkerRequest(info=self._info))
-            self._stream.send(self._load_report())
+            self._send_load(self._stream)
 
     async def run(self) -> None:
         async with open_channel(self._target, self._access) as channel:
@@ -195,29 +200,42 @@ class _Link:
         self._wake.set()
 
     async def _report(self, stream: RegistrationStream) -> None:
-        changed = False
+        changed = follows_up = False
         while not self._over and not self._refused:
             if stream.connected and not self._leaving:
-                stream.send(self._load_report())
+                self._send_news(stream, must_tell=changed or follows_up)
                 self._send_detail(stream)
             await asyncio.sleep(MIN_GAP_S)
-            pause_s = min(FOLLOW_UP_S, self._interval_s) if changed else self._interval_s
-            changed = False
+            follows_up, changed = changed, False
+            pause_s = min(FOLLOW_UP_S, self._interval_s) if follows_up else self._interval_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
                 changed = True
             self._wake.clear()
 
-    def _load_report(self) -> RegisterWorkerRequest:
-        return RegisterWorkerRequest(load=worker_load_to_proto(self._load()))
+    def _send_news(self, stream: RegistrationStream, *, must_tell: bool) -> None:
+        """Reports the load, or that the worker is there if its load is as it was."""
+        now = asyncio.get_running_loop().time()
+        if must_tell or not self._alive_interval_s or self._load() != self._told_load:
+            self._send_load(stream)
+        elif now - self._told_at >= self._alive_interval_s - self._interval_s / 2:
+            self._told_at = now
+            stream.send(RegisterWorkerRequest(alive=WorkerAlive()))
+
+    def _send_load(self, stream: RegistrationStream) -> None:
+        self._told_load = self._load()
+        self._told_at = asyncio.get_running_loop().time()
+        stream.send(RegisterWorkerRequest(load=worker_load_to_proto(self._told_load)))
 
     def _send_detail(self, stream: RegistrationStream) -> None:
         now = asyncio.get_running_loop().time()
         if self._operator is not None and now >= self._detail_due_at:
             self._detail_due_at = now + DETAIL_INTERVAL_S
-            detail = worker_detail_to_proto(self._operator.detail())
-            stream.send(RegisterWorkerRequest(detail=detail))
+            detail = self._operator.detail()
+            if detail != self._told_detail:
+                self._told_detail = detail
+                stream.send(RegisterWorkerRequest(detail=worker_detail_to_proto(detail)))
 
     def _on_up(self) -> None:
         assert self._stream is not None
@@ -225,8 +243,9 @@ class _Link:
         if self._leaving:
             return
         self._detail_due_at = 0.0
+        self._told_detail = None  # a scheduler that has just started knows none
         self._stream.send(RegisterWorkerRequest(info=self._info))
-        self._stream.send(self._load_report())
+        self._send_load(self._stream)
 
     def _on_down(self, reason: str) -> None:
         self.registered.clear()
@@ -240,6 +259,7 @@ class _Link:
         match message.WhichOneof("order"):
             case "accepted":
                 self._interval_s = message.accepted.report_interval_ms / 1000
+                self._alive_interval_s = message.accepted.alive_interval_ms / 1000
                 self.registered.set()
                 log.info("registered", scheduler=self._target)
             case "drain":

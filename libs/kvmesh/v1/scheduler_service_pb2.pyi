@@ -507,7 +507,7 @@ Global___ModelDetail: _TypeAlias = ModelDetail  # noqa: Y015
 
 @_typing.final
 class RegisterWorkerRequest(_message.Message):
-    """First `info`, then `load` about once a second and at every change that matters."""
+    """First `info`, then `load` whenever it changed, and `alive` where nothing did for some time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -515,6 +515,7 @@ class RegisterWorkerRequest(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """Registration."""
@@ -529,7 +530,11 @@ class RegisterWorkerRequest(_message.Message):
 
     @_builtins.property
     def detail(self) -> Global___WorkerDetail:
-        """For people, about once a second."""
+        """For people, at most once a second."""
+
+    @_builtins.property
+    def alive(self) -> Global___WorkerAlive:
+        """The load is as it was told last. Only for schedulers that named an interval for it."""
 
     def __init__(
         self,
@@ -538,16 +543,34 @@ class RegisterWorkerRequest(_message.Message):
         load: _types_pb2.WorkerLoad | None = ...,
         goodbye: Global___WorkerGoodbye | None = ...,
         detail: Global___WorkerDetail | None = ...,
+        alive: Global___WorkerAlive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
 Global___RegisterWorkerRequest: _TypeAlias = RegisterWorkerRequest  # noqa: Y015
+
+@_typing.final
+class WorkerAlive(_message.Message):
+    """Nothing is new, and the worker's loop turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerAlive: _TypeAlias = WorkerAlive  # noqa: Y015
 
 @_typing.final
 class WorkerGoodbye(_message.Message):
@@ -623,19 +646,23 @@ class WorkerAccepted(_message.Message):
 
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    ALIVE_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     report_interval_ms: _builtins.int
     """Interval of load reports."""
     lease_ms: _builtins.int
     """The worker counts as lost after this long without a report."""
+    alive_interval_ms: _builtins.int
+    """A load that has not changed is confirmed by `alive` at this interval; 0: it is reported again and again."""
     def __init__(
         self,
         *,
         report_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        alive_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive_interval_ms", b"alive_interval_ms", "lease_ms", b"lease_ms", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,29 @@ def route(
     return plan
 
 
+class TestConfirming:
+    def test_a_load_that_is_confirmed_counts_as_reported_now(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("p"))
+        load = WorkerLoad(prefill_active=2, blocks_free=7)
+        assert fleet.report(member, load, 1.0)
+        version = fleet.version
+        assert fleet.confirm(member, 3.5)
+        assert fleet.version == version, "no news for watchers"
+        (seen,) = fleet.view(3.5).workers
+        assert (seen.load, seen.reported_at) == (load, 3.5)
+        assert fleet.expire(3.5 + LEASE_S - 0.1) == []
+        assert fleet.expire(3.5 + LEASE_S) == ["p"]
+        assert not fleet.confirm(member, 7.0)
+
+    def test_it_overtakes_routes_as_a_report_does(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("h", Role.HYBRID))
+        fleet.report(member, WorkerLoad(), 1.0)
+        route(fleet, 1.0)
+        assert in_flight(fleet, 1.0) == {"h": (1, 1)}
+        assert fleet.confirm(member, 1.0 + SETTLE_S)
+        assert in_flight(fleet, 1.0 + SETTLE_S) == {"h": (0, 0)}
+
+
 class TestMembership:
     def test_new_worker_counts_as_idle_and_empty(self, fleet: Fleet) -> None:
         join(fleet, worker_info("p"))
