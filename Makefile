@@ -166,6 +166,10 @@ dist: setup ## wheel and sdist, in dist/
 bench-serve: setup-local ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
 
+.PHONY: bench-one-box
+bench-one-box: setup-local ## prefill and decode apart on one machine against one worker that does both; writes bench/results/one_box.*
+	$(PY) -m benchmarks.one_box $(ARGS)
+
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 

@@ -305,6 +305,8 @@ def plan_stack(
         for index in range(number):
             name = f"{role}-{index}"
             flags = planner.worker_flags(name, scheduler, kvmanager)
+            if not options.num_prefill:
+                flags["worker.role"] = "hybrid"
             members.append(planner.service(role, flags, name)[0])
     members += planner.spare_members(scheduler, kvmanager)
     members += planner.remote_members(scheduler, kvmanager)

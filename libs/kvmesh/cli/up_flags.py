@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
     add_flag(made, "--model", "", text, metavar="MODEL")
     text = "name that clients use; default: name of the folder, or org/name"
     add_flag(made, "--model-name", "", text)
-    add_flag(made, "--prefill", 2, "prefill workers", kind=positive_int)
+    text = "prefill workers; 0: those of --decode are hybrid and do both"
+    add_flag(made, "--prefill", 2, text, kind=count)
     add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
     text = "workers that wait for the place of one that is lost"
     add_flag(made, "--spare", 0, text, kind=count)

@@ -135,6 +135,14 @@ def test_port_zero_and_all_addresses() -> None:
     assert _flags(_member(plan, "gateway"))["--http.host"] == "0.0.0.0"
 
 
+def test_without_prefill_workers_the_others_do_both() -> None:
+    plan = _plan(replace(OPTIONS, num_prefill=0, num_decode=2))
+    workers = [member for member in plan.members if member.is_worker]
+    assert [member.spec.name for member in workers] == ["decode-0", "decode-1"]
+    assert {_flags(member)["--worker.role"] for member in workers} == {"hybrid"}
+    assert "--worker.role" not in _flags(_member(_plan(), "decode-0"))
+
+
 def test_a_second_cluster_shares_its_link_and_has_no_way_around_it() -> None:
     alone = _flags(_member(_plan(), "scheduler"))
     assert "--planning.remote-cluster" not in alone
