@@ -105,7 +105,7 @@ class AccessConfig:
 
 @dataclass(frozen=True, slots=True)
 class QuotaConfig:
-    """What a caller that is no tenant of the directory may use; 0 is no limit."""
+    """Limits of callers that are not in the tenant directory; 0 is no limit."""
 
     max_concurrent_per_key: int = option(0, "requests of one key at once")
     requests_per_min_per_key: int = option(0, "requests of one key per minute")
@@ -115,7 +115,7 @@ class QuotaConfig:
 
 @dataclass(frozen=True, slots=True)
 class SharedRedisConfig:
-    """Where gateways share what tenants used, and streams that another gateway may go on with."""
+    """The Redis in which gateways share tenants' usage and the journal of streams."""
 
     url: str = option("", "redis:// URL; empty: quotas count in each gateway, streams die with it")
     password: str = secret("password, if it is not part of the URL")
@@ -126,7 +126,7 @@ class SharedRedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResumeConfig:
-    """What another gateway needs to go on with a stream, in Redis; see `redis.url`."""
+    """The journal, with which another gateway can resume a stream; see `redis.url`."""
 
     journal_mib: int = option(
         64, "most memory for streams of one process in Redis; 0 writes none: they die with it"

@@ -1,4 +1,4 @@
-"""Puts the console on a gateway's admin port: what this gateway sees of the mesh.
+"""Serves the console, this gateway's view of the mesh, on the admin port.
 
 Tests: tests/integration/test_console.py, tests/e2e/test_gateway_processes.py.
 """
@@ -23,7 +23,7 @@ from kvmesh.runtime.admin import AdminPort
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSources:
-    """What the console reads."""
+    """The console's sources of data."""
 
     model: str
     schedulers: Sequence[str]
@@ -32,8 +32,8 @@ class ConsoleSources:
 
 
 def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutine[Any, Any, None]]:
-    """Adds the routes; returns the work, by name, that must run while they are served."""
-    # Not the gateway's own view of the fleet: details are many bytes that no request needs.
+    """Adds the routes; returns the background tasks that they need, by name."""
+    # A second fleet view, with details: too many bytes for the view that requests use.
     fleet = FleetWatch(sources.schedulers, sources.access, "console", with_detail=True)
     sampler = Sampler()
 

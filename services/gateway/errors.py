@@ -1,4 +1,4 @@
-"""Errors in the form that clients see: HTTP status, OpenAI body, headers.
+"""Errors as clients see them: HTTP status, OpenAI body, headers.
 
 Pure. Tests: tests/unit/gateway/test_errors.py.
 """
@@ -20,7 +20,7 @@ QUOTA_HEADER = "x-kvmesh-quota"
 
 
 class Stage(enum.Enum):
-    """Who said no."""
+    """The part of the system that refused."""
 
     GATEWAY = "gateway"
     SCHEDULER = "scheduler"
@@ -29,7 +29,7 @@ class Stage(enum.Enum):
 
 
 class StageRefusedError(RefusedError):
-    """A refusal together with who said it."""
+    """A refusal, with the part of the system that refused."""
 
     def __init__(self, refusal: Refusal, stage: Stage) -> None:
         super().__init__(refusal)
@@ -37,7 +37,7 @@ class StageRefusedError(RefusedError):
 
     @property
     def label(self) -> str:
-        """`<who>-<reason>`, as in the header."""
+        """`<stage>-<reason>`, as in the header."""
         return f"{self.stage.value}-{self.refusal.reason.value}"
 
 
@@ -52,7 +52,7 @@ class QuotaError(StageRefusedError):
     """A quota of the caller's tenant is used up.
 
     Attributes:
-        quota: which one.
+        quota: the one that is used up.
     """
 
     def __init__(self, refusal: QuotaRefusal) -> None:
@@ -130,7 +130,7 @@ def _refused(error: RefusedError) -> ErrorAnswer:
 
 
 def message_for(error: KvMeshError) -> str:
-    """What is wrong and, of a refusal, what to do: all of them may be tried again."""
+    """The error's text; a refusal's tells when to retry."""
     if not isinstance(error, RefusedError):
         return str(error)
     return f"{error.refusal.message}; try again in {retry_after_s(error.refusal)} s"
@@ -142,7 +142,7 @@ def retry_after_s(refusal: Refusal) -> int:
 
 
 def plain_http_error(status: int, message: str) -> ErrorAnswer:
-    """An error that the HTTP layer itself found (404, 405, 413, …)."""
+    """An error of the HTTP layer (404, 405, 413, …)."""
     kind = _INVALID if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     return ErrorAnswer(status, error_body(message, kind, code=code))

@@ -32,7 +32,7 @@ E2E_BUCKETS = (
 OFFER_BUCKETS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 55.0, 144.0)
 
 TENANT = "tenant"
-"""Label with a tenant's name; only these metrics have it, so that a port can leave it out."""
+"""Label with a tenant's name; a port can omit the metrics that have it."""
 
 # vLLM's words for `finished_reason`.
 _FINISHED = {
@@ -44,7 +44,7 @@ _FINISHED = {
 
 
 class GatewayMetrics(Collector):
-    """The gateway's metrics: a registry of their own that another registry can collect.
+    """The gateway's metrics, in a registry that another registry can collect.
 
     Args:
         model: value of the label `model_name`.
@@ -163,11 +163,11 @@ class GatewayMetrics(Collector):
         self._refusals.labels(reason, stage).inc()
 
     def over_quota(self, tenant: Tenant, quota: Quota) -> None:
-        """Counts a request over quota; tenants that nobody registered are counted together."""
+        """Counts a request over quota; unregistered tenants are counted together."""
         self._over_quota.labels(tenant.name if tenant.is_known else "", quota.value).inc()
 
     def used(self, ticket: Ticket) -> None:
-        """Counts what a request used that ends; unregistered tenants are counted together."""
+        """Counts a finished request's usage; unregistered tenants are counted together."""
         tenant = ticket.tenant
         name = tenant.name if tenant.is_known else ""
         counter = self._used.get(name)
@@ -176,15 +176,15 @@ class GatewayMetrics(Collector):
         counter.inc(ticket.num_tokens)
 
     def encodes_by(self, library: str) -> None:
-        """Tells the library that turns prompts into tokens."""
+        """Sets the library that tokenises prompts."""
         self._library.labels(library).set(1)
 
     def moved(self, reason: str) -> None:
-        """Counts lost work that is started again."""
+        """Counts a request that a worker lost and that moves to another one."""
         self._moves.labels(reason).inc()
 
     def resumed(self, outcome: str) -> None:
-        """Counts a stream that goes on here, or cannot."""
+        """Counts an attempt to resume a stream, by its outcome."""
         self._resumes.labels(outcome).inc()
 
     def refusals(self) -> dict[tuple[str, str], float]:
@@ -201,7 +201,7 @@ class GatewayMetrics(Collector):
         return self._registry.get_sample_value(sample, labels) or 0.0
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry that names are not told to does not mind two gateways."""
+        """No names, so that one registry accepts the metrics of two gateways."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

@@ -1,6 +1,6 @@
-"""One admin port for a gateway of several processes: what is asked of it, all of them answer.
+"""One admin port for a gateway of several processes.
 
-Each process serves its own admin routes at a Unix socket; this side asks all of them and adds up.
+Each process serves its admin routes at a Unix socket; the parent asks all of them and adds up.
 Tests: tests/e2e/test_gateway_processes.py.
 """
 
@@ -28,7 +28,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 
 ANSWER_S = 2.0
-"""A process that is later than this is left out, like one that is being replaced."""
+"""A process that does not answer within this time is left out of the sum."""
 
 
 def admin_socket(folder: Path, number: int) -> Path:
@@ -83,7 +83,7 @@ class ProcessSockets:
 
 
 class AllRequests:
-    """Requests of all processes; totals of those that ended are kept.
+    """Requests of all processes; the totals of ended processes are kept.
 
     Args:
         pids: the processes that run now, by number.
@@ -96,7 +96,7 @@ class AllRequests:
         self._past = Share()
 
     async def share(self, *, with_rows: bool) -> Share:
-        """See `Requests.share`; what a process did in its last second is not counted."""
+        """See `Requests.share`; the last second of an ended process is not counted."""
         pids = self._pids()
         answers = await self._sockets.get(SHARE_PATH + ("?rows=1" if with_rows else ""))
         now = self._pids()
@@ -125,7 +125,7 @@ def process_admin(
     folder: Path,
     stop: Callable[[], None],
 ) -> tuple[AdminPort, dict[str, Coroutine[Any, Any, None]]]:
-    """The admin port of the whole gateway, and the work that must run while it is open.
+    """The admin port of the whole gateway, and the background tasks that it needs.
 
     Args:
         folder: where the processes share their metrics.

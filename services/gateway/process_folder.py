@@ -1,7 +1,7 @@
-"""The folder that the processes of one gateway share, and what a killed gateway leaves of its own.
+"""The folder that the processes of one gateway share; folders of killed gateways are removed.
 
-Its owner holds a lock on a file in it, which the kernel lets go when the owner dies, however it
-does. Tests: tests/unit/gateway/test_process_folder.py.
+Its owner locks a file in it, and the kernel releases the lock when the owner dies.
+Tests: tests/unit/gateway/test_process_folder.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _OWNER = "owner"
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder until the end of the block; those of owners that were killed are removed first."""
+    """A folder that lasts until the end of the block; removes folders of dead owners first."""
     _remove_left()
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        # Under its name only when it is locked: nobody may take it for one that was left.
+        # Renamed only when it is locked, so that no other gateway removes it as left over.
         with (folder / f"{_OWNER}.new").open("w") as owner:
             fcntl.flock(owner, fcntl.LOCK_EX)
             (folder / f"{_OWNER}.new").rename(folder / _OWNER)

@@ -1,10 +1,10 @@
 """A gateway of several processes on one port: started, watched, replaced and stopped together.
 
-The kernel deals connections out to the processes (SO_REUSEPORT). Their parent serves no client: it
-holds the ports, so that they stay the gateway's while processes come and go, and serves the metrics
-port and the admin port of all of them. It replaces a process that ends, and one that hangs by the
-rule of `kvmesh.core.silence`; the question is `GET /health` at the process's admin socket. The
-kernel kills the processes when their parent dies (`kvmesh.cli.processes.end_with`).
+The kernel distributes connections over the processes (SO_REUSEPORT). Their parent serves no client.
+It binds the ports, so that they stay reserved while processes come and go, and serves one metrics
+port and one admin port for all. It replaces a process that ends or hangs; `kvmesh.core.silence`
+decides about hanging, by `GET /health` at the process's admin socket. The kernel kills the
+processes when their parent dies (`kvmesh.cli.processes.end_with`).
 Tests: tests/e2e/test_gateway_processes.py, tests/unit/gateway/test_processes.py.
 """
 
@@ -38,16 +38,16 @@ from services.gateway.process_folder import shared_folder
 log = event_logger(__name__)
 
 PARENT_VARIABLE = "KVMESH_GATEWAY_PARENT"
-"""Tells a process who started it and takes it along when it dies."""
+"""Process id of the parent; a process has the kernel kill it when its parent dies."""
 
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
-"""Bounds of the pause before a process that ended is replaced; it doubles while they end young."""
+"""Bounds of the pause before a process is replaced; it doubles while processes end early."""
 YOUNG_S = 10.0
 STOP_GRACE_S = 5.0
-"""Time beyond its drain that a process has to end."""
+"""Time that a process has to end after its drain."""
 START_S = 120.0
-"""Time that a process has to answer for the first time, as `kvmesh up` gives to a whole stack."""
+"""Time that a process has until its first answer; the same as `kvmesh up` allows."""
 
 _BAD_CONFIG = 2
 _POLL_S = 0.25
@@ -56,7 +56,7 @@ _HEALTH = b"GET /health HTTP/1.1\r\nHost: process\r\nConnection: close\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class SharedPorts:
-    """Ports that the processes listen on; nobody else can take them meanwhile."""
+    """Ports of the processes, reserved while the gateway runs."""
 
     http: int
     grpc: int
@@ -64,7 +64,7 @@ class SharedPorts:
 
 @contextlib.contextmanager
 def held_ports(config: GatewayConfig) -> Iterator[SharedPorts]:
-    """Takes the ports without listening on them.
+    """Binds the ports without listening on them.
 
     Raises:
         ConfigError: one is taken by a process that does not share it.
@@ -92,10 +92,10 @@ def held_ports(config: GatewayConfig) -> Iterator[SharedPorts]:
 
 
 def process_arguments(argv: Sequence[str], ports: SharedPorts, admin: Path) -> list[str]:
-    """The command line of one process: the gateway's own, and what must differ from it.
+    """The command line of one process: the gateway's own with a few flags replaced.
 
     Args:
-        admin: the socket where it answers to this process.
+        admin: its admin socket, where this process asks it.
     """
     return [
         *argv,
@@ -110,10 +110,10 @@ def process_arguments(argv: Sequence[str], ports: SharedPorts, admin: Path) -> l
 
 
 def pause_s(num_young: int) -> float:
-    """How long to wait before a process is replaced.
+    """Seconds to wait before a process is replaced.
 
     Args:
-        num_young: how many in a row ended soon after their start.
+        num_young: processes in a row that ended soon after their start.
     """
     return float(min(FIRST_PAUSE_S * 2**num_young, MAX_PAUSE_S))
 
@@ -136,7 +136,7 @@ class GatewayProcesses:
         self._code = 0
 
     def stop(self) -> None:
-        """Drains all processes; again: without patience."""
+        """Drains all processes; when called again, ends them at once."""
         self._stopping.set()
         for process in self._running.values():
             ask_to_end(process)
@@ -253,8 +253,7 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
         argv: the command line that `config` was read from.
 
     Returns:
-        0 if all processes drained well, else the exit code of one that did not, for a signal as
-        shells say it.
+        0 if all processes drained, else the exit code of one that did not; a signal as in shells.
 
     Raises:
         ConfigError: a port is taken.

@@ -76,7 +76,7 @@ async def build(config: GatewayConfig, context: ServiceContext) -> None:
 
 
 async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gateway:
-    """Builds the gateway and says where it listens.
+    """Builds the gateway and returns its ports.
 
     Raises:
         ConfigError: the HTTP port is taken, or keys or targets cannot be used.
@@ -112,7 +112,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         console = ConsoleSources(served_name, targets, access, requests)
         for name, work in add_console(context.admin, console).items():
             context.spawn(work, name)
-    elif config.server.admin.is_wanted:  # one of several processes: another one has the console
+    elif config.server.admin.is_wanted:  # one of several processes: their parent serves the console
         SharePage(requests).add_to(context.admin)
     redis = open_redis(config, context)
     keys, admission = await open_tenancy(config, context, redis)
@@ -151,7 +151,7 @@ async def _watch_lag(lag: Lag) -> None:
 
 
 async def _speed_up(encoder: TextEncoder, folder: Path, metrics: GatewayMetrics) -> None:
-    """Has prompts encoded by the faster library if it can, and says which one does it."""
+    """Switches tokenising to the faster library if possible, and reports the library in use."""
     await encoder.speed_up(folder / TOKENIZER_FILE)
     metrics.encodes_by(encoder.library)
     log.info("tokenizer", library=encoder.library, reason=encoder.reason)

@@ -385,7 +385,7 @@ class AttemptModel:
     def hear_tokens(self, job: Job, tokens: Tokens) -> None:
         known = job in (self.asked, self.held, self.decode) and not self.is_over
         position = FIRST + len(self.delivered)
-        actions = self.attempt.tokens(job.number, tokens, self.now)
+        actions = self.attempt.tokens(job.number, self.now, *tokens)
         if not known or not self.has_first:
             assert actions == ()
             if known:

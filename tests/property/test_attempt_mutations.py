@@ -190,12 +190,12 @@ MUTATIONS = {
         "            self._decode = None\n            return self._end(out, Outcome.DONE)\n",
     ),
     "PREFILL, tokens before the first one: dropped": (
-        "            self._early.append((number, event))\n",
+        "self._early.append((number, Tokens(first_position, token_ids, logprobs, finish, error)))",
         "",
     ),
     "PREFILL, tokens of blocks given up count": (
-        "out += self.tokens(asked, tokens, now)",
-        "out += self.tokens(self._decode.number if self._decode else asked, tokens, now)",
+        "out += self.tokens(asked, now, *tokens)",
+        "out += self.tokens(self._decode.number if self._decode else asked, now, *tokens)",
     ),
     "HANDOFF, handed off: prefill is cancelled later": (
         "        self._forget_prefill(out)\n        out.append(act.Decoding(",

@@ -59,19 +59,19 @@ def backoff_s(num_rounds: int, num_waiting: int) -> float:
     return min(MIN_BACKOFF_S * BACKOFF_GROWTH ** min(num_rounds, 32), longest)
 
 
-def waiting_told(asked: int, asked_reserved: int, behind: int) -> tuple[int, int]:
+def waiting_told(asked: int, asked_reserved: int, queued: int) -> tuple[int, int]:
     """How many requests of a gateway wait, and how many of them for prefill.
 
-    Whoever has asked knows what it waits for: with a reservation, for prefill. The others stand
-    behind them and wait for the same.
+    A request that has asked knows what it waits for: prefill, if it has a reservation. Requests
+    that are still queued are assumed to need the same in the same proportion.
 
     Args:
-        asked, asked_reserved: requests that found nobody; of these, those with a reservation.
-        behind: requests whose turn to ask has not come.
+        asked, asked_reserved: requests that no worker took; of these, those with a reservation.
+        queued: requests whose turn to ask has not come.
     """
     if not asked:
-        return behind, 0
-    total = asked + behind
+        return queued, 0
+    total = asked + queued
     return total, round(asked_reserved * total / asked)
 
 

@@ -14,17 +14,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from kvmesh.core.errors import InvalidRequestError
 
 MAX_MESSAGES = 10_000
-"""Most messages of a chat, and most parts and calls of them all: the event loop reads them all."""
+"""Most messages of a chat, and most parts and calls in all: the event loop validates them."""
 
 _LISTS = ("content", "tool_calls", "output")
 """Where a message has parts or calls."""
 
 
 def json_value(text: str) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is none, too deep, or has halves of characters, which are no text.
+        ValueError: it is not JSON, is nested too deep, or has lone surrogates.
     """
     try:
         value = json.loads(text)
@@ -50,9 +50,9 @@ class PastFunction(BaseModel):
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call for chat templates: an object, and where one is written its JSON.
+    """Arguments of a call for chat templates: an object whose text is its JSON.
 
-    Most templates go through the object, some put it into a text, and some add it to one.
+    Most templates iterate over the object, some print it, and some concatenate it with a text.
 
     Args:
         text: the JSON, as the model wrote it.
@@ -119,7 +119,7 @@ class Message(BaseModel):
 
 
 def _few_parts(messages: Any) -> Any:
-    """Refuses more parts than may be read, before any of them is."""
+    """Refuses too many parts before any of them is validated."""
     if isinstance(messages, list):
         named = [each for each in messages if isinstance(each, Mapping)]
         lists = [each.get(name) for each in named for name in _LISTS]
@@ -129,7 +129,7 @@ def _few_parts(messages: Any) -> Any:
 
 
 FewParts = BeforeValidator(_few_parts)
-"""On a list of messages: bounds what they have together."""
+"""Bounds the parts and calls of a list of messages."""
 
 Messages = Annotated[list[Message], FewParts, Field(min_length=1, max_length=MAX_MESSAGES)]
 

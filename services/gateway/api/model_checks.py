@@ -1,4 +1,4 @@
-"""What a call asks for against what the served model has: its name, context and vocabulary.
+"""Checks a call against the served model: its name, context and vocabulary.
 
 Pure. Tests: tests/unit/gateway/api/test_openai.py.
 """
@@ -18,10 +18,10 @@ _SEED_MASK = 2**64 - 1
 
 
 def check_model(name: str, served_name: str) -> None:
-    """Checks that the model is the one that is served; an empty name takes it.
+    """Checks that the model is the served one; an empty name means it too.
 
     Raises:
-        ModelNotFoundError: it is another one.
+        ModelNotFoundError: it is not.
     """
     if name not in ("", served_name):
         raise ModelNotFoundError(
@@ -32,13 +32,13 @@ def check_model(name: str, served_name: str) -> None:
 
 
 def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens that a prompt leaves room for.
+    """The number of tokens that can be generated after a prompt.
 
     Args:
-        field: that the prompt came in.
+        field: the prompt's field, for errors.
 
     Raises:
-        InvalidRequestError: none.
+        InvalidRequestError: there is room for none.
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
@@ -52,7 +52,7 @@ def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
 
 
 def check_call(call: ApiCall, served_name: str, limits: LimitsConfig, vocab_size: int) -> None:
-    """Checks all that can be said of a call before its prompts are tokens.
+    """Checks all of a call that needs no tokenised prompt.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -66,7 +66,7 @@ def check_call(call: ApiCall, served_name: str, limits: LimitsConfig, vocab_size
     if sampling.allowed_token_ids:
         check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
     for prompt in call.prompts:
-        if isinstance(prompt, TokenPrompt):  # of a text the tokenizer itself makes ids
+        if isinstance(prompt, TokenPrompt):  # other prompts get their ids from the tokenizer
             check_known(prompt.token_ids, vocab_size, call.prompt_field)
 
 
@@ -87,7 +87,7 @@ def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> Sampling
     if not num_tokens:
         raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
     room = check_room(field_name, num_tokens, max_model_len)
-    # Only the echo of the prompt is wanted with 0; the engine always makes one token.
+    # 0 asks for the echo of the prompt alone; the engine generates at least one token.
     max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
     if max_tokens > room:
         raise InvalidRequestError(
@@ -108,7 +108,7 @@ def choice_sampling(sampling: SamplingParams, seed: int, choice: int) -> Samplin
 
     Args:
         sampling: of its prompt.
-        seed: the call's seed, or the random one that stands for it.
+        seed: the call's seed, or a random one if the call has none.
         choice: its number; choices of one prompt get seeds seed, seed + 1, …
     """
     return changed(sampling, seed=(seed + choice) & _SEED_MASK)

@@ -1,4 +1,4 @@
-"""OpenAI request bodies to our own values.
+"""Converts OpenAI request bodies to the gateway's own values.
 
 Pure: pydantic models in, frozen values out. Tests: tests/unit/gateway/api/test_openai.py.
 """
@@ -27,7 +27,7 @@ _SEED_MASK = 2**64 - 1
 
 
 class Endpoint(enum.Enum):
-    """Which API a call came in by; it decides the shape of the answer."""
+    """The API that a call uses; it decides the shape of the answer."""
 
     CHAT = "chat.completion"
     COMPLETION = "text_completion"
@@ -69,19 +69,19 @@ class ApiCall:
     Attributes:
         sampling: seed and max_tokens are not final; see `check_prompt` and `choice_sampling`.
         seed: None asks for a random one.
-        max_tokens: None takes what the context leaves.
+        max_tokens: None takes the room that the context leaves.
         max_tokens_field: the caller's name for it, for errors.
         prompt_field: the caller's name of the prompt, for errors.
         continuous_usage: token counts on every chunk of a stream.
         tokens_as_ids: log-probabilities name tokens by their ids, not by their text.
-        echo: the prompt comes before the text.
+        echo: the answer begins with the prompt.
         truncate_prompt: only so many last tokens of the prompt are used; None for all.
         bad_words: as text; `sampling` gets their tokens later.
-        tools: None when none may be called.
-        reasoning: how the thinking is marked; None where the text is not to be read for it.
+        tools: None if no tool may be called.
+        reasoning: the marks around the thinking; None if the text is not searched for it.
         include_reasoning: the thinking is part of the answer.
         priority: among the tenant's own requests; lower goes first.
-        structure_field: the caller's name of what the structure is from, for errors.
+        structure_field: the field that the structure comes from, for errors.
     """
 
     endpoint: Endpoint
@@ -124,9 +124,9 @@ def chat_call(
     """A chat completion call.
 
     Args:
-        defaults: sampling defaults of the model, where it has them.
-        family: how the model writes tool calls, where it does.
-        reasoning: how the model marks its thinking, where it does.
+        defaults: sampling defaults of the model, if it has any.
+        family: the model's form of tool calls; None if it has none.
+        reasoning: the model's marks around its thinking; None if it has none.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -154,11 +154,11 @@ def with_chat(
     family: ToolFamily | None,
     reasoning: ReasoningFamily | None,
 ) -> ApiCall:
-    """A call that goes on with a chat: its prompt, and what tools and thinking ask of it.
+    """A call whose prompt is a chat, with its tools and its thinking.
 
     Args:
-        family: how the model writes tool calls, where it does.
-        reasoning: how the model marks its thinking, where it does.
+        family: the model's form of tool calls; None if it has none.
+        reasoning: the model's marks around its thinking; None if it has none.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -182,7 +182,7 @@ def completion_call(
     """A text completion call, with one or several prompts.
 
     Args:
-        defaults: sampling defaults of the model, where it has them.
+        defaults: sampling defaults of the model, if it has any.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -211,23 +211,23 @@ def completion_call(
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:
-    """What the chat template is told: the caller's own arguments come before the effort."""
+    """Variables of the chat template; the caller's own take precedence over the effort."""
     arguments: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         arguments["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
-            arguments["enable_thinking"] = False  # what templates with a switch call it
+            arguments["enable_thinking"] = False  # the name in templates with a switch
     return {**arguments, **(body.chat_template_kwargs or {})}
 
 
 def with_reasoning(call: ApiCall, family: ReasoningFamily | None, *, include: bool) -> ApiCall:
-    """A chat whose thinking is told apart from the answer.
+    """A chat whose thinking is separated from the answer.
 
     Args:
-        family: how the model marks it; None if it does not.
-        include: it is part of what is sent.
+        family: the model's marks around its thinking; None if it has none.
+        include: the thinking is sent.
     """
-    # A structure holds from the first token on and leaves no room for thinking.
+    # A structure constrains the first token already, which leaves no room for thinking.
     if family is None or call.sampling.structure is not None:
         return call
     return changed(
@@ -239,14 +239,14 @@ def with_reasoning(call: ApiCall, family: ReasoningFamily | None, *, include: bo
 
 
 def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
-    """What the tools ask of text and tokens."""
+    """The call with the structure and the special tokens that its tools need."""
     if call.tools is None:
         return call
     structure = tool_structure(call.tools, body.tools or ())
     if structure is None:
         skips = call.skip_special_tokens and not call.tools.keeps_special_tokens
         return changed(call, skip_special_tokens=skips)
-    # A forced call is all that comes: what text would look like has nothing to say. Agents send
+    # A forced call has no text, so a structure for text does not matter. Agents send
     # both, for their first turn and their last.
     return changed(
         call, sampling=changed(call.sampling, structure=structure), structure_field="tools"

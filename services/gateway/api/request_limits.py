@@ -15,7 +15,7 @@ _PLAIN_MESSAGE = {"role", "content"}
 
 
 def check_limits(call: ApiCall, limits: LimitsConfig) -> None:
-    """Refuses what costs too much even to look at.
+    """Refuses a call that would be too expensive to process.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -32,7 +32,7 @@ def check_limits(call: ApiCall, limits: LimitsConfig) -> None:
         raise InvalidRequestError(
             f"a stop string may have {limits.max_stop_chars} characters, got {longest}", "stop"
         )
-    # Tokenising takes about a second per 10 MB: a prompt that cannot fit is not even tokenised.
+    # Tokenising takes about a second per 10 MB, so a prompt that cannot fit is refused before.
     num_chars = prompt_chars(call)
     if num_chars > limits.max_prompt_chars:
         raise InvalidRequestError(
@@ -43,7 +43,7 @@ def check_limits(call: ApiCall, limits: LimitsConfig) -> None:
 
 
 def prompt_chars(call: ApiCall) -> int:
-    """Characters that have to be tokenised, of all prompts together."""
+    """Characters to tokenise, of all prompts together."""
     total = 0
     for prompt in call.prompts:
         if isinstance(prompt, TextPrompt):

@@ -20,11 +20,11 @@ Body = dict[str, Any]
 
 @dataclass(slots=True)
 class ChoiceText:
-    """All there is of one choice so far.
+    """The output of one choice so far.
 
     Attributes:
-        echo: the prompt's text, if it is to come first.
-        prompt_logprobs: of all prompt tokens but the first, when asked for.
+        echo: the prompt's text, if the answer begins with it.
+        prompt_logprobs: of all prompt tokens but the first, if asked for.
     """
 
     prompt_ids: Sequence[int]
@@ -41,8 +41,8 @@ def usage_body(usages: Sequence[Usage], *, has_reasoning: bool = False) -> Body:
     """Token counts of a call.
 
     Args:
-        usages: of each choice, with prompt_tokens 0 where the prompt is another choice's too.
-        has_reasoning: the text is read for thinking, whether there is any or not.
+        usages: of each choice; prompt_tokens is 0 if an earlier choice has the same prompt.
+        has_reasoning: the model may think, so the thinking's tokens are counted.
     """
     details: Body = {}
     if has_reasoning:
@@ -63,12 +63,12 @@ class Responses:
     """Makes the bodies of one call.
 
     Args:
-        call: what was asked.
-        request_id: goes into `id`.
+        call: the checked call.
+        request_id: for the bodies' `id`.
         model: served name.
         created: seconds since the epoch.
         token_bytes: for log-probabilities.
-        thinking: how the choices begin; None where the text is not read for thinking.
+        thinking: how the choices begin; None if the text is not searched for thinking.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Responses:
         prefix = "chatcmpl" if self._chat else "cmpl"
         self._head = {"id": f"{prefix}-{request_id}", "created": created, "model": model}
         self._token_bytes = token_bytes
-        # Text before a piece, for `text_offset`.
+        # Characters before the next piece, for `text_offset`.
         self._offsets: dict[int, int] = {}
         self._tools: dict[int, ToolReader] = {}
         self._thoughts = Thoughts(thinking) if thinking is not None else None
@@ -105,7 +105,7 @@ class Responses:
         return body
 
     def opening(self, index: int, choice: ChoiceText) -> Body | None:
-        """The chunk that opens a choice: a chat's role, the prompt and its ids if asked for."""
+        """A choice's first chunk: a chat's role; the prompt and its ids if asked for."""
         ids = {"prompt_token_ids": list(choice.prompt_ids)} if self._call.return_token_ids else {}
         if self._chat:
             delta = {"role": "assistant", "content": ""}
@@ -125,7 +125,7 @@ class Responses:
         logprobs: Sequence[TokenLogprobs],
         finish_reason: FinishReason | None,
     ) -> Body | None:
-        """The chunk for new text and tokens; None if there is nothing to say yet."""
+        """The chunk for new text and tokens; None if it would be empty."""
         thought = ""
         if self._thoughts is not None:
             thought, text = self._thoughts.told(index, text, last=finish_reason is not None)
@@ -152,7 +152,7 @@ class Responses:
         return self._chunk(choice)
 
     def is_answer(self, index: int) -> bool:
-        """Whether more text of a choice is content, whatever it says."""
+        """Whether all further text of a choice is content: its thinking is over."""
         return self._thoughts is None or self._thoughts.is_answer(index)
 
     def _reader(self, index: int) -> ToolReader:
@@ -280,11 +280,11 @@ class Responses:
         }
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> Mapping[str, float]:
-        """The chosen token, which need not be one of the most likely, and those."""
+        """The most likely tokens, and the chosen one, which need not be among them."""
         top = [(token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
         found: dict[str, float] = {}
         for top_id, logprob in top:
-            # Parts of characters have one text; the first of them is the chosen or likeliest one.
+            # Tokens with parts of characters share a text; the first one is the likeliest.
             found.setdefault(self._name(top_id), _finite(logprob))
         return found
 

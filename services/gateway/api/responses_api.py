@@ -1,6 +1,6 @@
-"""Bodies of OpenAI's Responses API as chats: text, function calls and their results.
+"""Converts bodies of OpenAI's Responses API to chats: text, function calls and their results.
 
-Nothing is stored: every call carries its whole input. Pure.
+Responses are not stored, so every call carries its whole input. Pure.
 Tests: tests/integration/test_gateway_responses.py.
 """
 
@@ -72,7 +72,7 @@ class ReasoningOptions(BaseModel):
 SCORES = "message.output_text.logprobs"
 
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-"""Thinking is not encrypted: it is in the items as it is, and is taken back as it is."""
+"""Words of `include`. Reasoning is never encrypted; it is sent and accepted as plain text."""
 
 
 Items = Annotated[list[InputItem], FewParts, Field(max_length=MAX_MESSAGES)]
@@ -120,7 +120,7 @@ RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}, {"include_usage": True}),
     "truncation": ("disabled",),
 }
-"""Fields that would change the answer, and their values that do not."""
+"""Fields that are not supported, each with the values that change nothing."""
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:

@@ -1,4 +1,4 @@
-"""Input items of the Responses API, and the chat that they make together.
+"""Input items of the Responses API, and their conversion to a chat.
 
 Pure. Tests: tests/integration/test_gateway_responses.py.
 """
@@ -21,7 +21,7 @@ class InputText(BaseModel):
 
 
 class InputMessage(BaseModel):
-    """Text of somebody."""
+    """A message with a role."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -38,7 +38,7 @@ class ReasoningText(BaseModel):
 
 
 class PastReasoning(BaseModel):
-    """What the model thought before."""
+    """A reasoning item of an earlier turn."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -47,7 +47,7 @@ class PastReasoning(BaseModel):
 
 
 class PastFunctionCall(BaseModel):
-    """A call that the model made before."""
+    """A function call of an earlier turn."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -71,7 +71,7 @@ class PastFunctionCall(BaseModel):
 
 
 class FunctionCallOutput(BaseModel):
-    """What a call gave."""
+    """The output of a function call."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -92,11 +92,11 @@ InputItem: TypeAlias = Annotated[
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
     Field(discriminator=Discriminator(_kind)),
 ]
-"""One item of the input; a message may leave out its type."""
+"""One item of the input; a message may omit its type."""
 
 
 def messages_of(items: Iterable[InputItem]) -> list[Message]:
-    """The items as messages of a chat: thinking, text and calls of one turn are one message."""
+    """The items as a chat's messages; one turn's thinking, text and calls become one message."""
     chat = _Chat()
     for item in items:
         chat.add(item)
@@ -104,7 +104,7 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
 
 
 class _Chat:
-    """Messages, and the turn of the assistant that is not complete yet."""
+    """Collects messages, and the parts of the assistant's current turn."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []

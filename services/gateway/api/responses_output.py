@@ -1,4 +1,4 @@
-"""A generation as output items of the Responses API, and as the events of its stream.
+"""Converts a generation to output items of the Responses API, and to the events of its stream.
 
 Pure. Tests: tests/integration/test_gateway_responses.py.
 """
@@ -26,7 +26,7 @@ from services.gateway.tools.scanner import CallArguments, CallStart
 
 
 class ItemKind(enum.Enum):
-    """What an output item is; the value begins its id."""
+    """The type of an output item; its id begins with the value."""
 
     REASONING = "rs"
     MESSAGE = "msg"
@@ -45,10 +45,10 @@ class Item:
     """One output item.
 
     Attributes:
-        text: thinking, text for the reader, or a call's arguments.
+        text: the thinking, the message's text, or the call's arguments.
         name, call_id: of a call.
         status: in_progress, completed or incomplete.
-        scores: log-probabilities of a message's tokens, where they are asked for.
+        scores: log-probabilities of a message's tokens, if asked for.
     """
 
     kind: ItemKind
@@ -148,7 +148,7 @@ class ResponseObject:
     # --- items ---
 
     def _write(self, kind: ItemKind, text: str) -> list[Body]:
-        """Adds text to the item that is open, or opens one for it."""
+        """Adds text to the open item, or opens a new item of this kind."""
         if not text:
             return []
         events = [] if self._items and self._items[-1].kind is kind else self._open(kind)

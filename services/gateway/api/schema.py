@@ -25,13 +25,13 @@ MAX_BAD_WORDS = 64
 MAX_TOOLS = 128
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-"""How much a model is to think before it answers."""
+"""How long the model should think before it answers."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class StreamOptions(BaseModel):
-    """Where a stream has token counts: at its end, or on every chunk."""
+    """Whether a stream has token counts, and whether on every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -93,7 +93,7 @@ class ChatBody(_SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# A long prompt fails all forms but one, and each would tell of every single token.
+# Without this, a long prompt of the wrong type fails once per token and per form.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _TokenLists = Annotated[list[list[TokenId]], Field(fail_fast=True)]
@@ -133,7 +133,7 @@ def parse_body(
     """A request body from decoded JSON.
 
     Args:
-        unsupported: fields that are refused unless they have one of these values or are null.
+        unsupported: fields that are refused unless they are null or have one of these values.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -172,10 +172,10 @@ def _as_invalid_request(error: ValidationError) -> InvalidRequestError:
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     param = _field_path(first["loc"])
-    # A field with several forms fails once per form; all of them are what is allowed.
+    # A field with several forms fails once per form; the message lists all forms.
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     unknown = [problem for problem in same if _is_unknown_type(problem)]
-    if unknown:  # says more than all that the field might have been instead
+    if unknown:  # tells more than the list of allowed forms
         allowed = unknown[0]["msg"].removeprefix("Input should be ")
         message = f"{param}: type {unknown[0]['input']!r} is not supported; allowed: {allowed}"
         return InvalidRequestError(message, param, "invalid_value")
@@ -185,7 +185,7 @@ def _as_invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _is_unknown_type(problem: Mapping[str, Any]) -> bool:
-    """Whether an object says that it is of a type that its field does not take."""
+    """Whether an object names a type that its field does not accept."""
     is_type = problem["loc"][-1:] == ("type",) and problem["type"] == "literal_error"
     return is_type and isinstance(problem["input"], str)
 

@@ -1,4 +1,4 @@
-"""What a request says about the form of its output, as one structure.
+"""Converts a request's constraints on its output to one structure.
 
 Pure but for the compiler's check. Tests: tests/unit/gateway/api/test_structured.py.
 """
@@ -62,7 +62,7 @@ class StructuredOutputs(BaseModel):
 
 
 class StructureFields(BaseModel):
-    """Fields of a body that say what the output must look like."""
+    """Fields of a body that constrain the output."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -73,13 +73,13 @@ class StructureFields(BaseModel):
 
 
 def structure_of(body: StructureFields) -> tuple[Structure | None, str]:
-    """The structure that a body asks for, and the field that does.
+    """The structure that a body asks for, and the field that asks for it.
 
     Raises:
-        InvalidRequestError: several fields ask for one, or it is too long.
+        InvalidRequestError: several fields ask for a structure, or it is too long.
     """
     if body.model_fields_set.isdisjoint(StructureFields.model_fields):
-        return None, ""  # most requests have none, and ten ways to say so
+        return None, ""  # most requests have none; this skips ten checks
     found = {name: each for name, each in _candidates(body) if each is not None}
     if len(found) > 1:
         names = " and ".join(found)
@@ -136,7 +136,7 @@ def json_schema(schema: JsonSchema | str) -> Structure:
     """A JSON schema, given as an object or as text.
 
     Raises:
-        InvalidRequestError: it is nested too deep to be written down.
+        InvalidRequestError: it is nested too deep to be serialised.
     """
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))

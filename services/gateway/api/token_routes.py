@@ -21,7 +21,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.text.prompts import encode_prompt
 
 TOKENS_PER_TURN = 512
-"""As many tokens are written in one turn of the event loop: in less than a millisecond."""
+"""Tokens written in one event-loop iteration, in less than a millisecond."""
 
 
 class TokenizeBody(BaseModel):
@@ -49,7 +49,7 @@ class DetokenizeBody(BaseModel):
 
 
 async def tokenize(frontend: Frontend, body: TokenizeBody) -> str:
-    """Token ids of a prompt, as JSON; many of them do not hold up other requests.
+    """Token ids of a prompt as JSON, made without stalling other requests.
 
     Raises:
         InvalidRequestError: not exactly one of prompt and messages, or the template refuses.
@@ -77,7 +77,7 @@ async def count_tokens(frontend: Frontend, call: ApiCall) -> int:
 
 
 async def json_list(token_ids: Sequence[int], told: Callable[[int], int | str]) -> str:
-    """A JSON list of what is told of each token, made in many turns of the event loop."""
+    """A JSON list with one entry per token, made over many event-loop iterations."""
     parts: list[str] = []
     for start in range(0, len(token_ids), TOKENS_PER_TURN):
         if start:
@@ -99,7 +99,7 @@ def _prompt(body: TokenizeBody) -> Prompt:
 
 
 def tokenizer_info(frontend: Frontend) -> dict[str, Any]:
-    """What a client that leaves tokenizing to this server wants to know of the tokenizer."""
+    """The tokenizer's settings, for clients that let this server tokenise."""
     nothing = dict.fromkeys(("bos_token", "eos_token", "pad_token", "tokenizer_class"))
     return {**nothing, **frontend.tokenizer.info}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as OpenAI's API writes them, and which of them a text is made of.
+"""Log-probabilities of tokens in OpenAI's format, and their assignment to parts of the text.
 
 Pure. Tests: tests/unit/gateway/api/test_token_scores.py.
 """
@@ -15,21 +15,21 @@ TokenBytes = Callable[[int], bytes]
 """The bytes that one token stands for."""
 
 LOWEST = -9999.0
-"""JSON has no infinity; OpenAI's API writes this for a token that cannot come."""
+"""Stands for minus infinity, which JSON lacks; OpenAI's API has the same value."""
 
 
 def id_name(token_id: int) -> str:
-    """A token's name by its id, as vLLM writes it: unlike texts, no two are the same."""
+    """A token's name by its id, in vLLM's form; unlike its text, it is unique."""
     return f"token_id:{token_id}"
 
 
 def token_score(
     token_bytes: TokenBytes, token_id: int, logprob: float, *, as_id: bool = False
 ) -> dict[str, Any]:
-    """One token and how likely it was.
+    """One token with its log-probability.
 
     Args:
-        as_id: it is named by its id; `bytes` are those of its text all the same.
+        as_id: name it by its id; `bytes` stay those of its text.
     """
     raw = token_bytes(token_id)
     name = id_name(token_id) if as_id else raw.decode(errors="replace")
@@ -39,10 +39,10 @@ def token_score(
 def chosen_score(
     token_bytes: TokenBytes, token_id: int, entry: TokenLogprobs, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """A chosen token and the most likely ones at its place.
+    """A chosen token, with the most likely tokens at its position.
 
     Args:
-        as_ids: tokens are named by their ids.
+        as_ids: name tokens by their ids.
     """
     top = zip(entry.top_ids, entry.top_logprobs, strict=True)
     return {
@@ -54,27 +54,28 @@ def chosen_score(
 
 
 class ScoresOfText:
-    """Tells which tokens the parts of a text are made of, where some say nothing to the reader.
+    """Assigns tokens to the parts of a message's text.
 
-    Marks around thinking and calls are tokens too, and text may wait for what follows it.
+    Not every token belongs to the text: the marks around thinking and calls do not. Text may also
+    be held back, so a part can come later than its tokens.
     """
 
     def __init__(self) -> None:
         self._waiting: list[dict[str, Any]] = []
 
     def add(self, scores: Sequence[dict[str, Any]]) -> None:
-        """More tokens were generated."""
+        """Adds generated tokens."""
         self._waiting += scores
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """The tokens of the next part of the text; those before them belong to none.
+        """Takes the tokens of the next part of the text; earlier tokens are dropped.
 
-        Where a character is made of several tokens and no text can be found, all that wait are it.
+        If the text is not found, as with a character of several tokens, all held tokens are taken.
         """
         waiting = self._waiting
         ends = list(accumulate(len(score["token"]) for score in waiting))
         joined = "".join(score["token"] for score in waiting)
-        # A mark may hold the word that the text begins with: a token's begin is looked at first.
+        # A mark may contain the text's first word, so beginnings of tokens are tried first.
         begins = (begin for begin in (0, *ends) if joined.startswith(text, begin))
         at = next(begins, joined.find(text))
         self._waiting = []

@@ -1,8 +1,8 @@
-"""When the bytes that are read now came to this machine, which may be long before.
+"""Arrival times of requests: when their bytes came to this machine, not when they are read.
 
-While this process is late, bytes wait in the kernel, and connections wait to be taken in. What a
-client was promised counts from there. Linux tells how long ago a connection's last bytes came
-(tcp(7), `TCP_INFO`). Tests: tests/integration/test_gateway_arrivals.py.
+While the process is late, bytes wait in the kernel and connections wait to be accepted. Deadlines
+count from the arrival. Linux tells how long ago a connection's last bytes arrived (tcp(7),
+`TCP_INFO`). Tests: tests/integration/test_gateway_arrivals.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from aiohttp import web
 from kvmesh.runtime.http_connection import HttpConnection
 
 LATE_S = 0.01
-"""Bytes that cannot have waited for longer than this are not asked about: that costs 5 us."""
+"""The kernel is asked, for 5 us, only about bytes that may have waited for longer than this."""
 
-# struct tcp_info of linux/tcp.h, up to the milliseconds since bytes came last.
+# struct tcp_info of linux/tcp.h, up to the milliseconds since the last bytes arrived.
 _INFO_BYTES = 56
 _last_data_ms = struct.Struct("I").unpack_from
 _LAST_DATA_AT = 52
 
 
 class Arrivals:
-    """Of all connections of a gateway."""
+    """Dates the bytes of all connections of a gateway."""
 
     def __init__(self) -> None:
         self._now = asyncio.get_running_loop().time
@@ -35,17 +35,17 @@ class Arrivals:
         self._gap_s = 0.0
 
     def of_known(self, transport: asyncio.BaseTransport) -> float:
-        """As `of`, cheaper: for a connection that was read before."""
+        """As `of`, but cheaper; for a connection that was read before."""
         read_at = self._now()
-        if read_at != self._read_at:  # the clock of uvloop stands still while it reads
+        if read_at != self._read_at:  # uvloop's clock is constant within an iteration
             self._gap_s, self._read_at = read_at - self._read_at, read_at
-        # What was there before was read before.
+        # Bytes that arrived before the last read were read then.
         return read_at if self._gap_s < LATE_S else self.of(transport)
 
     def of(self, transport: asyncio.BaseTransport) -> float:
-        """When the last bytes of a connection came, in seconds on the loop's clock.
+        """When a connection's last bytes arrived, in seconds on the loop's clock.
 
-        To be asked when they are read.
+        Call it when they are read.
         """
         read_at = self._now()
         sock = transport.get_extra_info("socket")
@@ -60,10 +60,10 @@ class Arrivals:
 
 
 class DatedConnection(HttpConnection):
-    """A connection of aiohttp's server that knows when its newest request came.
+    """A connection of aiohttp's server that knows when its newest request arrived.
 
     Args:
-        arrivals: dates it.
+        arrivals: dates the connection's bytes.
     """
 
     __slots__ = ("_arrivals", "_arrived_at")
@@ -88,9 +88,9 @@ class DatedConnection(HttpConnection):
         super().data_received(data)
 
     def arrival(self) -> float:
-        """When the request came that is begun now, in seconds on the loop's clock.
+        """When the request that starts now arrived, in seconds on the loop's clock.
 
-        One that came while the one before it was answered could not begin before.
+        A pipelined request counts from the end of the answer before it.
         """
         arrived_at, self._arrived_at = self._arrived_at, None
         return self._loop.time() if arrived_at is None else arrived_at

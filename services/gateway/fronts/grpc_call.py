@@ -46,8 +46,8 @@ def call_from_proto(
     top_p, repetition_penalty, max_tokens (what the context leaves) and seed (a random one).
 
     Args:
-        family: how the model writes tool calls, where it does.
-        reasoning: how the model marks its thinking, where it does.
+        family: the model's form of tool calls; None if it has none.
+        reasoning: the model's marks around its thinking; None if it has none.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -79,7 +79,7 @@ def call_from_proto(
         cache_salt=request.cache_salt,
         structure_field="sampling.structure",
     )
-    # Only a chat has tools, and only its template says where thinking begins.
+    # Only chats have tools, and only a chat template opens the thinking.
     if request.WhichOneof("prompt") != "chat":
         return call
     try:
@@ -114,7 +114,7 @@ def _prompt(request: GenerateRequest) -> Prompt:
         case "tokens":
             return TokenPrompt(tuple(request.tokens.token_ids))
         case "chat":
-            return ChatPrompt(())  # what becomes of it, `with_chat` says
+            return ChatPrompt(())  # `with_chat` decides
         case _:
             raise InvalidRequestError("prompt: set one of text, tokens, chat", "prompt")
 

@@ -1,4 +1,4 @@
-"""Chats of the public gRPC API: messages and tools in, calls out.
+"""Chats of the public gRPC API: reads messages and tools, writes tool calls.
 
 Pure. Tests: tests/integration/test_gateway_grpc.py.
 """
@@ -71,7 +71,7 @@ def _tool(tool: pb.Tool, number: int) -> dict[str, Any]:
 
 
 def _json(text: str, field: str) -> dict[str, Any] | None:
-    """The object that a text is; None for an empty one."""
+    """The JSON object in a text; None for an empty text."""
     if not text:
         return None
     try:
@@ -84,17 +84,17 @@ def _json(text: str, field: str) -> dict[str, Any] | None:
 
 
 class CallDeltas:
-    """Reads the calls out of one generation's text."""
+    """Finds the tool calls in one generation's text."""
 
     def __init__(self, reader: ToolReader) -> None:
         self._reader = reader
         self._num_calls = 0
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[pb.ToolCallDelta]]:
-        """What is left of more text, and the parts of calls in it.
+        """Adds text; returns the text outside of calls, and the parts of calls.
 
         Args:
-            last: no more follows.
+            last: this is the end of the text.
         """
         content = ""
         parts: list[pb.ToolCallDelta] = []

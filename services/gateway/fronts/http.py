@@ -72,7 +72,7 @@ class HttpFront:
         created: when the model was loaded, in seconds since the epoch.
 
     Attributes:
-        calls: answers completions; also for requests that come another way.
+        calls: answers completions; `DirectHttp` uses it too.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HttpFront:
         return app
 
     def is_draining(self) -> bool:
-        """Whether connections end with their next answer."""
+        """Whether connections close after their next answer."""
         return self._frontend.is_draining
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -242,7 +242,7 @@ class HttpFront:
         return web.json_response({"status": "not ready", **body}, status=503)
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
-        """GET /metrics, in Prometheus' text format; tells no names of tenants unless asked to."""
+        """GET /metrics, in Prometheus' text format; without tenants' names unless configured."""
         return web.Response(
             body=exposition(without="" if self._config.tenant_metrics else TENANT),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
@@ -280,7 +280,7 @@ class _AiohttpExchange:
     """A request that aiohttp read, as `Calls` sees it.
 
     Attributes:
-        response: of a stream.
+        response: the streamed response; None for a whole answer.
     """
 
     def __init__(self, request: web.Request, config: HttpConfig) -> None:
@@ -330,7 +330,7 @@ class _AiohttpExchange:
         await self._sending
 
     async def aclose(self) -> None:
-        """Sends no more. May be called again."""
+        """Stops sending. May be called again."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)
@@ -363,7 +363,7 @@ def _authorization(request: web.Request) -> str:
 
 
 def http_refusal(status: int, message: str) -> web.Response:
-    """The answer to what never reached a route."""
+    """The answer to a request that reached no route."""
     return _error_response(plain_http_error(status, message))
 
 

@@ -1,8 +1,8 @@
-"""The direct way of plain completion requests: from the socket to `Calls`, past the HTTP server.
+"""A fast path for plain completion requests: from the socket to `Calls`, without aiohttp.
 
-Most requests are a POST of a few hundred bytes to one of two paths, sent whole. Those are read here
-and answered on the same connection. At the first request that is anything else, the connection goes
-over to aiohttp, unread, and stays there: what is odd, slow, large or wrong is judged in one place.
+Most requests are a POST of a few hundred bytes to one of two paths, sent whole. They are read and
+answered here. At the first other request (odd, slow, large or wrong), the connection is handed over
+to aiohttp with that request unread, and stays there: aiohttp alone decides about such requests.
 Tests: tests/integration/test_http_direct.py.
 """
 
@@ -41,10 +41,10 @@ from services.gateway.fronts.joined_writer import JoinedWriter, Turn
 log = event_logger(__name__)
 
 MAX_DIRECT_BYTES = 256 * 1024
-"""Longer requests go to aiohttp; as much of further requests is read while one is answered."""
+"""Longer requests go to aiohttp. While a request is answered, as much is read of later ones."""
 
 BODY_PATIENCE_S = 1.0
-"""A body that is not here so long after its head is slow, and slow is for aiohttp."""
+"""A request whose body is not complete so long after its head goes to aiohttp."""
 
 _SSE_COMMENT = b":\n\n"
 _STOPPED = Refusal(
@@ -58,7 +58,7 @@ class DirectHttp:
 
     Args:
         arrivals: dates requests.
-        is_draining: whether connections are to end with their next answer.
+        is_draining: whether connections are to close after their next answer.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class DirectHttp:
         self.turn = Turn()
 
     def wrap(self, factory: Factory) -> Factory:
-        """A factory of connections that begin on the direct way.
+        """A factory of connections that begin on the fast path.
 
         Args:
-            factory: makes the protocol that takes over.
+            factory: makes the aiohttp protocol for a handover.
         """
         return lambda: _Connection(self, factory)
 
@@ -88,7 +88,7 @@ class DirectHttp:
         self._open.add(connection)
 
     def leave(self, connection: _Connection) -> None:
-        """A connection is closed or went over."""
+        """A connection is closed or was handed over."""
         self._open.discard(connection)
 
     async def close(self) -> None:
@@ -103,11 +103,11 @@ class _Connection(HttpProtocol):
     def __init__(self, front: DirectHttp, factory: Factory) -> None:
         self._front = front
         self._factory = factory
-        self._inner: HttpProtocol | None = None  # has taken over
+        self._inner: HttpProtocol | None = None  # aiohttp, after the handover
         self._transport: asyncio.Transport | None = None
         self._writer: JoinedWriter | None = None
         self._buffer = bytearray()
-        self._arrived_at = 0.0  # the last bytes of a request; 0.0 before the first ones
+        self._arrived_at = 0.0  # of the request's last bytes; 0.0 before the first
         self._head: PlainHead | None = None  # its body is still to come
         self._task: asyncio.Task[None] | None = None
         self._exchange: _DirectExchange | None = None
@@ -116,13 +116,13 @@ class _Connection(HttpProtocol):
         self._idle_since = 0.0
         self._is_reading = True
         self._probe: HalfClosedProbe | None = None  # its client has sent all that it will send
-        self._loop = asyncio.get_running_loop()  # looked up once: that is a system call
+        self._loop = asyncio.get_running_loop()  # looked up once: it costs a system call
         self.drained: asyncio.Future[None] | None = None
 
     # --- from the loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not a subclass under uvloop, but all that is needed of one.
+        # uvloop's transport is no subclass, but has all methods that are used.
         self._transport = cast("asyncio.Transport", transport)
         self._writer = JoinedWriter(self._transport, self._front.turn)
         sock = transport.get_extra_info("socket")
@@ -164,7 +164,7 @@ class _Connection(HttpProtocol):
         return True
 
     def _look_for_client(self, transport: asyncio.Transport, exchange: _DirectExchange) -> None:
-        """Has a client that sends no more noticed when it has gone."""
+        """Starts probing a half-closed client, so that its leaving is noticed."""
         self._probe = HalfClosedProbe(transport, exchange.probe)
         self._probe.start()
 
@@ -187,14 +187,14 @@ class _Connection(HttpProtocol):
         if self._inner is not None:
             self._inner.resume_writing()
         elif self.drained is not None:
-            if not self.drained.done():  # who waited may have been cancelled
+            if not self.drained.done():  # the waiting task may have been cancelled
                 self.drained.set_result(None)
             self.drained = None
 
     # --- requests, one after the other ---
 
     def _next(self) -> None:
-        """Begins with the request in the buffer, if it is all here."""
+        """Starts the buffer's first request if it is complete."""
         head = self._head or plain_head(self._buffer)
         limit = min(MAX_DIRECT_BYTES, self._front.config.max_body_bytes)
         if head is None or head.num_body_bytes > limit:
@@ -253,7 +253,8 @@ class _Connection(HttpProtocol):
         if self._idle is None:
             self._idle = loop.call_later(self._front.config.idle_timeout_s, self._look_idle)
         if self._buffer:
-            self._arrived_at = loop.time()  # not when it came: it could not begin before
+            # A pipelined request counts from the end of the answer before it.
+            self._arrived_at = loop.time()
             self._next()
         if not self._is_reading:
             self._is_reading = True
@@ -272,7 +273,7 @@ class _Connection(HttpProtocol):
             transport.close()
 
     def _hand_over(self) -> None:
-        """The connection is aiohttp's from here on."""
+        """Hands the connection over to aiohttp."""
         assert self._transport is not None, "connected"
         self._stop_timers()
         self._front.leave(self)
@@ -284,7 +285,7 @@ class _Connection(HttpProtocol):
         inner.data_received(data)
 
     def _look_idle(self) -> None:
-        """Closes the connection if nothing was asked for a while; else looks again later."""
+        """Closes the connection if it has been idle for too long; else checks again later."""
         loop = self._loop
         timeout_s = self._front.config.idle_timeout_s
         is_idle = self._task is None and self._head is None
@@ -372,13 +373,13 @@ class _DirectExchange:
         self.respond(HTTPStatus(answer.status), answer.headers, dumps(answer.body).encode())
 
     def probe(self) -> bytes:
-        """What the client skips now; see `HalfClosedProbe`."""
+        """Bytes that the client ignores at this point; see `HalfClosedProbe`."""
         if not self.has_begun:
             return INTERIM
         return _chunk(_SSE_COMMENT) if self._is_stream else b""
 
     def give_up(self, answer: ErrorAnswer) -> None:
-        """Ends the answer where it is: as a refusal, or with an error as the last event."""
+        """Ends the answer early: with a refusal, or with an error as the last event."""
         if not self.has_begun:
             self.refuse(answer)
         elif self._is_stream:

@@ -46,11 +46,11 @@ class ConnectionGuard:
         return self._per_address.total()
 
     def wrap(self, factory: Factory) -> Callable[[str], asyncio.Protocol | None]:
-        """Guards connections, which count before their protocol is told of them.
+        """Guards connections; each counts before its protocol exists.
 
         Returns:
-            Makes the connection of an address; None if it must not come in. If it never gets as
-            far as to be made, `turned_away` is told.
+            Makes the protocol for an address; None refuses the connection. `turned_away` is called
+            if the connection ends before it is made.
         """
 
         def come(address: str) -> asyncio.Protocol | None:
@@ -61,12 +61,12 @@ class ConnectionGuard:
         return come
 
     def turned_away(self, connection: asyncio.Protocol) -> None:
-        """A connection of `wrap` has ended; one that was made counts until it is lost."""
+        """A refused or failed connection of `wrap`; a working one counts until it is lost."""
         assert isinstance(connection, _Guarded), "made here"
         connection.never_made()
 
     def enter(self, address: str) -> bool:
-        """Counts a connection; False if it must not come in."""
+        """Counts a connection; False refuses it."""
         config = self._config
         if 0 < config.max_connections_per_address <= self._per_address[address]:
             self.cut("address")
@@ -79,7 +79,7 @@ class ConnectionGuard:
         return True
 
     def _make_room(self) -> bool:
-        """Cuts the connection that is missed least; False if all of them have open requests."""
+        """Closes the connection that was silent for longest; False if all have open requests."""
         silent = next(iter(self._unasked), None)
         if silent is None:
             silent = next((each for each in self._asked if not each.is_busy), None)

@@ -1,7 +1,7 @@
-"""The head of a plain completion request, for the direct way; what is not plain is left to aiohttp.
+"""Reads the head of a plain completion request, for the fast path; aiohttp reads all other ones.
 
-This reader has no errors, only doubt: a request that is not exactly as most clients send it (one
-length, no transfer coding, no odd byte, nothing twice) is not for it to judge.
+This reader never reports an error. It returns None for every request that is not exactly as most
+clients send it (one length, no transfer coding, no unusual byte, no header twice).
 Pure. Tests: tests/unit/gateway/fronts/test_http_head.py.
 """
 
@@ -31,7 +31,7 @@ _NOT_PLAIN = frozenset(
 @quick
 @dataclass(frozen=True, slots=True)
 class PlainHead:
-    """A head that was understood.
+    """A plain request's head.
 
     Attributes:
         headers: by name in lower case.
@@ -56,7 +56,7 @@ def plain_head(data: bytes | bytearray) -> PlainHead | None:
         return None
     lines = data[line_end + 2 : end + 2].decode("latin-1")
     found = _HEADER.findall(lines)
-    # With colon and line end, what was found must be all there is.
+    # With colons and line ends, the headers found must fill the whole head.
     if sum(map(len, chain.from_iterable(found))) + 3 * len(found) != len(lines):
         return None
     headers = {name.lower(): value.strip() for name, value in found}

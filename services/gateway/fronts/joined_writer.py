@@ -1,6 +1,6 @@
-"""Joins what is written to a connection in one turn of the event loop: a system call costs 10 us.
+"""Joins a connection's writes of one event-loop iteration into one system call, which costs 10 us.
 
-While the gateway keeps up, a turn brings one token of a stream. When it is behind, one turn brings
+While the gateway keeps up, an iteration brings one token of a stream. When it is behind, it brings
 several, and they leave together. Tests: tests/unit/gateway/fronts/test_joined_writer.py.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Transport(Protocol):
-    """What is needed of a transport."""
+    """The methods of a transport that are used."""
 
     def write(self, data: bytes) -> None:
         """Sends or buffers."""
@@ -27,13 +27,13 @@ class Transport(Protocol):
 
 
 class Turn:
-    """The writers that hold something in this turn of the loop; shared by many of them."""
+    """The writers with bytes to send at the end of this event-loop iteration."""
 
     def __init__(self) -> None:
         self._holding: list[JoinedWriter] = []
 
     def add(self, writer: JoinedWriter) -> None:
-        """Has the writer send when the loop is through with what came in."""
+        """Registers a writer, to send after the iteration's events were handled."""
         if not self._holding:
             asyncio.get_running_loop().call_soon(self._end)
         self._holding.append(writer)
@@ -45,7 +45,7 @@ class Turn:
 
 
 class JoinedWriter:
-    """One connection's way out; nothing may be written past it."""
+    """Writes to one connection; nothing else may write to its transport."""
 
     def __init__(self, transport: Transport, turn: Turn) -> None:
         self._transport = transport
@@ -55,18 +55,18 @@ class JoinedWriter:
         self.get_write_buffer_size = transport.get_write_buffer_size
 
     def write(self, data: bytes) -> None:
-        """Sends at the end of this turn."""
+        """Sends at the end of this event-loop iteration."""
         if not self._held:
             self._turn.add(self)
         self._held.append(data)
 
     def write_now(self, data: bytes) -> None:
-        """Sends at once, after what is held."""
+        """Sends at once, after the bytes held."""
         self._held.append(data)
         self.send()
 
     def send(self) -> None:
-        """Sends what is held."""
+        """Sends the bytes held."""
         if self._held:
             data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
             self._held = []

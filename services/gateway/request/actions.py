@@ -1,7 +1,4 @@
-"""The states of an attempt, and the actions that it returns.
-
-The rules are in `attempt.py`. Pure.
-"""
+"""States, outcomes and actions of an attempt. The transitions are in `attempt.py`. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from services.gateway.wire.worker_events import FirstToken
 
 
 class State(enum.Enum):
-    """Where an attempt is."""
+    """The state of an attempt."""
 
     IDLE = "nothing is open"
     RESERVING = "a decode worker was asked for blocks"
@@ -26,7 +23,7 @@ class State(enum.Enum):
     PREFILL = "the prompt is being computed"
     HANDOFF = "the first token is here, the KV is on its way"
     DECODE = "the KV is where tokens are made"
-    OVER = "there is an outcome"
+    OVER = "the attempt has an outcome"
 
 
 class Outcome(enum.Enum):
@@ -34,32 +31,32 @@ class Outcome(enum.Enum):
 
     DONE = "the last token was delivered"
     MOVED = "a worker lost it; another attempt goes on"
-    BROKEN = "what was asked for cannot be generated"
+    BROKEN = "no token fits the structure that was asked for"
     LATE = "the request ran for too long"
-    CANCELLED = "nobody wants it any more"
+    CANCELLED = "its client left, or the answer ended at a stop string"
 
 
 class Side(enum.Enum):
-    """Which of a worker's two services."""
+    """One of a worker's two services."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Kind(enum.Enum):
-    """What a worker is asked."""
+    """What a worker is asked for."""
 
-    RESERVE = "blocks for the prompt"
+    RESERVE = "to reserve blocks for the prompt"
     OFFER = "to compute the prompt and to send its KV"
-    START = "both, at one worker"
+    START = "to do both"
 
 
 class Limits(NamedTuple):
     """How long an attempt waits, in seconds.
 
     Attributes:
-        answer_s: for yes or no.
-        prefill_s: for the first token, and from there for the handoff.
+        answer_s: for the answer to a question.
+        prefill_s: for the first token, and again for the handoff after it.
         stall_s: for the next tokens.
     """
 
@@ -101,7 +98,7 @@ class Hold:
 @quick
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A prefill worker computes the prompt, for blocks at a decode worker."""
+    """A prefill worker computes the prompt; its KV goes into blocks of the decode worker."""
 
     placement: Placement
     prefill_worker: WorkerId
@@ -111,7 +108,11 @@ class Taken:
 @quick
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Note that a worker said no, or nothing; without a worker, that a reservation was lost."""
+    """Note that a worker refused or did not answer.
+
+    Attributes:
+        worker_id: None if a decode worker lost its reservation, which may be asked again.
+    """
 
     side: Side
     refusal: Refusal
@@ -127,8 +128,8 @@ class Deliver(NamedTuple):
     """Send the next tokens to the client. A tuple, since one is made for each token.
 
     Attributes:
-        finish_reason: with the last ones.
-        first: with the first one of an attempt, what else its worker said.
+        finish_reason: with the last tokens.
+        first: the worker's event, with the first token of an attempt.
     """
 
     token_ids: Sequence[int]
@@ -140,7 +141,7 @@ class Deliver(NamedTuple):
 @quick
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The reservation is in use: renew it no more."""
+    """The decode worker uses the reservation: stop renewing it."""
 
     number: int
     worker_id: WorkerId
@@ -149,7 +150,7 @@ class Decoding:
 @quick
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Nothing is open there any more."""
+    """Nothing is open at the worker any more: drop the question."""
 
     side: Side
     number: int
@@ -158,7 +159,7 @@ class Forget:
 @quick
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Have the worker end what is open there."""
+    """Tell the worker to end what is open there."""
 
     side: Side
     number: int
@@ -167,11 +168,11 @@ class Cancel:
 @quick
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Start again elsewhere: this worker lost it.
+    """Start another attempt without this worker, which lost the request.
 
     Attributes:
         reason: a word for metrics.
-        text: a sentence.
+        text: a sentence for logs and errors.
     """
 
     worker_id: WorkerId
@@ -182,7 +183,7 @@ class Move:
 @quick
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Tell the client that what it asked for cannot be generated."""
+    """Tell the client that no token fits the structure that it asked for."""
 
     text: str
 

@@ -62,7 +62,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvmesh.core.types import Candidate, FinishReason, Placement, Refusal, RefusalReason, WorkerId
+from kvmesh.core.types import (
+    Candidate,
+    FinishReason,
+    Placement,
+    Refusal,
+    RefusalReason,
+    TokenLogprobs,
+    WorkerId,
+)
 from services.gateway.request import actions as act
 from services.gateway.request.actions import Action, Actions, Kind, Limits, Outcome, Side, State
 from services.gateway.request.candidates import PERMANENT, Candidates
@@ -260,7 +268,7 @@ class Attempt:
             self._start_decoding(out)
         early, self._early = self._early, []
         for asked, tokens in early:
-            out += self.tokens(asked, tokens, now)
+            out += self.tokens(asked, now, *tokens)
         return out
 
     def handed_off(self, number: int, now: float) -> Actions:
@@ -271,16 +279,24 @@ class Attempt:
             self._start_decoding(out)
         return out
 
-    def tokens(self, number: int, event: Tokens, now: float) -> Actions:
-        """A decode worker generated tokens."""
+    def tokens(
+        self,
+        number: int,
+        now: float,
+        first_position: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        finish: FinishReason | None = None,
+        error: str = "",
+    ) -> Actions:
+        """A decode worker generated tokens; see `Tokens` for the arguments."""
         asked, state = self._decode, self.state
         if asked is None or asked.number != number:
             return ()
         if state is not State.DECODE and state is not State.HANDOFF:
             # The first token comes over another connection, and may come later.
-            self._early.append((number, event))
+            self._early.append((number, Tokens(first_position, token_ids, logprobs, finish, error)))
             return ()
-        first_position, token_ids, logprobs, finish, error = event
         out: list[Action] = []
         num_known = self.position - first_position
         if num_known < 0:

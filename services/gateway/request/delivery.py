@@ -1,7 +1,7 @@
-"""Delivers tokens to a client: they are pushed through the detokenizer into a sink.
+"""Delivers tokens to a client: pushes them through the detokenizer into a sink.
 
-Each API has a sink that writes text in its own format. Nothing waits here: a sink either writes to
-a connection, or queues its pieces for a task that does (`pulled`).
+Each API has a sink that writes text in its own format. Nothing here waits: a sink writes to a
+connection, or queues its pieces for a task that sends them (`pulled`).
 Tests: tests/unit/gateway/request/test_delivery.py.
 """
 
@@ -23,18 +23,18 @@ ItemT = TypeVar("ItemT")
 
 
 class Sink(Protocol):
-    """Where one choice goes."""
+    """Receives the output of one choice."""
 
     def placed(self, where: Placed) -> None:
-        """Where it runs from here on; before its tokens."""
+        """The workers that generate from here on; called before their tokens."""
         ...
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """The first piece follows.
+        """Called once, before the first piece.
 
         Args:
-            cached_tokens: prompt tokens whose KV was there when the request came.
-            prompt_logprobs: when asked for, of all prompt tokens but the first.
+            cached_tokens: prompt tokens whose KV was cached.
+            prompt_logprobs: of all prompt tokens but the first, if asked for.
         """
         ...
 
@@ -54,7 +54,7 @@ class Sink(Protocol):
         Args:
             text: safe to send; may be empty.
             token_ids: the tokens of this piece.
-            logprobs: one per token when asked for.
+            logprobs: one per token, if asked for.
             finish: set with the last piece.
         """
         ...
@@ -76,9 +76,9 @@ class Delivery:
         self._detokenizer = _detokenizer(tokenizer, choice)
         if choice.behind is not None:
             self._detokenizer.push(choice.behind.token_ids)
-        # Then nothing before the last token ends it.
+        # If plain, only the last token can end the generation.
         self._is_plain = not (call.stop or self._only_echo)
-        # What every token calls, looked up once.
+        # Called for every token, so looked up once.
         self._text_of = self._detokenizer.plain
         self._push = sink.push
         self._stopped = sink.stopped
@@ -93,7 +93,7 @@ class Delivery:
         finish: FinishReason | None,
         now: float,
     ) -> bool:
-        """See `Receiver`; nothing comes after a piece with a finish reason."""
+        """See `Receiver`. The piece with a finish reason is the last one."""
         if finish is None and self._is_plain:
             self._push(self._text_of(token_ids), token_ids, logprobs, None)
             self._count(len(token_ids), now)
@@ -105,7 +105,7 @@ class Delivery:
             self._stopped(piece.stop)
         elif finish is not None:
             text += self._detokenizer.finish()
-        if self._only_echo:  # only what was there before is wanted
+        if self._only_echo:  # max_tokens 0: the client wants the prompt alone
             finish, text, num_used = FinishReason.LENGTH, "", 0
         if finish is not None:
             self._ledger.ends(finish)
@@ -159,10 +159,10 @@ async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 async def pulled(
     work: Coroutine[Any, Any, None], pieces: asyncio.Queue[ItemT | None]
 ) -> AsyncGenerator[ItemT, None]:
-    """What `work` pushes, for a server that pulls; closing it cancels the work.
+    """The pieces that `work` pushes, for a server that pulls them; closing it cancels the work.
 
     Args:
-        pieces: where it is pushed; None says that the work is over.
+        pieces: the queue that `work` pushes to; this function adds None when the work is over.
     """
     task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(lambda _: pieces.put_nowait(None))

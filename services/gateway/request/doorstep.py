@@ -1,8 +1,8 @@
-"""Requests that were read wait here until they may begin: a few in each turn of the event loop.
+"""Starts a few of the received requests in each event-loop iteration; the others wait in line.
 
-To begin costs much more than to read. If all that were read began at once, the next ones would lie
-unread for as long as that takes, and nobody would know for how long they have waited, and that
-they should be refused. Tests: tests/unit/gateway/request/test_doorstep.py.
+Starting a request costs far more than reading it. If all received requests started at once, the
+sockets would stay unread meanwhile, and requests that should be refused early would be refused
+late. Tests: tests/unit/gateway/request/test_doorstep.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 from collections import deque
 
 PER_TURN = 8
-"""Requests that begin in one turn of the loop; some milliseconds of work."""
+"""Requests that start in one event-loop iteration; some milliseconds of work."""
 
 
 class Doorstep:
-    """The requests of one gateway, in the order in which they were read.
+    """The line of one gateway's requests, in the order in which they were read.
 
     Attributes:
-        age_s: how long the request that began last had waited since it came.
+        age_s: age of the request that started last, in seconds since it arrived.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,17 @@ class Doorstep:
         self.age_s = 0.0
 
     def is_hopeless(self, patience_s: float) -> bool:
-        """Whether one more request would have to wait here for longer than its patience."""
+        """Whether one more request would wait here for longer than `patience_s`."""
         return bool(self._waiting) and self.age_s > patience_s
 
     async def enter(self, arrived_at: float) -> float:
         """Waits for its turn.
 
         Args:
-            arrived_at: when it came, on the loop's clock.
+            arrived_at: when the request arrived, in seconds on the loop's clock.
 
         Returns:
-            How long ago that is.
+            The request's age in seconds.
         """
         if self._waiting or self._num_begun >= PER_TURN:
             turn = self._loop.create_future()
@@ -54,7 +54,7 @@ class Doorstep:
         return self.age_s
 
     def _turn(self) -> None:
-        """What was read meanwhile stands in line; the first ones may begin."""
+        """A new event-loop iteration: the next requests in line may start."""
         self._num_begun = 0
         while self._waiting and self._num_begun < PER_TURN:
             turn = self._waiting.popleft()

@@ -1,8 +1,8 @@
-"""All or none: what the choices of a call say is held until workers have taken every one of them.
+"""Holds back the output of a call's choices until workers have taken all of them.
 
-A choice that was taken is worked on meanwhile: blocks that only waited for a sibling would be
-missing to it. If one finds no worker in time, all of them end, and nothing was sent: the client
-gets one refusal (docs/adr/0026-all-choices-or-none.md).
+Workers already generate the choices that they took: idle reservations could keep the other choices
+from finding room. If one choice finds no worker in time, all choices end. Nothing was sent then,
+so the client gets a single refusal (docs/adr/0026-all-choices-or-none.md).
 Tests: tests/property/test_gate.py, tests/integration/test_gateway_choices.py.
 """
 
@@ -17,15 +17,15 @@ from services.gateway.request.mesh import Placed
 
 
 class Gate:
-    """Of the choices of one call.
+    """The gate of one call.
 
     Args:
-        sinks: where they go.
-        on_open: called before the first of them goes there.
+        sinks: one per choice, behind the gate.
+        on_open: called once, before the held output goes to the sinks.
 
     Attributes:
-        held: the same number of sinks, to be used instead.
-        is_open: all choices were taken.
+        held: one sink per choice, in front of the gate.
+        is_open: workers have taken all choices.
     """
 
     def __init__(self, sinks: Sequence[Sink], on_open: Callable[[], None]) -> None:
@@ -33,35 +33,35 @@ class Gate:
         self.is_open = False
         self._on_open = on_open
 
-    def look(self) -> None:
-        """Opens if all choices were taken."""
+    def open_if_placed(self) -> None:
+        """Opens if workers have taken all choices."""
         if self.is_open or not all(each.is_placed for each in self.held):
             return
         self.is_open = True
         self._on_open()
         for each in self.held:
-            each.go_on()
+            each.flush()
 
 
 class _Held:
-    """One choice."""
+    """The sink of one choice in front of the gate: queues its calls while the gate is closed."""
 
     def __init__(self, gate: Gate, sink: Sink) -> None:
         self._gate = gate
         self._sink = sink
-        self._said: list[Callable[[], None]] = []
+        self._queue: list[Callable[[], None]] = []
         self.is_placed = False
 
     def placed(self, where: Placed) -> None:
-        self._say(partial(self._sink.placed, where))
+        self._pass(partial(self._sink.placed, where))
         self.is_placed = True
-        self._gate.look()
+        self._gate.open_if_placed()
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        self._say(partial(self._sink.first, cached_tokens, prompt_logprobs))
+        self._pass(partial(self._sink.first, cached_tokens, prompt_logprobs))
 
     def stopped(self, stop: str) -> None:
-        self._say(partial(self._sink.stopped, stop))
+        self._pass(partial(self._sink.stopped, stop))
 
     def push(
         self,
@@ -70,16 +70,16 @@ class _Held:
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> None:
-        self._say(partial(self._sink.push, text, token_ids, logprobs, finish))
+        self._pass(partial(self._sink.push, text, token_ids, logprobs, finish))
 
-    def _say(self, word: Callable[[], None]) -> None:
+    def _pass(self, call: Callable[[], None]) -> None:
         if self._gate.is_open:
-            word()
+            call()
         else:
-            self._said.append(word)
+            self._queue.append(call)
 
-    def go_on(self) -> None:
-        """Says what was held."""
-        said, self._said = self._said, []
-        for word in said:
-            word()
+    def flush(self) -> None:
+        """Makes the queued calls."""
+        queue, self._queue = self._queue, []
+        for call in queue:
+            call()

@@ -1,7 +1,7 @@
-"""What the requests of this gateway that wait for the same workers have in common.
+"""One queue per group of workers, with the estimates learned from it.
 
-Each group of workers has a lane of its own, so that no group's queue, estimate or pace is another
-one's. Tests: tests/unit/gateway/request/test_lanes.py.
+Requests that wait for the same group share a lane. Groups do not share one, so a slow group does
+not distort the queue and the estimates of another. Tests: tests/unit/gateway/request/test_lanes.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from kvmesh.policy.prefill_times import PrefillTimes
 from services.gateway.request.turnstile import Turnstile
 
 MAX_LANES = 256
-"""Groups whose estimates are kept while nobody waits for them; each new checkpoint is another one.
-"""
+"""With more lanes, idle ones are dropped; each new checkpoint makes new groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One group's queue, with what is learned while it moves."""
+    """One group's queue, its waiting requests by tenant, and its measured prefill times."""
 
     turns: Turnstile = field(default_factory=Turnstile)
     crowd: Crowd = field(default_factory=Crowd)
@@ -29,26 +28,26 @@ class Lane:
 
 @dataclass(slots=True)
 class Waiting:
-    """Requests of one scenario that look for workers, as the scheduler is told.
+    """Requests of one scenario that look for workers; the gateway reports them to the scheduler.
 
     Attributes:
         count: all of them.
-        paused: of these, those that found nobody and will ask again.
-        paused_reserved: of those, the ones with a reservation; they wait for prefill.
-        behind: of these, those that stand in the queue and have not asked yet.
+        paused: those that no worker took and that will ask again.
+        paused_reserved: those of the paused ones that hold a reservation and wait for prefill.
+        queued: those that wait for their first turn to ask.
     """
 
     count: int = 0
     paused: int = 0
     paused_reserved: int = 0
-    behind: int = 0
+    queued: int = 0
 
 
 class Lanes:
     """All lanes of a gateway.
 
     Attributes:
-        lag: of the gateway's process, which all lanes share.
+        lag: event-loop lag of this process; all lanes share it.
     """
 
     def __init__(self) -> None:
@@ -58,12 +57,12 @@ class Lanes:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that look for workers now, of all groups."""
+        """Requests of all groups that look for workers now."""
         return sum(lane.crowd.num_waiting for lane in self._lanes.values())
 
     @property
     def num_queued(self) -> int:
-        """Requests that stand in a queue, of all groups."""
+        """Requests of all groups that wait for their turn in a queue."""
         return sum(lane.turns.num_waiting for lane in self._lanes.values())
 
     def of(self, group: GroupKey) -> Lane:
@@ -76,7 +75,7 @@ class Lanes:
         return lane
 
     def enter(self, scenario: str) -> Waiting:
-        """A request begins to look; what it is counted in until `leave`."""
+        """Counts a request that begins to look for workers, until `leave`."""
         waiting = self._waiting.get(scenario)
         if waiting is None:
             waiting = self._waiting[scenario] = Waiting()
@@ -84,7 +83,7 @@ class Lanes:
         return waiting
 
     def leave(self, scenario: str) -> None:
-        """It looks no more. Clients name scenarios as they like, so none is kept unused."""
+        """Ends the count. Clients choose scenario names freely, so unused ones are dropped."""
         waiting = self._waiting[scenario]
         waiting.count -= 1
         if not waiting.count:

@@ -1,4 +1,4 @@
-"""Bookkeeping of one request: crowd, connections, metrics, spans and the console's log.
+"""One request's bookkeeping: waiting counts, connections, metrics, spans, the console's log.
 
 All times are on the loop's clock. Tests: tests/integration/test_gateway_http.py,
 tests/integration/test_gateway_moves.py, tests/e2e/test_trace.py.
@@ -36,15 +36,14 @@ class Ledger:
 
     Args:
         request: as it came.
-        ticket: what its tokens are charged to.
-        now: when it came.
+        ticket: the tenant's ticket, which is charged for the tokens.
+        now: when the request arrived.
 
     Attributes:
-        request: with its own span as the parent of others.
-        cached_tokens: prompt tokens whose KV was there when the request came; None before the
-            first token.
-        lane: of the group whose workers its last search asked.
-        waiting: what that search is counted in.
+        request: the same request, with this request's span as the parent of later spans.
+        cached_tokens: prompt tokens whose KV was cached; None before the first token.
+        lane: the lane of the latest search.
+        waiting: the waiting count that includes the latest search.
     """
 
     lane: Lane
@@ -75,13 +74,13 @@ class Ledger:
         self._taken_at = 0.0
         self._is_open = True
         mesh.metrics.requests_open.inc()
-        # What every token is counted by, looked up once.
+        # Called for every token, so looked up once.
         self.tokens = self._record.tokens
 
     # --- the search for workers ---
 
     def searches(self, group: GroupKey) -> None:
-        """It looks for workers of a group."""
+        """A search for a group's workers begins."""
         assert not self._is_searching, "one search at a time"
         self._is_searching = True
         self.lane = self._mesh.lanes.of(group)
@@ -93,7 +92,7 @@ class Ledger:
         self._trace.note(Moment.ROUTED, now, text=f"{plan.policy}: {plan.reason}")
 
     def asks(self, kind: Kind) -> str:
-        """A worker is asked; returns the traceparent to send along."""
+        """A worker is asked; returns the traceparent to send with the question."""
         if not self._is_traced:
             return self.request.traceparent
         return self._span_of(_ASK_SPANS[kind]).traceparent
@@ -177,7 +176,7 @@ class Ledger:
         self._record.ends(finish)
 
     def close(self, num_tokens: int, now: float) -> None:
-        """Closes the books after `num_tokens` tokens, however it ended. May be called again."""
+        """Ends the bookkeeping after `num_tokens` tokens, whatever the outcome. Repeatable."""
         if not self._is_open:
             return
         self._is_open = False

@@ -232,8 +232,8 @@ class Life:
         token_ids = tokens.token_ids  # none in other events
         if self._has_scores or tokens.finish_reason or not token_ids:
             return False
-        event = Tokens(tokens.first_position, tuple(token_ids))
-        self._do(self._attempt.tokens(message.attempt, event, self._loop.time()))
+        number, first = message.attempt, tokens.first_position
+        self._do(self._attempt.tokens(number, self._loop.time(), first, tuple(token_ids)))
         return True
 
     def put(self, number: int, event: WorkerEvent) -> None:
@@ -242,7 +242,7 @@ class Life:
         actions: Actions
         match event:
             case Tokens():
-                actions = attempt.tokens(number, event, now)
+                actions = attempt.tokens(number, now, *event)
             case Started():
                 worker_id, lease_ms = event.worker_id, event.lease_ms
                 actions = attempt.reserved(number, worker_id, lease_ms, now, starts=True)

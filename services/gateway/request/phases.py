@@ -9,10 +9,10 @@ from services.gateway.metrics import GatewayMetrics
 
 
 class Phases:
-    """Times one request; the first placement counts, moves belong to decode.
+    """Times one request. Its first placement ends the wait; later moves count as decode time.
 
     Args:
-        now: arrival, seconds on the loop's clock, as all other times.
+        now: when the request arrived; all times are seconds on the loop's clock.
     """
 
     def __init__(self, metrics: GatewayMetrics, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What is measured and logged about one generation.
+"""One generation's metrics, its log line and its row in the console's log.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -20,15 +20,15 @@ from services.gateway.tenants.admission import Ticket
 log = event_logger(__name__)
 
 FLUSH_AFTER = 16
-"""Pieces of a stream that are counted together."""
+"""Pieces of a stream whose metrics are updated together."""
 
 
 class RequestRecord:
-    """Measures one generation, writes its log line, keeps its place in the console's log.
+    """Measures one generation and logs it.
 
     Args:
-        ticket: what the tokens are charged to, as they come: who leaves before the end pays too.
-        arrived_at: on the loop's clock.
+        ticket: charged for tokens as they come, so a client that leaves early pays for its part.
+        arrived_at: when the request arrived, on the loop's clock.
     """
 
     def __init__(
@@ -114,8 +114,7 @@ class RequestRecord:
             self._log(trace_id, elapsed_s)
 
     def _log(self, trace_id: str, elapsed_s: float) -> None:
-        # Not from the last piece: tokens that went by a lane left none, and neither did what was
-        # cancelled before it.
+        # From the trace and not from the last piece: a cancelled request has no last piece.
         trace = self._trace
         log.info(
             "request_finished",

@@ -1,6 +1,5 @@
-"""What was refused to one request while it looked for workers, and what its client is told of it.
+"""The refusals that one search got, and the refusal that its client gets. Pure.
 
-Pure.
 Tests: tests/unit/gateway/request/test_refusals.py, tests/integration/test_gateway_refusals.py.
 """
 
@@ -19,7 +18,7 @@ _NOBODY_ASKED = Refusal(RefusalReason.DEADLINE, "the deadline passed before any 
 
 
 class Refusals:
-    """Of one search. Times are seconds on any clock that only goes forward."""
+    """The refusals of one search. Times are seconds on any clock that only goes forward."""
 
     def __init__(self) -> None:
         self._last = StageRefusedError(_NOBODY_ASKED, Stage.GATEWAY)
@@ -28,14 +27,18 @@ class Refusals:
 
     @property
     def workers(self) -> Collection[WorkerId]:
-        """Who is to be avoided in the next plan."""
+        """Workers that the next plan should avoid."""
         return self._refused_at.keys()
 
     def note(self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None, now: float) -> None:
-        """Remembers a refusal; without a worker it is not one of a worker's."""
+        """Remembers a refusal.
+
+        Args:
+            worker_id: of the worker that refused; None for the scheduler or this gateway.
+        """
         deadline = RefusalReason.DEADLINE
         if refusal.reason is not deadline or self._last.refusal.reason is deadline:
-            # That time ran out says less than what it was spent on.
+            # Why the time ran out tells the client more than that it did.
             self._last = StageRefusedError(refusal, stage)
         if worker_id is not None:
             self._refused_at[worker_id] = now
@@ -43,14 +46,14 @@ class Refusals:
                 self._unfit[worker_id] = refusal
 
     def fade(self, now: float) -> None:
-        """Another plan is made: who refused long ago need not be avoided in those after it."""
+        """Forgets refusals that are too old to avoid their workers in later plans."""
         self._refused_at = still_refusing(self._refused_at, now)
 
     def check(self, plan: RoutePlan) -> None:
-        """Checks that somebody of a plan may still take the request.
+        """Checks that a plan has workers that may still take the request.
 
         Raises:
-            InvalidRequestError: all of one side would refuse it for ever.
+            InvalidRequestError: all its prefill or all its decode workers refused permanently.
         """
         if not self._unfit:
             return
@@ -65,7 +68,7 @@ class Refusals:
                 )
 
     def after(self, waited_s: float) -> StageRefusedError:
-        """What the client is told when nobody took the request in time: the last word."""
+        """The client's refusal when no worker took the request in time: the last one noted."""
         last = self._last.refusal
         text = f"no worker took the request within {round(waited_s * 1000)} ms; last answer:"
         return StageRefusedError(replace(last, message=f"{text} {last.message}"), self._last.stage)

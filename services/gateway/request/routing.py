@@ -1,6 +1,6 @@
-"""Where the gateway gets route plans from, and what it knows about the fleet.
+"""Route plans from the scheduler, and the gateway's view of the fleet.
 
-Asks the scheduler; without one it ranks the last known fleet itself.
+While no scheduler answers, the gateway ranks the last known fleet itself.
 Tests: tests/unit/gateway/request/test_routing.py.
 """
 
@@ -31,18 +31,18 @@ class Fleet(Protocol):
 
 
 class RouteSource(Protocol):
-    """Whoever makes route plans."""
+    """Makes route plans: the scheduler."""
 
     async def route(
         self, query: RouteQuery, traceparent: str, timeout_s: float
     ) -> RoutePlan | Refusal:
-        """A plan or a refusal; raises LostError without an answer."""
+        """A plan or a refusal; raises LostError if the scheduler does not answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the fleet says about the model that it serves."""
+    """What the workers report about the model that they serve."""
 
     fingerprint: str
     block_size: int
@@ -57,8 +57,8 @@ def served_workers(workers: tuple[FleetWorker, ...], model: str) -> tuple[FleetW
 def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | None:
     """What a model's workers agree on; None without workers.
 
-    The longest sequence is the shortest limit, so that every worker can take every request. With
-    several checkpoints (an upgrade) hashes are made for the one that most workers hold.
+    The longest sequence is the smallest limit of any worker, so every worker can take every
+    request. During an upgrade, block hashes use the checkpoint that most workers hold.
     """
     served = served_workers(workers, model)
     if not served:
@@ -66,7 +66,7 @@ def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | No
     layouts = Counter(
         (each.info.layout.model_fingerprint, each.info.layout.block_size) for each in served
     )
-    # Sorted first, so that all gateways take the same one of two that are equally common.
+    # Sorted first, so that all gateways choose the same of two equally common checkpoints.
     fingerprint, block_size = max(sorted(layouts), key=lambda layout: layouts[layout])
     longest = min(
         min(each.info.max_model_len, each.info.num_blocks * each.info.layout.block_size)
@@ -77,11 +77,11 @@ def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | No
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Whom a scenario's requests ask: workers of one checkpoint.
+    """The workers of one checkpoint that serve a scenario's requests.
 
     Attributes:
-        group: of its workers in all clusters, since each route chooses one.
-        num_awake: workers that take new requests; 0 as well where a role has none.
+        group: their group over all clusters; the scheduler's plan chooses the cluster.
+        num_awake: workers that accept new requests; 0 also if prefill or decode has none.
     """
 
     group: GroupKey
@@ -90,10 +90,10 @@ class Served:
 
 
 def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[Served]]:
-    """What the groups of each scenario serve, by its label; "" is there if any worker is.
+    """The checkpoints that serve each scenario, by the scenario's label.
 
-    Where no group is general, the label "" stands for all workers, as it does for routes. A label
-    has several entries while a checkpoint is being replaced, in the order of their names.
+    The label "" exists if there is any worker. If no worker is general, "" means all workers, as
+    it does for routes. While a checkpoint is being replaced, a label has several entries, sorted.
     """
     served = served_workers(workers, model)
     members: dict[str, list[FleetWorker]] = {}
@@ -134,7 +134,7 @@ def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
 
 
 def missing_native(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[str]]:
-    """Libraries of native code that workers of a model run without, slower; by worker."""
+    """Native libraries that a model's workers lack, by worker; they run slower without."""
     served = served_workers(workers, model)
     return {
         each.info.worker_id: list(each.info.missing_native)
@@ -157,7 +157,7 @@ class Router:
         fleet: the last known fleet.
         source: the scheduler.
         in_flight: this gateway's open attempts per worker.
-        timeout_s: longest wait for the scheduler.
+        timeout_s: longest wait for the scheduler's answer.
     """
 
     def __init__(
@@ -180,15 +180,15 @@ class Router:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What the fleet says about the model; None while no worker is known."""
+        """What the workers report about the model; None while no worker is known."""
         self._look()
         return self._facts
 
     def served(self, scenario: str, draw: float) -> Served | None:
-        """Whom a new request asks; None while no worker is known.
+        """The workers for a new request; None while no worker is known.
 
         Args:
-            draw: from 0 to 1, chooses between checkpoints: each gets requests by its workers.
+            draw: random, from 0 to 1; chooses a checkpoint in proportion to its workers.
         """
         self._look()
         found = self._served.get(serving_label(scenario, self._served), [])
@@ -201,9 +201,9 @@ class Router:
         return able[-1] if able else None
 
     def served_as_before(self, scenario: str, fingerprint: str) -> Served | None:
-        """Whom a request asks that has tokens of a checkpoint; None while nobody has that.
+        """The workers for a request that continues a checkpoint's tokens; None without any.
 
-        Better workers of another scenario than another checkpoint.
+        Workers of another scenario are preferred to another checkpoint.
         """
         self._look()
         label = serving_label(scenario, self._served)
@@ -215,7 +215,7 @@ class Router:
 
     def _look(self) -> None:
         workers = self._fleet.workers
-        if self._served_of is not workers:  # once per view, not twice per request
+        if self._served_of is not workers:  # computed once per fleet view
             self._served_of = workers
             self._facts = model_facts(workers, self._model)
             self._served = served_by_label(workers, self._model)
@@ -227,7 +227,7 @@ class Router:
 
     @property
     def missing_native(self) -> dict[str, list[str]]:
-        """Of native code, see the function of this name."""
+        """See the function of this name."""
         return missing_native(self._fleet.workers, self._model)
 
     async def route(
@@ -242,7 +242,7 @@ class Router:
         try:
             plan = await self._source.route(query, traceparent, timeout_s)
         except LostError as error:
-            if not self._alone:  # said once, not once per request
+            if not self._alone:  # logged once, not per request
                 log.warning("routing_without_scheduler", error=str(error))
             self._alone = True
             return plan_without_scheduler(self._fleet.workers, query, self._in_flight())

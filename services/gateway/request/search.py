@@ -1,7 +1,7 @@
-"""Searches for workers: asks for plans, tries their candidates, pauses, and waits for its turn.
+"""Searches for workers until the deadline: asks for a plan, tries its candidates, pauses, repeats.
 
-Asks again and again until the deadline, then refuses once, with the last reason it was told.
-Waiting for capacity happens here and nowhere else.
+At the deadline the search ends with one refusal, the last one that it got. A request waits for
+capacity here and nowhere else.
 Tests: tests/integration/test_gateway_refusals.py, tests/integration/test_gateway_asked.py.
 """
 
@@ -62,12 +62,12 @@ class Asker(Protocol):
 
 
 def as_ms(seconds: float) -> int:
-    """A time of which something is left, for a message."""
+    """Seconds as whole milliseconds for a message, at least one."""
     return max(1, round(seconds * 1000))
 
 
 def claim_of(request: GenerationRequest) -> Claim:
-    """What a request asks of the shares."""
+    """A request's claim in the fair queue."""
     tenant, limits = request.tenant, request.tenant.limits
     num_tokens = len(request.prompt_ids)
     return Claim(tenant.name, num_tokens, limits.weight, limits.priority, request.rank)
@@ -77,17 +77,17 @@ class Search:
     """One search for workers.
 
     Args:
-        request: of which more may have been generated than its prompt.
-        token_ids: prompt and the tokens generated before.
-        deadline: then the request has run for too long.
-        again_until: set if its client is reading already: when the search has to end.
+        asker: asks the workers of a plan.
+        token_ids: the prompt, and the tokens generated so far.
+        arrived_at: when the request came, in seconds on the loop's clock.
+        again_until: the deadline if the client is reading already; None for a first search.
         avoid: workers that lost this request before.
-        fingerprint: of the checkpoint that is to serve it. One that has generated tokens serves
-            the rest, whatever becomes of the request; else another one may where this is gone.
+        fingerprint: of the checkpoint to use. If it has generated tokens, no other checkpoint may
+            continue; otherwise another one may replace it when it has no workers left.
 
     Attributes:
-        plan: whose workers are asked now.
-        fingerprint: of their checkpoint.
+        plan: the plan whose workers are asked now.
+        fingerprint: of the checkpoint in use.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class Search:
             StageRefusedError: nobody took the request in time.
             InvalidRequestError: no worker can ever take it.
         """
-        # A client that is reading already waits for nobody.
+        # A request whose client is reading already does not queue.
         claim = None if self._again_until is not None else claim_of(self._request)
         with self._lane.turns.enter(claim) as turn:
-            self._waiting.behind += 1
+            self._waiting.queued += 1
             try:
                 await self._my_turn(turn)
             finally:
-                self._waiting.behind -= 1
+                self._waiting.queued -= 1
             while True:
                 plan = await self._route()
                 if plan is None:
@@ -160,7 +160,7 @@ class Search:
             assert self._served is not None, "a plan comes before its sequence is sent"
             root = root_hash(self.fingerprint, cache_salt=self._request.cache_salt)
             prompt, sampling = self._request.prompt_ids, self._request.sampling
-            if len(self._token_ids) > len(prompt):  # the prompt was scored before
+            if len(self._token_ids) > len(prompt):  # the client has the prompt's scores already
                 sampling = replace(sampling, num_prompt_logprobs=-1)
             self._spec = SequenceSpec(
                 self._token_ids, len(prompt), sampling, root, self.fingerprint
@@ -169,7 +169,7 @@ class Search:
 
     @property
     def remaining_ms(self) -> int:
-        """Time left for a worker to begin."""
+        """Milliseconds left for a worker to begin."""
         return as_ms(self._deadline - self._now())
 
     def _choose(self) -> None:
@@ -212,18 +212,18 @@ class Search:
         return None
 
     def _hashes(self, block_size: int) -> tuple[BlockHash, ...]:
-        """Of the blocks of what is sent; the same for each question of a search."""
+        """Hashes of the sequence's full blocks; all queries of one search share them."""
         if self._block_hashes is None:
             hashes = chain_hashes(self.sequence.root_hash, self._token_ids, block_size)
             self._block_hashes = tuple(hashes)
         return self._block_hashes
 
     def _query(self, remaining_s: float, block_size: int) -> RouteQuery:
-        """The question to the scheduler."""
+        """The query to the scheduler."""
         request, counts = self._request, self._waiting
-        waits = self._num_rounds > 0  # it asks again, since nobody took it
+        waits = self._num_rounds > 0  # no worker took it in an earlier round
         held = counts.paused_reserved + (waits and self._asker.holds)
-        waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.behind)
+        waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.queued)
         num_generated = len(self._token_ids) - len(request.prompt_ids)
         return RouteQuery(
             request_id=request.request_id,
@@ -247,14 +247,14 @@ class Search:
     def _ask(self, plan: RoutePlan) -> None:
         self.plan = plan
         prefill: Sequence[Candidate] = plan.prefill
-        if plan.policy in BY_CONNECTIONS:  # as this gateway's connections are, not as planned
+        if plan.policy in BY_CONNECTIONS:  # this gateway's connections decide the order
             named = {candidate.worker_id: candidate for candidate in plan.prefill}
             prefill = [named[name] for name in self._mesh.connections.order(list(named))]
         decode = () if plan.placement is Placement.AGGREGATED else plan.decode
         self._asker.ask(prefill, decode, self._deadline)
 
     async def _try_plan(self, plan: RoutePlan, turn: Turn) -> bool:
-        """Rounds over the plan's candidates until it is old."""
+        """Asks the plan's candidates in rounds, until one takes it or the plan is old."""
         old_at = self._now() + REROUTE_AFTER_S
         for _ in range(rounds_per_route(plan.cause)):
             self._refusals.check(plan)
@@ -270,13 +270,13 @@ class Search:
     # --- time ---
 
     def _deadline_now(self) -> float:
-        """When the search has to end, by what is known now."""
+        """The search's deadline by the present estimates."""
         if self._again_until is not None:
             return self._again_until
         mesh, request = self._mesh, self._request
         times, lag = self._lane.prefill_times, mesh.lanes.lag
         patience_s = times.patience_s(len(request.prompt_ids), request.ttft_s)
-        # Its first token may have to wait for this process.
+        # This process may be late to pass on the first token.
         late_s = min(lag.peak_s, patience_s / 2)
         longest_s = mesh.limits.request_timeout_s
         return self._arrived_at + min(longest_s, patience_s - late_s)
@@ -293,9 +293,9 @@ class Search:
         raise self._refusals.after(self._request.ttft_s)
 
     async def _pause(self, turn: Turn) -> None:
-        """A short jittered wait after a full round, longer each time, and then for its turn."""
+        """Waits with jittered backoff after a full round, and then for its turn."""
         turn.missed()
-        # All together ask at the same rate, whether few look for workers at a time or all do.
+        # Scaled, so that the total rate does not depend on how many may ask at a time.
         lane, waiting, holds = self._lane, self._waiting, self._asker.holds
         longest_s = backoff_s(self._num_rounds, lane.crowd.num_waiting) * lane.turns.share
         self._num_rounds += 1

@@ -1,7 +1,7 @@
-"""Whose turn it is to look for the workers of one group, for the requests of this gateway.
+"""Decides which of this gateway's requests may ask the workers of one group now.
 
-As long as nobody looks in vain everybody looks at once. A request that found no worker joins the
-fair queue, and so do all that come after it, until the queue is empty again.
+While all requests find workers, all may ask at once. When one finds none, it joins the fair queue,
+and so do all later requests until the queue is empty again.
 Tests: tests/unit/gateway/request/test_turnstile.py.
 """
 
@@ -15,10 +15,14 @@ from kvmesh.policy.fair_share import Claim, FairQueue
 
 
 class Turn:
-    """The place of one request.
+    """One request's place at the turnstile.
 
     Args:
-        claim: None for a request that waits for nobody.
+        claim: its claim in the fair queue; None for a request that never queues.
+
+    Attributes:
+        allowed: set while a queued request may ask.
+        is_queued: it is in the fair queue.
     """
 
     def __init__(self, turnstile: Turnstile, claim: Claim | None) -> None:
@@ -38,12 +42,12 @@ class Turn:
             return  # the caller looks at its deadline
 
     def missed(self) -> None:
-        """It looked for workers in vain."""
+        """Notes that no worker took the request in this round."""
         self._turnstile.missed(self)
 
 
 class Turnstile:
-    """The requests of a gateway that wait for the workers of one group."""
+    """The turns of one group's requests."""
 
     def __init__(self) -> None:
         self._queue = FairQueue()
@@ -56,15 +60,15 @@ class Turnstile:
 
     @property
     def share(self) -> float:
-        """Which part of the waiting requests looks for workers now, more than 0 to 1."""
+        """Share of the queued requests that may ask now, above 0 and up to 1."""
         return len(self._heads) / len(self._queue) if self._heads else 1.0
 
     @contextmanager
     def enter(self, claim: Claim | None) -> Iterator[Turn]:
-        """Holds a place; leaving without an error means that workers were found.
+        """Holds a place. Leaving the block without an error means that workers were found.
 
         Args:
-            claim: None for a request that waits for nobody.
+            claim: see `Turn`.
         """
         turn = Turn(self, claim)
         if self.num_waiting:

@@ -1,4 +1,4 @@
-"""Who may call: bearer keys of the configuration and of the tenant directory.
+"""Authenticates callers by bearer keys from the configuration and the tenant directory.
 
 Tests: tests/unit/gateway/tenants/test_access.py, tests/integration/test_gateway_tenants.py.
 """
@@ -35,9 +35,9 @@ class KeyRing:
     """The keys that are accepted, held as digests only.
 
     Args:
-        keys: from the configuration; each is a tenant of its own.
+        keys: from the configuration; each key is a tenant of its own.
         defaults: limits of callers that are in no directory.
-        has_directory: keys are demanded, and until the directory is read nobody may call.
+        has_directory: callers need a key, and none is accepted before the directory is read.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class KeyRing:
         self._directory: Directory | None = None
 
     def use(self, directory: Directory) -> None:
-        """Takes another directory from now on."""
+        """Replaces the directory."""
         self._directory = directory
 
     def check(self, authorization: str) -> Tenant:
         """Checks an Authorization header.
 
         Returns:
-            Who calls, by a name that does not reveal the key.
+            The calling tenant; its name does not reveal the key.
 
         Raises:
             AuthenticationError: the key is missing or not accepted.
@@ -73,7 +73,7 @@ class KeyRing:
             return self._nobody
         digest = digest_of(key)
         if digest in self._digests:
-            # A tenant of the directory cannot have this name: it is longer than theirs may be.
+            # Longer than names in the directory may be, so it equals none of them.
             return Tenant(digest[:16], self._defaults, namespace=digest + ":")
         if not is_demanded:
             return Tenant(digest[:16], self._defaults)
@@ -90,7 +90,7 @@ class KeyRing:
 
 
 def load_keys(config: AccessConfig, defaults: TenantLimits | None = None) -> KeyRing:
-    """The key ring of a config; the directory is not read yet.
+    """The key ring of a config, before the directory is read.
 
     Raises:
         ConfigError: the key file cannot be read or holds no key.
@@ -113,10 +113,10 @@ def load_keys(config: AccessConfig, defaults: TenantLimits | None = None) -> Key
 
 
 class DirectoryWatch:
-    """Keeps a key ring's directory up to date; while it cannot be read, the last one goes on.
+    """Keeps a key ring's directory up to date; while it cannot be read, the last one stays valid.
 
     Args:
-        refresh_s: pause between two looks; a revoked key works for this long.
+        refresh_s: pause between two reads; a revoked key works for this long.
     """
 
     def __init__(self, store: TenantStore, ring: KeyRing, refresh_s: float) -> None:
@@ -134,7 +134,7 @@ class DirectoryWatch:
                 return True
             directory = directory_from_json(raw) if raw else Directory()
         except (StoreUnavailableError, DirectoryError) as error:
-            if not self._failed:  # said once, not at every look
+            if not self._failed:  # logged once, not at every read
                 log.warning("tenant_directory_unreadable", error=str(error))
             self._failed = True
             return False
@@ -148,7 +148,7 @@ class DirectoryWatch:
         return True
 
     async def run(self) -> None:
-        """Looks again and again, until cancelled."""
+        """Reads the directory at intervals, until cancelled."""
         while True:
             await asyncio.sleep(self._refresh_s)
             await self.look()

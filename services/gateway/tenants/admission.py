@@ -1,7 +1,7 @@
-"""How much at once: tenants' quotas, here and over all gateways, and drain.
+"""Admission control: tenants' quotas, in this gateway and over all gateways, and drain.
 
-A request is counted here first and in Redis second; either may say no. Without Redis, or while it
-does not answer, each gateway holds a tenant to its full limits on its own.
+A request is counted here first and in Redis second; either may refuse it. Without Redis, or while
+it does not answer, each gateway applies a tenant's full limits by itself.
 Tests: tests/unit/gateway/tenants/test_admission.py, tests/integration/test_gateway_tenants.py.
 """
 
@@ -21,14 +21,14 @@ MAX_IDLE_TENANTS = 4096
 
 
 class SharedQuotas(Protocol):
-    """Usage over all gateways."""
+    """Counts usage over all gateways."""
 
     async def acquire(self, tenant: Tenant, num_open: int) -> QuotaRefusal | None:
-        """Counts a request, or says which limit is used up; None also while it is unknown."""
+        """Counts a request; the limit that is used up, None if none is or it is unknown."""
         ...
 
     def used(self, tenant: Tenant, num_open: int, num_tokens: int) -> None:
-        """Tells what was used since; does not wait."""
+        """Reports usage since the last report; does not wait."""
         ...
 
 
@@ -36,11 +36,11 @@ class Ticket:
     """A request that was admitted.
 
     Attributes:
-        tenant: whose it is.
-        num_tokens: charged so far, prompt and generated.
+        tenant: the caller's.
+        num_tokens: prompt and generated tokens charged so far.
 
     Args:
-        use: told of all that is charged; None where nothing is limited.
+        use: called with all charges; None if no limit applies.
     """
 
     def __init__(self, tenant: Tenant, use: Callable[[Tenant, int], None] | None) -> None:
@@ -56,12 +56,12 @@ class Ticket:
 
 
 class Admission:
-    """Counts requests and tokens, and says no when draining or over quota.
+    """Counts requests and tokens, and refuses requests when draining or over quota.
 
     Args:
-        burst_s: seconds of a rate that may be used at once after a rest.
+        burst_s: size of the token bucket, in seconds of the rate.
         clock: seconds that only go forward.
-        shared: usage over all gateways; None counts here alone.
+        shared: counts usage over all gateways; None counts in this gateway alone.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Admission:
         self._release(self._usage[ticket.tenant.name], ticket.tenant)
 
     async def drain(self) -> None:
-        """Takes nothing new and waits until all that was admitted is finished."""
+        """Refuses new requests and waits until all admitted ones have finished."""
         self.draining = True
         await self._idle.wait()
 

@@ -1,4 +1,4 @@
-"""The door of the gateway: who calls, may they, and what they used when they leave.
+"""Authenticates and admits a call, and counts its usage at its end.
 
 Tests: tests/integration/test_gateway_tenants.py.
 """
@@ -12,7 +12,7 @@ from services.gateway.tenants.admission import Admission, Ticket
 
 
 class Admitted:
-    """A call's time in the gateway, from its key to its end; see `Frontend.admit`."""
+    """Context manager of one admitted call; see `Frontend.admit`."""
 
     __slots__ = ("_admission", "_authorization", "_keys", "_metrics", "_ticket")
 

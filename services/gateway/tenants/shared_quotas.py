@@ -1,6 +1,6 @@
-"""Quotas over all gateways, in Redis; while it does not answer, local limits go on alone.
+"""Quotas over all gateways, in Redis; while it does not answer, only local limits apply.
 
-What was used is told in the background, many tokens in one call.
+Usage is reported in the background, many tokens in one call.
 Tests: tests/integration/test_gateway_tenants.py.
 """
 
@@ -19,9 +19,9 @@ log = event_logger(__name__)
 
 LEASE_S = 30.0
 SETTLE_S = 0.05
-"""Usage is told at most this late."""
+"""Usage is reported at most this late."""
 PROBE_S = 1.0
-"""After a failure Redis is left alone for this long."""
+"""After a failure, Redis is not called for this long."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class RedisQuotas:
         self._wake.set()
 
     async def run(self) -> None:
-        """Tells what was used and renews claims, until cancelled."""
+        """Reports usage and renews claims, until cancelled."""
         renew_at = self._clock() + LEASE_S / 3
         while True:
             try:
@@ -84,7 +84,7 @@ class RedisQuotas:
             await self.settle()
 
     async def settle(self) -> None:
-        """Tells what was used since the last call."""
+        """Reports usage since the last call."""
         self._wake.clear()
         unsettled, self._unsettled = self._unsettled, {}
         for entry in unsettled.values():

@@ -1,4 +1,4 @@
-"""Generated tokens to text that is safe to send: whole characters, no part of a stop string.
+"""Converts generated tokens to text that is safe to send: whole characters, no stop strings.
 
 Pure: no I/O, no clock. Tests: tests/unit/gateway/text/test_detokenizer.py.
 """
@@ -14,11 +14,11 @@ from tokenizers.decoders import DecodeStream
 from kvmesh.core.values import quick
 
 PROMPT_TAIL_TOKENS = 8
-"""Prompt tokens that the decoder sees first, so that the first one keeps its leading space."""
+"""The decoder reads so many prompt tokens first, so the first token keeps its leading space."""
 
 MAX_HELD_TOKENS = 32
-"""Tokens without text that are kept for a character still to come, which has four bytes at most:
-each further token costs as much as all that are kept."""
+"""Tokens that are kept while they make no whole character, which has four bytes at most; each
+further token costs as much time as all kept ones."""
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
@@ -26,14 +26,14 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class WholeTokens(dict[int, str]):
-    """Texts of a byte-level vocabulary's tokens that are whole characters by themselves.
+    """Texts of a byte-level vocabulary's tokens that consist of whole characters.
 
-    Such a token has the same text wherever it stands. All others, and those that were added to the
-    vocabulary, have none here. A text is made when it is first asked for.
+    Such a token has the same text in every context. Other tokens, and tokens that were added to the
+    vocabulary, are not in the map. Texts are computed on first use.
 
     Args:
-        fast: a tokenizer whose decoder does nothing but turn characters into bytes.
-        bytes_of: the byte that a character of a token stands for.
+        fast: a tokenizer whose decoder only converts characters to bytes.
+        bytes_of: the byte that each character of a token stands for.
     """
 
     def __init__(self, fast: tokenizers.Tokenizer, bytes_of: Mapping[str, int]) -> None:
@@ -47,7 +47,7 @@ class WholeTokens(dict[int, str]):
         return text
 
     def ends_whole(self, token_id: int) -> bool:
-        """Whether no part of a character is left after this token."""
+        """Whether the text ends with a whole character after this token."""
         return token_id in self._added or bool(self[token_id])
 
     def _text(self, token_id: int) -> str:
@@ -64,7 +64,7 @@ class WholeTokens(dict[int, str]):
 class StopStrings:
     """Finds stop strings in text that arrives in pieces.
 
-    Text that could be the start of a stop string is held back until it is decided.
+    Text that could be the start of a stop string is held back until more text decides it.
 
     Args:
         stops: the stop strings, none of them empty.
@@ -100,7 +100,7 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """Text held back when generation ended: it is not a stop string after all."""
+        """The held text, at the end of generation: it is no stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -116,7 +116,7 @@ class StopStrings:
 @quick
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What pushing tokens gave.
+    """The text of pushed tokens.
 
     Attributes:
         text: safe to send.
@@ -132,17 +132,17 @@ class TextPiece:
 class Detokenizer:
     """Incremental text of one generation.
 
-    A character that is still incomplete when generation ends is dropped, and so are bytes that
-    are no character, where they are many or change what was text before them.
+    A character that is incomplete when generation ends is dropped. So are invalid bytes, if they
+    are many or would change text before them.
 
     Args:
         fast: the model's tokenizer.
-        prompt_ids: the prompt; only its end is looked at.
+        prompt_ids: the prompt; only its end is used.
         stops: stop strings.
         include_stop: keep the stop string, or the text of the stop token, in the output.
         skip_special_tokens: leave out tokens such as end-of-turn marks.
-        min_tokens: stop strings are not looked for before this many tokens.
-        whole: texts of tokens that need no decoder, which takes ten times as long.
+        min_tokens: stop strings count only after this many tokens.
+        whole: texts of tokens that need no decoder; ten times as fast.
     """
 
     def __init__(
@@ -205,9 +205,10 @@ class Detokenizer:
         return "".join(map(self._step, token_ids))
 
     def _stream_after(self, tail: list[int]) -> DecodeStream:
-        """A stream that has read the prompt's end, half a character there included.
+        """A decode stream that has read the prompt's end.
 
-        Unless a mark that is left out came after the half: nothing completes it any more.
+        An incomplete character there is included, unless a skipped special token follows it:
+        later tokens cannot complete it then.
         """
         end = len(tail)
         while end and not self._text_of(tail[end - 1 : end]):
@@ -226,7 +227,7 @@ class Detokenizer:
         return stream
 
     def _stream_now(self) -> DecodeStream:
-        """A stream as it is after the last token with text, or at the prompt's end."""
+        """A decode stream in its state after the last token with text, or after the prompt."""
         last = self._last_with_text
         if last is None:
             return self._stream_after(list(self._tail))
@@ -248,7 +249,7 @@ class Detokenizer:
             self._stream = self._stream_now()
         try:
             text = self._stream.step(self._fast, token_id)
-        except Exception as error:  # the library has no class of its own for it
+        except Exception as error:  # the library raises bare exceptions for it
             if not str(error).startswith(_INVALID_PREFIX):
                 raise
             # With bytes that are no character it reads differently what it has given out. After
@@ -269,5 +270,5 @@ class Detokenizer:
         return ""
 
     def finish(self) -> str:
-        """The rest of the text, when generation ended without a stop string."""
+        """The rest of the text, if generation ended without a stop string."""
         return "" if self._stops is None else self._stops.flush()

@@ -1,8 +1,8 @@
-"""Texts on which two tokenizers are compared before one stands in for the other.
+"""Texts on which two tokenizers are compared before the faster one replaces the other.
 
-What implementations of tokenizers get wrong: what is a letter, a digit, a space, in which script;
-characters that are composed; runs of white space; special tokens and the space around them; bytes
-that are no character; words that are in the vocabulary as a whole.
+They cover what implementations of tokenizers get wrong: letters, digits and spaces of all scripts;
+composed characters; runs of white space; special tokens and the space around them; invalid bytes;
+words that are in the vocabulary as a whole.
 Pure. Tests: tests/unit/gateway/text/test_text_encoder.py.
 """
 
@@ -14,10 +14,10 @@ import fastokens
 import tokenizers
 
 SAMPLED_TOKENS = 512
-"""As many tokens of the vocabulary are encoded again, evenly taken."""
+"""Tokens of the vocabulary that are encoded again, evenly sampled."""
 
 SAMPLED_SPECIALS = 24
-"""As many added tokens are tried from each end of their list; some models have a thousand."""
+"""Added tokens tried from each end of their list; some models have a thousand."""
 
 _SCRIPTS = (
     "The quick brown fox, isn't it? I'VE said they'll, we're; don’t — “so” ‘be’ it…",
@@ -63,10 +63,10 @@ _SHAPES = (
 
 
 def first_difference(exact: tokenizers.Tokenizer, fast: fastokens.Tokenizer) -> str | None:
-    """A text of which the two say different token ids; None if there is none."""
+    """A text that the two encode differently; None if there is none."""
     texts = list(_texts(exact))
     for special in (False, True):
-        # Ways that let other threads run meanwhile.
+        # These methods release the interpreter's lock.
         expected = exact.encode_batch_fast(texts, add_special_tokens=special)
         found = fast.encode_batch(texts, add_special_tokens=special)
         for text, right, ours in zip(texts, expected, found, strict=True):

@@ -1,4 +1,4 @@
-"""The texts of a call as token ids: its prompts, and words that it does not want.
+"""Tokenises the texts of a call: its prompts and its bad words.
 
 Tests: tests/integration/test_gateway_api.py.
 """
@@ -34,7 +34,7 @@ async def encode_prompt(tokenizer: TextTokenizer, prompt: Prompt) -> tuple[int, 
 
 
 async def prompt_ids(tokenizer: TextTokenizer, call: ApiCall, prompt: Prompt) -> tuple[int, ...]:
-    """The token ids that a call wants continued.
+    """The token ids of one of a call's prompts, truncated if the call asks for it.
 
     Raises:
         InvalidRequestError: the chat template does not accept the prompt.
@@ -46,14 +46,14 @@ async def prompt_ids(tokenizer: TextTokenizer, call: ApiCall, prompt: Prompt) ->
 
 
 async def prompt_text(tokenizer: TextTokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
-    """The prompt as text, to be echoed."""
+    """The prompt's text, for an echo."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     return await tokenizer.decode(token_ids)
 
 
 async def with_tokens(tokenizer: TextTokenizer, call: ApiCall) -> ApiCall:
-    """The call with its unwanted words as tokens, and a structure that compiles.
+    """The call with its bad words as tokens, after checking that its structure compiles.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.

@@ -1,7 +1,7 @@
-"""Texts to token ids: by fastokens where it says what `tokenizers` says, else by that one.
+"""Encodes texts as token ids: with fastokens if it agrees with `tokenizers`, else with the latter.
 
-fastokens takes a tenth of the time, often a fiftieth, but does not know every kind of tokenizer
-(docs/adr/0023-two-tokenizers.md). `tokenizers` is right by definition: models were trained with it.
+fastokens takes a tenth of the time, often a fiftieth, but does not support every tokenizer
+(docs/adr/0023-two-tokenizers.md). `tokenizers` is the reference: models were trained with it.
 Tests: tests/unit/gateway/text/test_text_encoder.py.
 """
 
@@ -18,18 +18,18 @@ import tokenizers
 from services.gateway.text.encoder_check import first_difference
 
 THREAD_CHARS = 4096
-"""Longer texts go to a thread with `tokenizers`: they would hold up all streams for a
+"""With `tokenizers`, longer texts go to a thread: they would stall all streams for a
 millisecond."""
 
 FAST_THREAD_CHARS = 8192
-"""Longer texts go to a thread with fastokens: most take 0.2 ms, 2.5 ms if every word is new."""
+"""With fastokens, longer texts go to a thread: most take 0.2 ms, 2.5 ms if all words are new."""
 
 NUM_THREADS = 2
 """Each keeps fastokens' table of words, 16 MiB with a large vocabulary; a long text is shared out
 to all cores by the library itself."""
 
 ODD_SPACE = "\u180e"
-"""White space to PCRE2, which fastokens cuts texts of some tokenizers with, and to nobody else."""
+"""White space to PCRE2 alone, which fastokens uses to split texts for some tokenizers."""
 
 _ANY = "a"
 
@@ -38,7 +38,7 @@ class TextEncoder:
     """The encoder of one tokenizer; it may be used from several threads.
 
     Args:
-        exact: says what is right, without truncation and padding.
+        exact: the reference tokenizer, without truncation and padding.
 
     Attributes:
         reason: why fastokens is not used; empty if it is.
@@ -56,9 +56,9 @@ class TextEncoder:
         return "tokenizers" if self._fast is None else "fastokens"
 
     async def speed_up(self, file: Path) -> None:
-        """Uses fastokens from now on if it can read the tokenizer and agrees on what texts say.
+        """Switches to fastokens if it can read the tokenizer and agrees with it on test texts.
 
-        A second of processor time with a large vocabulary; texts are encoded meanwhile.
+        Takes a second of processor time with a large vocabulary; other texts are encoded meanwhile.
 
         Args:
             file: the tokenizer.json that `exact` was read from.
@@ -66,11 +66,11 @@ class TextEncoder:
         loop = asyncio.get_running_loop()
         fast, self.reason = await loop.run_in_executor(self._threads, self._agreeing, file)
         if fast is not None:
-            fast.encode(_ANY)  # this thread's table of words, now and not with the first prompt
+            fast.encode(_ANY)  # makes this thread's word table now, not with the first prompt
         self._fast = fast
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text; long texts do not hold up the event loop."""
+        """Token ids of a text; long texts do not block the event loop."""
         if len(text) <= (THREAD_CHARS if self._fast is None else FAST_THREAD_CHARS):
             return self._encode(text, add_special_tokens, False)
         loop = asyncio.get_running_loop()
@@ -83,22 +83,22 @@ class TextEncoder:
 
         Args:
             special: add special tokens.
-            aside: this thread is not the event loop's, which is to run meanwhile.
+            aside: this is not the event loop's thread, which must be able to run meanwhile.
         """
         fast = self._fast
         if fast is not None and ODD_SPACE not in text:
-            # An expression may need more than its limits on text without sense.
+            # On random text a regular expression may exceed the library's limits.
             with contextlib.suppress(ValueError):
                 if not aside:
                     return tuple(fast.encode(text, add_special_tokens=special).ids)
                 (whole,) = fast.encode_batch([text], add_special_tokens=special)
                 return tuple(whole.ids)
-        # The way for one text holds the interpreter's lock to the end, and is slower.
+        # The method for one text holds the interpreter's lock throughout, and is slower.
         (whole,) = self._exact.encode_batch_fast([text], add_special_tokens=special)
         return tuple(whole.ids)
 
     def _agreeing(self, file: Path) -> tuple[fastokens.Tokenizer | None, str]:
-        """The faster tokenizer, or why it is not to be used."""
+        """The faster tokenizer, or the reason not to use it."""
         try:
             fast = fastokens.Tokenizer.from_file(str(file))
             fast.no_truncation()

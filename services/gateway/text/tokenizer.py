@@ -1,6 +1,6 @@
-"""Text to token ids and back, and chat templates; without torch or transformers.
+"""Tokenizer and chat template of a model, without torch or transformers.
 
-Owns the files of the model folder that describe text.
+Reads the files of the model folder that concern text.
 Tests: tests/unit/gateway/text/test_tokenizer.py.
 """
 
@@ -30,7 +30,7 @@ from services.gateway.tools.reasoning import ReasoningFamily, reasoning_named
 TOKENIZER_FILE = "tokenizer.json"
 
 THREAD_THRESHOLD_TOKENS = 4096
-"""As many tokens are decoded in a thread: they would hold up all streams for over 1 ms."""
+"""From so many tokens on, decoding runs in a thread: it would stall all streams for over 1 ms."""
 
 TOLD_SETTINGS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
@@ -39,14 +39,14 @@ TOLD_SETTINGS = (
     *("padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
     *("spaces_between_special_tokens", "use_default_system_prompt", "errors", "tokenizer_class"),
 )
-"""What clients are told of tokenizer_config.json; the rest of such files may name folders of the
-machine that wrote them, and tokens for a hub."""
+"""Settings of tokenizer_config.json that clients may see; other settings may contain paths of the
+machine that wrote them, or hub tokens."""
 
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError),
     *(ArithmeticError, LookupError, RecursionError),
 )
-"""What messages can make a template do: it splits, counts and formats what it is given."""
+"""Errors that messages can cause in a template, which splits, counts and formats them."""
 
 
 class ChatTemplate:
@@ -55,8 +55,8 @@ class ChatTemplate:
     Args:
         source: Jinja text; empty means that the model has none.
         special_tokens: names such as `bos_token` that templates may use.
-        tool_family: how the model writes tool calls; None if it does not.
-        reasoning_family: how the model marks its thinking; None if it does not.
+        tool_family: the model's form of tool calls; None if it has none.
+        reasoning_family: the model's marks around its thinking; None if it has none.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class ChatTemplate:
         self.reasoning_family = reasoning_family
         template = compile_chat_template(source) if source else None
         self._template = template
-        # DeepSeek R1's shows calls only where there is no content, which text of no length is.
+        # DeepSeek R1's template shows calls only without content; an empty text counts as content.
         self._wants_none = "'assistant' and message['content'] is none" in source
-        # What every rendering sees; `Template.render` would copy it together each time, twice.
+        # Variables of every rendering; `Template.render` would copy them twice each time.
         self._known = {} if template is None else {**template.globals, **special_tokens}
 
     def render(
@@ -112,7 +112,7 @@ class ChatTemplate:
             raise InvalidRequestError(message, "messages") from error
 
     def _adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message as this template expects it, where templates differ."""
+        """A message in the form that this template expects."""
         if message["role"] != "assistant":
             return message
         thought = message.get("reasoning_content")
@@ -131,12 +131,12 @@ class TextTokenizer:
     Attributes:
         fast: the tokenizer itself, for incremental decoding.
         encoder: turns texts into token ids.
-        whole: tokens that need no decoding; None where what a token says depends on its place.
+        whole: tokens that need no decoding; None if a token's text depends on its context.
         chat: the chat template.
         max_model_len: longest sequence by the model's own config; 0 is unknown.
-        sampling_defaults: temperature, top_p, … where the model has its own.
-        info: what tokenizer_config.json says of `TOLD_SETTINGS`, for clients that tokenize here;
-            special tokens as text, and the chat template that is in use.
+        sampling_defaults: the model's own temperature, top_p, …, if it has any.
+        info: the `TOLD_SETTINGS` of tokenizer_config.json, for clients; special tokens as text,
+            and the chat template in use.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class TextTokenizer:
         self.encoder = TextEncoder(fast)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text; long texts do not hold up the event loop."""
+        """Token ids of a text; long texts do not block the event loop."""
         return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids; many do not hold up the event loop."""
+        """Text of token ids; long lists do not block the event loop."""
         ids = list(token_ids)
         if len(ids) > THREAD_THRESHOLD_TOKENS:
             return await asyncio.to_thread(self._decode_aside, ids, skip_special_tokens)
@@ -180,11 +180,11 @@ class TextTokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, as far as it is whole characters."""
+        """The text of one token; parts of characters are left out."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; exact also when it is part of a character."""
+        """The bytes that one token stands for, also if they are part of a character."""
         token = self.fast.id_to_token(token_id) or ""
         if token_id not in self._special_ids and self._byte_level:
             table = _byte_level_table()
@@ -207,8 +207,8 @@ def load_tokenizer(
 
     Args:
         use_generation_config: take sampling defaults from generation_config.json.
-        tool_calls, reasoning_parser: how the model writes calls and thinking, as in the config;
-            `auto` reads it off the chat template.
+        tool_calls, reasoning_parser: the model's forms of calls and thinking, as in the config;
+            `auto` detects them in the chat template.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is malformed.
@@ -243,7 +243,7 @@ def load_tokenizer(
 
 
 def _told(settings: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """What clients may know of a tokenizer's settings."""
+    """The tokenizer's settings that clients may see."""
     told = {name: settings[name] for name in TOLD_SETTINGS if name in settings}
     return {**told, **_special_tokens(settings), "chat_template": template or None}
 
@@ -253,7 +253,7 @@ def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:
         fast = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare ones for malformed files
         raise CheckpointError(f"{path} is no tokenizer: {error}") from error
-    # Of training; a prompt that is too long is refused, and none is filled up.
+    # Settings for training; here, long prompts are refused and none is padded.
     fast.no_truncation()
     fast.no_padding()
     return fast
@@ -278,7 +278,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _num_stripped(token: str, text: str) -> int:
-    """Spaces of a token that its text lacks: decoders take it for the begin of a whole text."""
+    """Leading spaces that the decoder strips, since it takes the token for a text's beginning."""
     if text.startswith(_SPACE):  # it stands for itself here
         return 0
     marked = len(token) - len(token.lstrip(_SPACE))

@@ -19,7 +19,7 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = (START, CHANNEL, "to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANALYSIS = CHANNEL + "analysis" + MESSAGE
-"""How a generation that thinks begins."""
+"""The beginning of a generation with thinking."""
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CALL = CHANNEL + "commentary to=functions."
@@ -30,15 +30,15 @@ class HarmonyReader:
 
     def __init__(self) -> None:
         self._held = ""
-        self._channel = ""  # of the message that is being read; empty between messages
+        self._channel = ""  # of the current message; empty between messages
 
     @property
     def is_answer(self) -> bool:
-        """Whether all that follows is the answer, as it is: `final` is the last message."""
+        """Whether all further text is the answer: `final` is the last message."""
         return self._channel == "final"
 
     def push(self, text: str) -> Told:
-        """What is sure after more text."""
+        """Adds text; returns what is decided now."""
         self._held += text
         told = Told("", "")
         while (more := self._step()) is not None:
@@ -52,7 +52,7 @@ class HarmonyReader:
         """Reads the head of a message."""
         text = self._held.lstrip()
         if text and not any(_may_begin(text, mark) for mark in _HEADS):
-            self._channel = "final"  # no message: a model that was not asked in Harmony
+            self._channel = "final"  # no message: the prompt was not in Harmony
             return Told("", "")
         head, is_complete, rest = self._held.partition(MESSAGE)
         if not is_complete:
@@ -68,7 +68,7 @@ class HarmonyReader:
         return Told("", "")
 
     def _read(self) -> Told | None:
-        """Reads on in a message."""
+        """Continues with the current message."""
         if not self._held:
             return None
         found = [(at, end) for end in _ENDS if (at := self._held.find(end)) >= 0]
@@ -89,14 +89,14 @@ class HarmonyReader:
         return Told(text, "") if self._channel == "analysis" else Told("", text)
 
     def finish(self) -> Told:
-        """What is left when the text ends."""
+        """The rest, at the end of the text."""
         held, self._held = self._held, ""
-        # The head of a message that did not come to its text says nothing.
+        # A message that ends within its head has no text.
         return self._told(held) if self._channel else Told("", "")
 
 
 class HarmonyCalls:
-    """Calls in an answer that `HarmonyReader` has told apart."""
+    """Finds the calls in text that `HarmonyReader` has passed on."""
 
     def __init__(self) -> None:
         self._text = MarkedText(_CALL)
@@ -149,14 +149,14 @@ class HarmonyCalls:
         """See `ToolParser.finish`."""
         if not self._inside:
             return self._text.finish()
-        # The mark that ends a call ends the generation too, and is no part of its text.
+        # The mark that ends a call also ends the generation, so the text does not have it.
         pieces = self._read(_ENDS[1])[0] if self._has_name else []
         self._inside = False
         return pieces
 
 
 def _may_begin(text: str, mark: str) -> bool:
-    """Whether a text begins with a mark, as far as it goes."""
+    """Whether the text is a prefix of the mark or begins with it."""
     return text.startswith(mark) or mark.startswith(text)
 
 

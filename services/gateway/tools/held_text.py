@@ -1,7 +1,7 @@
-"""Text up to a marker, from pieces of any size; white space at its end waits for what follows.
+"""Finds a marker in text that arrives in pieces; holds back white space before a possible marker.
 
-What is held is looked at once, so a model that writes nothing but white space costs what its
-length does, and not the square of it. Pure. Tests: tests/unit/gateway/tools/test_held_text.py.
+Held text is examined once, so a long run of white space costs linear and not quadratic time. Pure.
+Tests: tests/unit/gateway/tools/test_held_text.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HeldText:
         self._begun = ""  # perhaps the marker
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be shown, and what follows the marker once it came."""
+        """Adds text; returns text that may be sent, and the text after the marker once it came."""
         text = self._begun + text
         before, found, after = text.partition(self._marker)
         if found:
@@ -42,7 +42,7 @@ class HeldText:
         return self._shown(text[:sure]), None
 
     def _shown(self, text: str) -> str:
-        """What is held and the text without its last white space, which is held then."""
+        """The held text and this one, up to trailing white space, which is held instead."""
         bare = text.rstrip()
         shown = "".join((*self._space, bare)) if bare else ""
         if bare:
@@ -52,7 +52,7 @@ class HeldText:
         return shown
 
     def finish(self) -> str:
-        """No marker came any more: what was held."""
+        """The held text, if no marker came."""
         held = "".join((*self._space, self._begun))
         self._space.clear()
         self._begun = ""

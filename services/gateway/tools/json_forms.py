@@ -1,5 +1,4 @@
-"""Tool calls that are JSON objects in a model's text: Hermes', Llama's and Mistral's forms, and
-those that a structure makes any model write.
+"""Tool calls as JSON objects: the forms of Hermes, Llama and Mistral, and forced calls.
 
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
@@ -22,7 +21,7 @@ from services.gateway.tools.scanner import (
 
 
 def _unfinished(scanner: CallScanner | None, marker: str = "") -> list[Piece]:
-    """What to do with a call that never ended: without a name it was text."""
+    """The pieces of a call that never ended; without a name it is text."""
     if scanner is None or scanner.name or scanner.done:
         return []
     return content_of(marker + scanner.raw)
@@ -69,7 +68,7 @@ class HermesParser(MarkedCalls):
         return [], rest
 
     def _give_up(self) -> tuple[list[Piece], str]:
-        """No object follows the mark: it was text, and what follows is to be looked at again."""
+        """No object follows the mark: the mark was text, and the rest is searched again."""
         rest, self._tail, self._inside = self._tail, "", False
         return content_of(self._START), rest
 
@@ -79,7 +78,7 @@ class HermesParser(MarkedCalls):
 
 
 class LlamaParser:
-    """The answer is calls from its start to its end, or text.
+    """The whole answer is either calls or text.
 
     Args:
         names: a JSON object that names none of these is text.
@@ -141,14 +140,14 @@ class LlamaParser:
 
 
 class CallList:
-    """A JSON array of calls: Mistral's, and what `tool_choice: required` makes a model write."""
+    """A JSON array of calls: Mistral's form, and that of `tool_choice: required`."""
 
     def __init__(self) -> None:
         self._scanner: CallScanner | None = None
         self.done = False
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """What is new, and the text after the array."""
+        """Adds text; returns new pieces, and the text after the array."""
         pieces: list[Piece] = []
         while text and not self.done:
             if self._scanner is None or self._scanner.done:
@@ -164,7 +163,7 @@ class CallList:
         return pieces, text
 
     def finish(self) -> list[Piece]:
-        """What is left when the text ends."""
+        """The rest, at the end of the text."""
         return _unfinished(self._scanner)
 
 

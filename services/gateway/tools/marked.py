@@ -1,4 +1,4 @@
-"""Text in which calls stand behind a mark: what the readers of such forms share.
+"""Base classes of parsers for calls that follow a mark in the text.
 
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
@@ -11,9 +11,9 @@ from services.gateway.tools.scanner import MarkedText, Piece
 
 
 class MarkedCalls(ABC):
-    """Passes text on up to a mark, and what is behind it to `_read`, in turn.
+    """Passes text on up to a mark, and the text after it to `_read`, in turn.
 
-    White space after what `_leave` ended is dropped.
+    White space after a section that `_leave` ended is dropped.
     """
 
     def __init__(self, mark: str) -> None:
@@ -42,14 +42,14 @@ class MarkedCalls(ABC):
 
     @abstractmethod
     def _read(self, text: str) -> tuple[list[Piece], str]:
-        """Reads on behind the mark; returns what is not read yet."""
+        """Reads text after the mark; returns pieces, and the text that is still to be read."""
 
     def _leave(self) -> None:
         self._inside, self._after = False, True
 
 
 class SteppedCalls(MarkedCalls):
-    """Reads mark by mark, each by one `_step` once it is complete in `_held`."""
+    """Reads mark by mark: one `_step` per mark, once `_held` has all of it."""
 
     def __init__(self, mark: str) -> None:
         super().__init__(mark)
@@ -67,4 +67,4 @@ class SteppedCalls(MarkedCalls):
 
     @abstractmethod
     def _step(self) -> list[Piece] | None:
-        """What the next mark says; None if it is not complete yet."""
+        """The pieces of the next mark; None if it is incomplete."""

@@ -1,7 +1,7 @@
-"""Tool calls in a model's text, one parser per family of chat templates.
+"""Parsers of tool calls in a model's text, one per family of chat templates.
 
-Parsers take text in pieces of any size and say at once what is sure, so a stream and a whole answer
-are read by the same code. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
+A parser takes text in pieces of any size and returns at once what is decided, so streams and whole
+answers use the same code. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.gateway.tools.xml import QwenXmlParser, Schemas
 
 
 class ToolFamily(enum.Enum):
-    """How a model writes calls; the values are those of vLLM's `--tool-call-parser`."""
+    """A form of tool calls; the values are those of vLLM's `--tool-call-parser`."""
 
     HERMES = "hermes"
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen, Ling."""
@@ -43,7 +43,7 @@ class ToolFamily(enum.Enum):
 
     @property
     def has_special_marks(self) -> bool:
-        """The marks of calls may be special tokens, which the text must then have."""
+        """Whether the marks of calls may be special tokens, which the text must keep."""
         return self not in _PLAIN_MARKS
 
 
@@ -53,7 +53,7 @@ _PLAIN_MARKS = (
 )
 
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
-    # Some forms have the mark of Hermes around another one.
+    # Some forms use Hermes' mark around their own.
     (("<tool_call>", "<arg_key>"), ToolFamily.GLM45),
     (("<tool_call>", "<function="), ToolFamily.QWEN3_CODER),
     (("<tool_call>",), ToolFamily.HERMES),
@@ -68,16 +68,16 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
 
 
 def family_of_template(source: str) -> ToolFamily | None:
-    """The family that a chat template is of; None if it knows no tools."""
+    """The family of a chat template; None if it has no tools."""
     found = (family for signs, family in _SIGNS if all(sign in source for sign in signs))
     return next(found, None)
 
 
 def family_named(word: str, source: str) -> ToolFamily | None:
-    """The family that a config names; `auto` reads it off the chat template.
+    """The family that a config names; `auto` detects it in the chat template.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: the word names no family.
     """
     if word == "auto":
         return family_of_template(source)
@@ -94,11 +94,11 @@ class ToolParser(Protocol):
     """Reads one generation."""
 
     def push(self, text: str) -> list[Piece]:
-        """What more text says."""
+        """Adds text; returns the pieces that are decided."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What is left when the text ends."""
+        """The rest, at the end of the text."""
         ...
 
 
@@ -106,7 +106,7 @@ def parser_for(family: ToolFamily, schemas: Schemas) -> ToolParser:
     """A parser for free text with calls in it.
 
     Args:
-        schemas: of the parameters of the tools that there are.
+        schemas: of the tools' parameters.
     """
     return _PARSERS[family](schemas)
 

@@ -1,7 +1,7 @@
-"""What a model thinks before it answers: told apart from the answer, one form per model family.
+"""Separates a model's thinking from its answer, one form per model family.
 
-Reads text in pieces of any size and says at once what is sure, so a stream and a whole answer are
-read by the same code. Names are those of vLLM's `--reasoning-parser`. Pure.
+Readers take text in pieces of any size and return at once what is decided, so streams and whole
+answers use the same code. Names are those of vLLM's `--reasoning-parser`. Pure.
 Tests: tests/unit/gateway/tools/test_reasoning.py.
 """
 
@@ -18,16 +18,16 @@ from services.gateway.tools.held_text import HeldText
 from services.gateway.tools.told import Told
 
 TAIL_TOKENS = 8
-"""Last tokens of a prompt that say whether it has opened or closed the thinking."""
+"""Tokens at a prompt's end that show whether it has opened or closed the thinking."""
 
 
 class ReasoningFamily(enum.Enum):
-    """How a model marks its thinking."""
+    """A form of marks around the thinking."""
 
     QWEN3 = "qwen3"
     """`<think>…</think>`, where the prompt or the model opens it."""
     DEEPSEEK_R1 = "deepseek_r1"
-    """As qwen3, but the answer begins with thinking also where nobody opens it."""
+    """As qwen3, but the answer begins with thinking even without a start mark."""
     MISTRAL = "mistral"
     """`[THINK]…[/THINK]`; the marks are special tokens."""
     OPENAI_GPTOSS = "openai_gptoss"
@@ -35,12 +35,12 @@ class ReasoningFamily(enum.Enum):
 
     @property
     def marks(self) -> tuple[str, str]:
-        """What opens the thinking and what closes it."""
+        """The marks that open and close the thinking."""
         return _MARKS.get(self, _TAGS)
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """The marks are special tokens, which the text must then have."""
+        """Whether the marks are special tokens, which the text must keep."""
         return self in _MARKS
 
 
@@ -53,7 +53,7 @@ _AFTER_TOOLS = ("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>")
 
 
 def reasoning_of_template(source: str) -> ReasoningFamily | None:
-    """The family that a chat template is of; None if it knows no thinking."""
+    """The family of a chat template; None if it has no thinking."""
     if "[THINK]" in source:
         return ReasoningFamily.MISTRAL
     if "<|channel|>analysis" in source:
@@ -66,10 +66,10 @@ def reasoning_of_template(source: str) -> ReasoningFamily | None:
 
 
 def reasoning_named(word: str, source: str) -> ReasoningFamily | None:
-    """The family that a config names; `auto` reads it off the chat template.
+    """The family that a config names; `auto` detects it in the chat template.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: the word names no family.
     """
     if word == "auto":
         return reasoning_of_template(source)
@@ -103,7 +103,7 @@ class Thinking:
 def thinking_at(
     family: ReasoningFamily | None, prompt_ids: Sequence[int], token_text: Callable[[int], str]
 ) -> Thinking | None:
-    """How a generation begins after a prompt; None where its text is not read for thinking."""
+    """How a generation begins after a prompt; None if its text is not searched for thinking."""
     if family is None:
         return None
     return thinking_after(family, "".join(map(token_text, prompt_ids[-TAIL_TOKENS:])))
@@ -117,8 +117,8 @@ def thinking_after(family: ReasoningFamily, tail: str) -> Thinking:
     """
     start, end = family.marks
     tail = tail.rstrip()
-    # The template closed it: this request is not to think. What tools gave DeepSeek's models
-    # answer at once.
+    # The template closed it: this request should not think. After tool results DeepSeek's models
+    # answer without thinking.
     if tail.endswith((end, *_AFTER_TOOLS)):
         return Thinking(family, is_open=False)
     return Thinking(family, tail.endswith(start) or family is ReasoningFamily.DEEPSEEK_R1)
@@ -129,15 +129,15 @@ class ThinkingReader(Protocol):
 
     @property
     def is_answer(self) -> bool:
-        """Whether all that follows is the answer, as it is."""
+        """Whether all further text is the answer."""
         ...
 
     def push(self, text: str) -> Told:
-        """What is sure after more text."""
+        """Adds text; returns what is decided now."""
         ...
 
     def finish(self) -> Told:
-        """What is left when the text ends."""
+        """The rest, at the end of the text."""
         ...
 
 
@@ -153,25 +153,25 @@ class ReasoningParser:
 
     Args:
         start, end: marks around the thinking.
-        is_open: the prompt has the start mark; the text may repeat it.
+        is_open: the prompt ends with the start mark; the text may repeat it.
     """
 
     def __init__(self, start: str, end: str, *, is_open: bool) -> None:
         self._start = start
         self._is_open = is_open
         self._stage = _Stage.OPENING
-        self._before: list[str] = []  # white space that the text begins with
-        self._begun = ""  # what follows it, perhaps the start mark
+        self._before: list[str] = []  # leading white space of the text
+        self._begun = ""  # the text after it, perhaps the start mark
         self._thinking = HeldText(end)
         self._has_thought = False
 
     @property
     def is_answer(self) -> bool:
-        """Whether all that follows is the answer, as it is."""
+        """Whether all further text is the answer."""
         return self._stage is _Stage.ANSWER
 
     def push(self, text: str) -> Told:
-        """What is sure after more text."""
+        """Adds text; returns what is decided now."""
         reasoning, rest = "", text
         if self._stage is _Stage.OPENING:
             rest = self._open(text)
@@ -180,14 +180,14 @@ class ReasoningParser:
         return Told(reasoning, self._answer(rest))
 
     def finish(self) -> Told:
-        """What is left when the text ends."""
+        """The rest, at the end of the text."""
         if self._stage is _Stage.OPENING:
             held = "".join((*self._before, self._begun))
             return Told(held, "") if self._is_open else Told("", held)
         return Told(self._thinking.finish(), "")
 
     def _open(self, text: str) -> str:
-        """Looks for the start mark; returns what is to be read on."""
+        """Looks for the start mark; returns the text that is still to be read."""
         text = self._begun + text
         bare = text.lstrip()
         if len(bare) < len(text):
@@ -205,7 +205,7 @@ class ReasoningParser:
         return "".join((*self._before, bare))
 
     def _think(self, text: str) -> tuple[str, str]:
-        """The thinking that is sure, and what follows its end."""
+        """The thinking that is decided, and the text after its end mark."""
         if not self._has_thought:  # white space before the first thought is dropped
             text = text.lstrip()
             self._has_thought = bool(text)
@@ -216,7 +216,7 @@ class ReasoningParser:
         return shown, after
 
     def _answer(self, text: str) -> str:
-        """The answer; white space before it is dropped where there was thinking."""
+        """The answer; after thinking, leading white space is dropped."""
         if self._stage is _Stage.CLOSED:
             text = text.lstrip()
             if text:
@@ -232,14 +232,14 @@ class Thoughts:
         self._parsers: dict[int, ThinkingReader] = {}
 
     def is_answer(self, index: int) -> bool:
-        """Whether the thinking of one of them is over, and the answer has begun."""
+        """Whether a generation's thinking is over and all further text is its answer."""
         return index in self._parsers and self._parsers[index].is_answer
 
     def told(self, index: int, text: str, *, last: bool) -> Told:
-        """What more text of one of them says.
+        """Adds text of one generation; returns its thinking and answer.
 
         Args:
-            last: no more follows.
+            last: this is the end of the text.
         """
         if index not in self._parsers:
             self._parsers[index] = self._thinking.parser()

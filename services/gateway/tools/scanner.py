@@ -1,4 +1,4 @@
-"""Reads one tool call, a JSON object with a name and arguments, from text that arrives in pieces.
+"""Parses one tool call, a JSON object with a name and arguments, from text in pieces.
 
 The arguments are passed on as the model wrote them, as soon as the name is known.
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
@@ -17,17 +17,17 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Text of the answer, outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins; what comes next of arguments belongs to it.
+    """A call begins; the arguments that follow belong to it.
 
     Attributes:
-        call_id: where the model names the call itself.
+        call_id: the model's own id of the call, if it wrote one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class JsonSpan:
         self._escaped = False
 
     def step(self, char: str) -> None:
-        """Goes one character on."""
+        """Reads one character."""
         if self.in_string:
             if self._escaped:
                 self._escaped = False
@@ -69,7 +69,7 @@ class JsonSpan:
             self.depth -= 1
 
     def length_in(self, text: str) -> int:
-        """Goes on to the end, and says how much of a text comes before it."""
+        """Reads up to the end of the value; returns its length in the text."""
         for index, char in enumerate(text):
             self.step(char)
             if self.depth == 0:
@@ -78,7 +78,7 @@ class JsonSpan:
 
 
 class CallScanner:
-    """Reads `{"name": …, "arguments": {…}}`; keys in any order, `parameters` is `arguments` too.
+    """Reads `{"name": …, "arguments": {…}}`; keys in any order, or with the key `parameters`.
 
     Attributes:
         name: of the function, once it is known.
@@ -88,14 +88,14 @@ class CallScanner:
     def __init__(self) -> None:
         self.name = ""
         self.done = False
-        # Lists, since arguments may be as long as a file and text of that length grows slowly.
+        # Lists: arguments may be as long as a file, and appending to such a string is slow.
         self._read: list[str] = []
         self._span = JsonSpan()
         self._key = ""
-        self._string: list[str] = []  # the string being read, quotes included
-        self._value: list[str] = []  # of arguments, as far as it is read and not passed on
-        self._value_begin = ""  # its first character that is no white space
-        self._space: list[str] = []  # after what is read of the value; part of it if more comes
+        self._string: list[str] = []  # the current string with its quotes
+        self._value: list[str] = []  # arguments that were read and not passed on yet
+        self._value_begin = ""  # first character of the value
+        self._space: list[str] = []  # white space after the value, part of it if more follows
         self._has_started = False
         self._in_arguments = False
         self._is_value = False
@@ -106,10 +106,10 @@ class CallScanner:
         return "".join(self._read)
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """Reads on.
+        """Adds text.
 
         Returns:
-            What is new, and the text after the object.
+            The new pieces, and the text after the object.
         """
         for index, char in enumerate(text):
             self._step(char)
@@ -154,7 +154,7 @@ class CallScanner:
             text = json.loads("".join(self._string))
             text.encode()
         except ValueError:
-            return  # no JSON, or half a character: at the end it has no name and is text
+            return  # not JSON, or a lone surrogate: without a name, it is text in the end
         if not self._is_value:
             self._key = text
         elif self._key == "name":
@@ -173,13 +173,13 @@ class CallScanner:
         return pieces
 
     def _arguments(self) -> str:
-        """More of the arguments, as far as they are sure."""
+        """Arguments that are decided and were not passed on yet."""
         if self._value_begin == "{":
             sure = "".join(self._value)
             self._value.clear()
             return sure
         if not self.done:
-            return ""  # no object: known when it is complete
+            return ""  # not an object: passed on once it is complete
         try:
             plain = json.loads("".join(self._value) or "null")
             if isinstance(plain, str) and plain.encode():
@@ -190,21 +190,21 @@ class CallScanner:
 
 
 class MarkedText:
-    """Text for the reader up to a marker; white space right before the marker is dropped."""
+    """The answer's text up to a marker; white space right before the marker is dropped."""
 
     def __init__(self, marker: str) -> None:
         self._held = HeldText(marker)
 
     def push(self, text: str) -> tuple[list[Piece], str | None]:
-        """What may be shown, and what follows the marker once it came."""
+        """Adds text; returns text that may be sent, and the text after the marker once it came."""
         shown, after = self._held.push(text)
         return content_of(shown), after
 
     def finish(self) -> list[Piece]:
-        """No marker came any more."""
+        """The held text, if no marker came."""
         return content_of(self._held.finish())
 
 
 def content_of(text: str) -> list[Piece]:
-    """Text for the reader, if there is any."""
+    """Text as a piece, unless it is empty."""
     return [Content(text)] if text else []

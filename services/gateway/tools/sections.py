@@ -1,4 +1,4 @@
-"""Tool calls in a section of marked calls: DeepSeek's, Kimi's and MiniMax's forms.
+"""Tool calls in a marked section: the forms of DeepSeek, Kimi and MiniMax.
 
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
@@ -20,7 +20,7 @@ from services.gateway.tools.scanner import (
 
 
 class SectionMarks(enum.Enum):
-    """What is around the section, and around each call in it."""
+    """The marks around the section, and around each call in it."""
 
     DEEPSEEK = (
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -47,7 +47,7 @@ class SectionParser(MarkedCalls):
     def __init__(self, marks: SectionMarks) -> None:
         super().__init__(marks.start)
         self._marks = marks
-        self._head = ""  # what is read of a call before its arguments
+        self._head = ""  # the current call's text before its arguments
         self._span: JsonSpan | None = None
 
     def _read(self, text: str) -> tuple[list[Piece], str]:
@@ -77,7 +77,7 @@ class SectionParser(MarkedCalls):
         if self._marks is SectionMarks.KIMI:
             name = first.removeprefix("functions.").rpartition(":")[0] or first
             return CallStart(name, first)
-        # What the object's fence adds stands on lines of its own.
+        # The code fence around the object is on lines of its own.
         return CallStart(second.partition("\n")[0].strip() or first)
 
     def _arguments(self, span: JsonSpan, text: str) -> tuple[list[Piece], str]:

@@ -13,7 +13,7 @@ from services.gateway.tools.reasoning import Thinking
 class ThinkingCount:
     """Counts the tokens of the thinking, its marks included.
 
-    The number depends on the tokens alone, not on the pieces that they come in.
+    The count depends on the tokens alone, not on how they are split into pieces.
 
     Args:
         thinking: how the generation begins.
@@ -33,7 +33,7 @@ class ThinkingCount:
         self._count = 0
 
     def of(self, token_ids: Sequence[int]) -> int:
-        """The number in a generation that begins with what was counted before."""
+        """The count for a generation that extends the one of the last call."""
         while self._num_seen < len(token_ids) and not self._is_over:
             self._step(self._token_bytes(token_ids[self._num_seen]))
             self._num_seen += 1

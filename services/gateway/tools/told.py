@@ -1,4 +1,7 @@
-"""What a piece of a generation says. Pure. Tests: tests/unit/gateway/tools/test_reasoning.py."""
+"""A piece of a generation, separated into thinking and answer.
+
+Pure. Tests: tests/unit/gateway/tools/test_reasoning.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import NamedTuple
 
 
 class Told(NamedTuple):
-    """What more text says; white space around either part is dropped."""
+    """Thinking and answer in a piece of text, without the white space around either."""
 
     reasoning: str
     answer: str

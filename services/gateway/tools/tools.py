@@ -1,4 +1,4 @@
-"""Tools of a chat call: what may be called, what the text must look like, and the calls in it.
+"""Tools of a chat call: which may be called, the structure of forced calls, and finding calls.
 
 Pure. Tests: tests/unit/gateway/api/test_openai.py, tests/integration/test_gateway_api.py.
 """
@@ -38,8 +38,8 @@ class ToolUse:
 
     Attributes:
         names: of all tools.
-        family: how the model writes calls when it decides by itself.
-        chosen: the function of NAMED.
+        family: the model's form of calls when it decides by itself.
+        chosen: the function, in mode NAMED.
         schemas: of the tools' parameters, by name.
         parallel: more than one call is allowed.
     """
@@ -53,7 +53,7 @@ class ToolUse:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """The marks of calls are special tokens, which the text must then have."""
+        """Whether the marks of calls are special tokens, which the text must keep."""
         return self.family is not None and self.family.has_special_marks
 
     def parser(self) -> ToolParser:
@@ -67,7 +67,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
-    """How a body uses tools; None if it does not.
+    """A body's use of tools; None without tools.
 
     Args:
         family: of the model's chat template.
@@ -106,7 +106,7 @@ def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
 
 
 def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
-    """What the text must look like so that it is calls; None where the model decides.
+    """The structure of text that consists of calls; None if the model decides by itself.
 
     Raises:
         InvalidRequestError: the parameters are too long.
@@ -127,7 +127,7 @@ def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
 
 
 def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """References inside parameters point at the root: definitions move there."""
+    """Moves definitions to the schema's root, where the parameters' references point."""
     moved: dict[str, Any] = {}
     for tool in tools:
         definitions = (tool.function.parameters or {}).get("$defs", {})
@@ -138,10 +138,10 @@ def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str
 
 
 class ToolReader:
-    """Reads the calls of one choice and writes them as OpenAI's deltas.
+    """Finds the calls of one choice and writes them as OpenAI's deltas.
 
     Args:
-        label: makes ids of calls differ between choices and requests.
+        label: makes the ids of calls unique over choices and requests.
     """
 
     def __init__(self, use: ToolUse, label: str) -> None:
@@ -153,18 +153,18 @@ class ToolReader:
 
     @property
     def finish_word(self) -> str | None:
-        """What takes the place of "stop"; None leaves it."""
+        """The finish reason instead of "stop"; None keeps it."""
         return "tool_calls" if self._num_calls and self._use.mode is not ToolMode.NAMED else None
 
     def push(self, text: str, *, last: bool) -> dict[str, Any]:
-        """The delta for more text; empty if nothing is sure yet."""
+        """Adds text; returns the delta, which is empty while nothing is decided."""
         return self._delta(self.read(text, last=last))
 
     def read(self, text: str, *, last: bool) -> list[Piece]:
-        """What more text says, in order and without calls that are not allowed.
+        """Adds text; returns its pieces in order, without calls that are not allowed.
 
         Args:
-            last: no more follows.
+            last: this is the end of the text.
         """
         pieces = self._parser.push(text)
         if last:
@@ -201,8 +201,8 @@ class ToolReader:
         return delta
 
     def call_id(self, index: int) -> str:
-        """The name of a call; an answer to it is sent under this name."""
-        # Nine letters or digits: what the strictest chat templates take back.
+        """The id of a call, which the client's result repeats."""
+        # Nine letters or digits: the strictest chat templates accept no other ids.
         return hashlib.blake2s(f"{self._label}/{index}".encode()).hexdigest()[:9]
 
 

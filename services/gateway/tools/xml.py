@@ -1,7 +1,7 @@
 """Tool calls as tags with plain text between them: Qwen3-Coder, Qwen3.5.
 
-Values have no quotes, so what they are the tool's schema says. Text is passed on as it is written,
-other values when they are complete. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
+Values have no quotes, so the tool's schema tells their types. Strings are passed on as they come,
+other values once they are complete. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class QwenXmlParser(SteppedCalls):
     """Reads `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`.
 
     Args:
-        schemas: of the tools that there are.
+        schemas: of the tools' parameters.
     """
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(_CALL)
         self._schemas = schemas
         self._types: Mapping[str, Any] = {}
-        self._num_written = 0  # parameters of the call
-        self._is_open = False  # a call that its end mark has not closed
+        self._num_written = 0  # parameters of the current call
+        self._is_open = False  # a call without its end mark so far
         self._value: PlainValue | None = None
-        self._has_begun = False  # the value's first line break is read
+        self._has_begun = False  # the line break before the value was read
 
     def _step(self) -> list[Piece] | None:
         if self._value is not None:
@@ -63,7 +63,7 @@ class QwenXmlParser(SteppedCalls):
         marks = (_FUNCTION, _PARAMETER, _FUNCTION_END, _CALL_END)
         if not held or any(mark.startswith(held) for mark in marks):
             return None
-        # No mark begins here: nothing that a call could have.
+        # No mark begins here, so this is no part of a call.
         at = held.find("<", 1)
         self._held = held[at:] if at >= 0 else ""
         return []
@@ -85,7 +85,7 @@ class QwenXmlParser(SteppedCalls):
 
     def _read_value(self, value: PlainValue) -> list[Piece] | None:
         raw, is_complete, rest = self._held.partition(_PARAMETER_END)
-        if not self._has_begun:  # the value has lines of its own
+        if not self._has_begun:  # the value is on lines of its own
             self._has_begun = bool(raw) or bool(is_complete)
             raw = raw.removeprefix("\n")
         if is_complete:
@@ -105,10 +105,10 @@ class QwenXmlParser(SteppedCalls):
 
 
 class PlainValue:
-    """One value on its way from plain text to JSON.
+    """Converts one value from plain text to JSON.
 
     Args:
-        is_text: it is a string, whatever it looks like.
+        is_text: the value is a string even if it looks like another type.
     """
 
     def __init__(self, is_text: bool) -> None:
@@ -117,7 +117,7 @@ class PlainValue:
         self._raw: list[str] = []
 
     def more(self, raw: str) -> str:
-        """What may be passed on after a part of it."""
+        """Adds a part; returns JSON that may be passed on."""
         if not raw:
             return ""
         if not self._is_text:
@@ -128,7 +128,7 @@ class PlainValue:
         return lead + _escaped(raw)
 
     def last(self, raw: str) -> str:
-        """What is left of it with its end."""
+        """Adds the last part; returns the rest of the JSON."""
         if not self._is_text:
             return _as_json("".join(self._raw) + raw)
         lead = "" if self._has_begun else '"'
@@ -136,13 +136,13 @@ class PlainValue:
 
 
 def types_of(schemas: Schemas, name: str) -> Mapping[str, Any]:
-    """The schema of each of a function's parameters, as far as they are known."""
+    """The schemas of a function's parameters, by name; those that the tools declare."""
     types = schemas.get(name, {}).get("properties")
     return types if isinstance(types, Mapping) else {}
 
 
 def is_text_only(schema: Any) -> bool:
-    """Whether a value is text whatever it looks like: also where the schema does not say."""
+    """Whether a value is always a string; also if the schema does not tell."""
     if not isinstance(schema, Mapping):
         return True
     kind = schema.get("type")
@@ -156,20 +156,20 @@ def is_text_only(schema: Any) -> bool:
 
 
 def _as_json(raw: str) -> str:
-    """A value that need not be text, as JSON; as text if it is nothing else."""
+    """A value as JSON; as a string if it is not valid JSON."""
     text = raw.strip()
     if text in _WORDS:
         return json.dumps(_WORDS[text])
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # half a character is no text
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not valid text
     except (ValueError, RecursionError):
         return json.dumps(raw, ensure_ascii=False)
     return text
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    """Python reads NaN and Infinity, which JSON does not have."""
+    """Refuses NaN and Infinity, which Python's parser accepts and JSON lacks."""
     raise ValueError(word)
 
 

@@ -1,10 +1,11 @@
-"""What workers tell the gateway about one request, as values.
+"""Workers' events about one request, as values.
 
 Tests: tests/unit/gateway/wire/test_worker_events.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The worker did not take the request; `by_prefill` says which of its sides."""
+    """The worker did not take the request; `by_prefill` tells which of its services refused."""
 
     refusal: Refusal
     by_prefill: bool = False
@@ -73,7 +74,7 @@ class Started:
 
 
 class Tokens(NamedTuple):
-    """Generated tokens. A tuple, since one is made for each token.
+    """Generated tokens.
 
     Attributes:
         first_position: of the first token, from the start of the sequence.
@@ -83,8 +84,8 @@ class Tokens(NamedTuple):
     """
 
     first_position: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
 

@@ -1,6 +1,7 @@
 """Connections to workers: one prefill and one decode stream each, shared by all requests.
 
-Owns the streams, who gets which event, and the renewal of reservations that wait for their KV.
+Owns the streams, passes each event to the request that it belongs to, and renews the leases of
+reservations that wait for their KV.
 Tests: tests/integration/test_gateway_http.py.
 """
 
@@ -38,7 +39,7 @@ from services.gateway.wire.worker_events import Failed, WorkerEvent, decode_even
 log = event_logger(__name__)
 
 CONNECT_WAIT_S = 0.5
-"""How long a request waits for a connection that was only just started."""
+"""Seconds that a request waits for a connection that was just opened."""
 
 RENEWALS_PER_LEASE = 3
 
@@ -46,10 +47,10 @@ AttemptKey = tuple[RequestId, int]
 
 
 class Taker(Protocol):
-    """Whoever is told what a worker says about an attempt."""
+    """Takes a worker's events about an attempt."""
 
     def takes(self, message: DecodeEvent) -> bool:
-        """Takes a decode worker's event as it came off the wire; False wants it as a value."""
+        """Takes an event straight from the message; False leaves it to `put`."""
         ...
 
     def put(self, attempt: int, event: WorkerEvent) -> None:
@@ -58,14 +59,14 @@ class Taker(Protocol):
 
 
 class Link:
-    """One stream to one worker and who is told of the attempts that use it.
+    """One stream to one worker, and the takers of the attempts that use it.
 
     Args:
         name: for logs.
         open_call: the stub's method.
         parse: turns one event message into a value.
-        has_tokens: its events may be taken as they are.
-        direct: takes up the worker's offer of a socket.
+        has_tokens: its messages may carry tokens, which `Taker.takes` is tried for first.
+        direct: connects to the socket that the worker offers beside gRPC.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Link:
     def cancel(self, key: AttemptKey, message: Any) -> None:
         """Ends an attempt and tells the worker; nothing happens if it had ended already."""
         if self.forget(key):
-            # Without a connection the worker has cancelled it by itself.
+            # When the connection broke, the worker cancelled the attempt by itself.
             with contextlib.suppress(LostError):
                 self.stream.send(message)
 
@@ -223,7 +224,7 @@ class WorkerSession:
         self._held.pop(key, None)
 
     def may_connect_s(self) -> float:
-        """How long a connection is waited for: a session that was only just made gets a moment."""
+        """Seconds to wait for a connection; more than 0 only while the session is new."""
         return self._started_at + CONNECT_WAIT_S - asyncio.get_running_loop().time()
 
     async def close(self) -> None:
@@ -240,7 +241,7 @@ class WorkerSession:
                 await asyncio.sleep(min(self._held.values()) / RENEWALS_PER_LEASE)
                 names = sorted({request_id for request_id, _ in self._held})
                 if names:
-                    # A broken stream has failed the reservations; there is nothing to renew.
+                    # A broken stream has failed its reservations already: nothing is left to renew.
                     with contextlib.suppress(LostError):
                         self.decode.stream.send(DecodeRequest(renew=DecodeRenew(request_ids=names)))
             self._holding.clear()
@@ -256,7 +257,7 @@ class WorkerSessions:
         self._closed = False
 
     def session(self, candidate: Candidate) -> WorkerSession:
-        """The session to a worker; started if there is none, replaced if the worker moved.
+        """The session to a worker; opened if there is none, replaced if its address changed.
 
         Raises:
             LostError: the gateway is closing.
@@ -287,7 +288,7 @@ class WorkerSessions:
                 self._retire(session)
 
     def give_up(self, names: Collection[WorkerId]) -> None:
-        """Ends the sessions of workers that compute no more: open attempts are lost at once."""
+        """Closes the sessions of workers that stopped computing; their attempts fail at once."""
         for name in names & self._sessions.keys():
             self._retire(self._sessions.pop(name))
 
