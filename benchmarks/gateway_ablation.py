@@ -1,9 +1,9 @@
-"""What each shortcut of the gateway's path saves, on traffic as users send it.
+"""Measures the processor time that each shortcut of the gateway saves, on traffic as users send it.
 
-One mesh, and before it many gateways: the one that is shipped, and one for each shortcut that lacks
-it. They take turns with the same chats of 200 to 2,000 tokens, no two of them equal; workers
-publish their prefixes, and telemetry is what `kvmesh up` ships. Measured is a gateway's processor
-time for a request, which other processes disturb less than its speed.
+One mesh serves several gateways: the shipped one, and for each shortcut one without it. They take
+turns with the same chats of 200 to 2,000 tokens, all different. Workers publish their prefixes, and
+telemetry is as `kvmesh up` ships it. The measure is a gateway's processor time per request, which
+other processes disturb less than its throughput.
 
     python -m benchmarks.gateway_ablation
     python -m benchmarks.gateway_ablation --only direct-http --rounds 9
@@ -41,10 +41,10 @@ SHIPPED, AGAIN = "as shipped", "as shipped, once more"
 NO_JOURNAL = "without a journal"
 IN_FLIGHT = 8
 WARM_UP = 100
-"""Requests of each gateway before the first that counts."""
+"""Requests to each gateway before the first that is measured."""
 STEP_S = 0.002
 START_S = 300.0
-"""A dozen gateways at once start slowly."""
+"""Time limit for a start; a dozen gateways at once start slowly."""
 KEEP = 0.03
 """A shortcut that saves less than this share nowhere is deleted."""
 
@@ -54,12 +54,12 @@ NOTES = (
     " blocks, so all gateways of a round but the first find a chat known\n"
     "- telemetry as `kvmesh up` ships it: logs, metrics, traces of "
     f"{TRACES_PER_SECOND} requests in a second\n"
-    "- cpu ms: for a request, lower quartile of the rounds, since others on the machine only ever"
-    " add to it; saves: how much more a gateway takes that lacks the shortcut\n"
-    f"- {AGAIN}: the same gateway twice; what it seems to save is the error of this method\n"
-    f"- {NO_JOURNAL}: streams die with their gateway; what it saves, below 0, is what the journal"
-    " costs this process\n"
-    f"- a shortcut that saves less than {KEEP:.0%} in every row is not worth its lines"
+    "- cpu ms: processor time per request, the lower quartile of the rounds, since other processes"
+    " can only increase it; saves: how much more time the gateway takes without the shortcut\n"
+    f"- {AGAIN}: the same gateway twice, which shows the error of the method\n"
+    f"- {NO_JOURNAL}: streams die with their gateway; a value below 0 is the journal's cost in this"
+    " process\n"
+    f"- a shortcut that saves less than {KEEP:.0%} in every row is not worth its code"
 ).split("\n- ")
 
 
@@ -69,7 +69,7 @@ class Traffic:
 
     Attributes:
         roles: prefill and decode are two workers.
-        in_flight: requests at a time; with many, one turn of the event loop brings much.
+        in_flight: requests at a time; with many, one event-loop iteration handles many tokens.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Variant:
     num_failed: int = 0
 
     async def serve(self, prompts: Sequence[Messages], traffic: Traffic) -> None:
-        """Has it answer chats, some at a time, and notes what that takes."""
+        """Sends chats, some at a time, and notes the processor time per request."""
         request = Request(traffic.num_tokens, stream=traffic.stream)
         left = iter([request.to_bytes(self.endpoint, each) for each in prompts])
 
@@ -119,7 +119,7 @@ class AblationMesh:
 
     Args:
         roles: prefill and decode are two workers.
-        traced: gateways trace as `kvmesh up` has them do.
+        traced: gateways trace as with `kvmesh up`.
     """
 
     def __init__(self, stack: ExitStack, folder: Path, *, roles: bool, traced: bool) -> None:
@@ -132,7 +132,7 @@ class AblationMesh:
         """A gateway.
 
         Args:
-            journal: streams are written for other gateways.
+            journal: streams can be resumed by other gateways.
         """
         file = name.replace(" ", "-").replace("/", "-")
         flags: dict[str, object] = {} if journal else {"resume.journal-mib": 0}
@@ -172,12 +172,12 @@ async def _measure(
 
 
 def quiet_ms(cpu_ms: Sequence[float]) -> float:
-    """Processor time in the rounds that others disturbed least: the lower quartile."""
+    """Processor time in the least disturbed rounds: the lower quartile."""
     return statistics.quantiles([*cpu_ms, *cpu_ms], n=4)[0]
 
 
 def ablation_row(traffic: str, name: str, cpu_ms: Sequence[float], shipped: Sequence[float]) -> Row:
-    """What one gateway's rounds say beside those of the shipped one."""
+    """One gateway's row, compared with the shipped gateway."""
     own, base = quiet_ms(cpu_ms), quiet_ms(shipped)
     return {
         "traffic": traffic,
@@ -190,7 +190,7 @@ def ablation_row(traffic: str, name: str, cpu_ms: Sequence[float], shipped: Sequ
 async def run(
     names: Sequence[str], trees: Sequence[Path], rounds: int, count: int, *, traced: bool
 ) -> list[Row]:
-    """The rows of all traffic, one mesh after the other."""
+    """The rows of all kinds of traffic, on one mesh after the other."""
     rows: list[Row] = []
     for roles in (False, True):
         with _mesh(roles=roles, traced=traced) as mesh:
@@ -221,8 +221,8 @@ async def run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=15, help="how often all take their turn")
-    parser.add_argument("--requests", type=int, default=24, help="of each gateway in a round")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each gateway")
+    parser.add_argument("--requests", type=int, default=24, help="to each gateway in a round")
     parser.add_argument("--only", nargs="*", choices=list(SHORTCUTS), help="shortcuts to leave out")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
     parser.add_argument("--untraced", action="store_true", help="no gateway writes traces")
