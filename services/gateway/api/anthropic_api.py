@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API as chats: text, thinking, tool calls and their results.
+"""Converts bodies of Anthropic's Messages API to chats: text, thinking, calls and their results.
 
 Pure. Tests: tests/integration/test_gateway_messages.py.
 """
@@ -28,27 +28,27 @@ from services.gateway.api.structured import JsonSchema, JsonSchemaFormat, Respon
 
 
 class _Part(BaseModel):
-    """Marks for a cache are ignored: prefixes are cached anyway."""
+    """Base of all models. `cache_control` is ignored, since prefixes are always cached."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
 
 class TextBlock(_Part):
-    """Text of somebody."""
+    """A part with text."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(_Part):
-    """What the model thought before."""
+    """The model's thinking in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class ToolUseBlock(_Part):
-    """A call that the model made before."""
+    """The model's tool call in an earlier turn."""
 
     type: Literal["tool_use"]
     id: str
@@ -57,7 +57,7 @@ class ToolUseBlock(_Part):
 
 
 class ToolResultBlock(_Part):
-    """What a call gave."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -76,7 +76,7 @@ class Turn(_Part):
     content: str | list[Block]
 
     def items(self) -> list[InputItem]:
-        """Its parts in order; texts that follow each other are one."""
+        """Its parts in order; consecutive texts are joined."""
         if isinstance(self.content, str):
             return [InputMessage(role=self.role, content=self.content)]
         found: list[InputItem] = []
@@ -114,7 +114,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 class ClientTool(_Part):
-    """A tool that the caller runs; those that Anthropic runs are not here."""
+    """A tool that the caller runs; tools that Anthropic runs are not supported."""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
@@ -154,7 +154,7 @@ _Choice: TypeAlias = Annotated[
 
 
 class Thinking(_Part):
-    """`thinking`: whether the model is to think; how long, it decides itself."""
+    """`thinking`: whether the model should think; it decides itself for how long."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -186,7 +186,7 @@ class CountBody(_Part):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether thinking is part of the answer, where the model thinks."""
+        """Whether the model's thinking is part of the answer."""
         return self.thinking is None or self.thinking.type != "disabled"
 
 
@@ -228,7 +228,7 @@ def as_chat(body: MessagesBody) -> ChatBody:
 
 
 def as_counted_chat(body: CountBody) -> ChatBody:
-    """The chat whose prompt's tokens are to be counted.
+    """The chat whose prompt tokens are counted.
 
     Raises:
         InvalidRequestError: it ends with a part of the answer.

@@ -1,4 +1,4 @@
-"""A generation as content blocks of Anthropic's Messages API, and as the events of its stream.
+"""Converts a generation to Anthropic's content blocks, and to the events of a message's stream.
 
 Pure. Tests: tests/integration/test_gateway_messages.py.
 """
@@ -31,8 +31,8 @@ class _Block:
     """One content block.
 
     Attributes:
-        texts: of its deltas.
-        call: its id and name, where it is a call.
+        texts: the texts of its deltas.
+        call: id and name, if it is a call.
     """
 
     type: str
@@ -44,7 +44,7 @@ class _Block:
         if self.type == "tool_use":
             return {"type": self.type, **self.call, "input": _object(text)}
         if self.type == "thinking":
-            # Nothing is signed: thinking is taken back as it is.
+            # No signature: thinking is accepted back unsigned.
             return {"type": self.type, "thinking": text, "signature": ""}
         return {"type": self.type, "text": text}
 
@@ -64,7 +64,7 @@ class MessageObject:
         return [{"type": "message_start", "message": message}]
 
     def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
-        """See `Output`; log-probabilities have no place here."""
+        """See `Output`; the API has no log-probabilities."""
         events: list[Body] = []
         for piece in self._generation.reader.read(text, last=last):
             events += self._piece(piece)
@@ -108,7 +108,7 @@ class MessageObject:
     # --- blocks ---
 
     def _write(self, kind: str, text: str) -> list[Body]:
-        """Adds text to the block that is open, or opens one for it."""
+        """Adds text to the open block, or opens a new block of this kind."""
         is_open = bool(self._blocks) and self._blocks[-1].type == kind
         events = [] if is_open else self._open(kind)
         self._blocks[-1].texts.append(text)
@@ -144,7 +144,7 @@ class MessageObject:
 
 def _usage_body(usage: Usage) -> Body:
     return {
-        # Anthropic counts what the cache had apart.
+        # Anthropic counts cached tokens separately.
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
@@ -154,7 +154,7 @@ def _usage_body(usage: Usage) -> Body:
 
 
 def _object(text: str) -> Body:
-    """The input of a call; empty where `max_tokens` cut its JSON."""
+    """The input of a call; empty if `max_tokens` cut its JSON."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

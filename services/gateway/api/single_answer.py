@@ -1,4 +1,4 @@
-"""A call with one generation answered over HTTP in a form of its own, whole or as events.
+"""Answers a call with one generation over HTTP, in an API's own form: as one body, or as events.
 
 Tests: tests/integration/test_gateway_responses.py, tests/integration/test_gateway_messages.py.
 """
@@ -28,12 +28,12 @@ from services.gateway.tools.tools import ToolReader
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a form is told of the one generation.
+    """The generation that an answer is made of.
 
     Attributes:
         model: served name.
         created: seconds since the epoch.
-        reader: tells its thinking, text and calls apart.
+        reader: separates its thinking, text and calls.
     """
 
     request_id: str
@@ -46,10 +46,10 @@ class Output(Protocol):
     """Makes the bodies and events of one answer; each event has its `type`."""
 
     def opening(self, usage: Usage) -> list[Body]:
-        """Events before all others.
+        """The stream's first events.
 
         Args:
-            usage: of the prompt; nothing is generated yet.
+            usage: of the prompt; no tokens were generated yet.
         """
         ...
 
@@ -57,13 +57,13 @@ class Output(Protocol):
         """Events of more text.
 
         Args:
-            last: no more follows.
-            scores: log-probabilities of its tokens, if they are asked for.
+            last: this is the end of the text.
+            scores: log-probabilities of its tokens, if asked for.
         """
         ...
 
     def closing(self, finish: FinishReason, usage: Usage, stop: str) -> list[Body]:
-        """Events after the last text.
+        """The stream's last events.
 
         Args:
             finish: how the generation ended.
@@ -72,7 +72,7 @@ class Output(Protocol):
         ...
 
     def whole(self) -> Body:
-        """All of it as one body, when it is closed."""
+        """The answer as one body; call it after `closing`."""
         ...
 
     def failed(self, answer: ErrorAnswer) -> list[Body]:
@@ -82,14 +82,14 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Form(Generic[BodyT]):
-    """An API that answers chats in a form of its own.
+    """An API that answers chats in its own form.
 
     Attributes:
-        body: of its requests.
+        body: the model of its requests.
         unsupported: see `parse_body`.
-        as_chat: the chat that a body asks for; `InvalidRequestError` if there is none.
+        as_chat: converts a body to a chat; raises InvalidRequestError.
         output: makes its answers.
-        prompt_field, max_tokens_field: their names in the body, for errors.
+        prompt_field, max_tokens_field: the names of these fields in the body, for errors.
     """
 
     body: type[BodyT]
@@ -101,11 +101,11 @@ class Form(Generic[BodyT]):
 
 
 class SingleAnswer(Generic[BodyT]):
-    """Runs the one generation of a call; its sink.
+    """Runs the generation of one call, and is its sink.
 
     Args:
         body: of the request.
-        choices: the only one.
+        choices: exactly one.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SingleAnswer(Generic[BodyT]):
         return Whole(placement_headers(self._where), dumps(self._output.whole()).encode())
 
     async def stream(self, out: EventSink) -> None:
-        """The answer as events; until the first tokens a refusal is still possible."""
+        """The answer as events. The head waits for the first tokens, since it may be refused."""
         self._out = out
         try:
             await self._frontend.run(self._choices, [self])
@@ -175,13 +175,13 @@ class SingleAnswer(Generic[BodyT]):
         """See `Sink`."""
         out = self._out
         is_first = out is not None and not out.has_begun
-        # Its events have the first numbers.
+        # Before `push`: events are numbered in this order.
         opening = self._output.opening(self._usage()) if is_first else []
         self._token_ids += token_ids
-        if self._count is not None:  # as they come, not thousands at the end
+        if self._count is not None:  # as tokens come: counting thousands at the end would stall
             self._count.of(self._token_ids)
         read = self._frontend.tokenizer.token_bytes
-        scored = zip(token_ids, logprobs, strict=False)  # none, unless asked for
+        scored = zip(token_ids, logprobs, strict=False)  # empty unless asked for
         scores = [chosen_score(read, token_id, entry) for token_id, entry in scored]
         events = self._output.push(text, last=finish is not None, scores=scores)
         if finish is not None:

@@ -1,4 +1,4 @@
-"""One generation read for thinking, text and calls, as pieces in the order in which they came.
+"""Separates one generation into pieces of thinking, text and calls, in their order.
 
 Pure. Tests: tests/unit/gateway/tools/test_pieces.py.
 """
@@ -15,7 +15,7 @@ from services.gateway.tools.tools import ToolReader
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text that the model thought."""
+    """A piece of the model's thinking."""
 
     text: str
 
@@ -27,8 +27,8 @@ class PieceReader:
     """Reads one generation.
 
     Args:
-        thoughts: tells thinking apart; None where the text is not read for it.
-        tools: finds calls; None where there are none to be made.
+        thoughts: separates the thinking; None if the text is not searched for it.
+        tools: finds tool calls; None if no tool may be called.
     """
 
     def __init__(self, thoughts: Thoughts | None, tools: ToolReader | None) -> None:
@@ -38,10 +38,10 @@ class PieceReader:
         self._num_calls = 0
 
     def read(self, text: str, *, last: bool) -> list[AnyPiece]:
-        """What more text says; none of the pieces is empty, but for starts of calls.
+        """Adds text; returns its pieces. Only starts of calls have no text.
 
         Args:
-            last: no more follows.
+            last: this is the end of the text.
         """
         thought = ""
         if self._thoughts is not None:
@@ -57,13 +57,13 @@ class PieceReader:
         return pieces
 
     def call_id(self, start: CallStart) -> str:
-        """The name of a call that begins: the model's own, or the next one of ours."""
+        """The id of a new call: the model's own, or the next generated one."""
         assert self._tools is not None, "who found the call"
         number, self._num_calls = self._num_calls, self._num_calls + 1
         return start.call_id or self._tools.call_id(number)
 
     def _end_of_call(self, pieces: list[AnyPiece]) -> int:
-        """A call that is open ends before what is thought next: how many pieces are still its."""
+        """The number of leading pieces that belong to the open call, which thinking ends."""
         if not self._in_call:
             return 0
         ends = (at for at, each in enumerate(pieces) if not isinstance(each, CallArguments))
