@@ -154,17 +154,21 @@ class TestThreshold:
 
     async def test_full_link_raises_it_and_it_returns(self) -> None:
         mesh, sent = self.mesh(), 0
+        assert not mesh.planner.offload("m").link_has_room, "nothing was seen of it yet"
         await mesh.second()
+        assert mesh.planner.offload("m").link_has_room
         for _ in range(3):
             sent += 990_000
             mesh.report("far", sent_bytes_total=sent, **IDLE)
             await mesh.second()
+            assert not mesh.planner.offload("m").link_has_room
         raised = mesh.planner.offload("m").threshold_tokens
         assert raised == pytest.approx(1000 * 1.15**3)
         assert [each["reason"] for each in mesh.fleet_log("threshold")] == ["link_full"] * 3
         for _ in range(40):
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
+        assert mesh.planner.offload("m").link_has_room
 
     async def test_a_link_that_carries_less_than_it_should_raises_it(self) -> None:
         mesh, sent = self.mesh(), 0
