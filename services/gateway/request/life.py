@@ -1,8 +1,8 @@
-"""The life of one request: plan, attempt, and the next attempt when a worker lost it.
+"""One request: a search with a plan, an attempt, and another attempt when a worker lost it.
 
-Messages of workers are passed to the attempt as they arrive, and the actions that it returns are
-carried out here. The task wakes when a search has an answer and when the request ends, not for
-tokens. Every exit cancels what is still open at workers.
+Workers' messages go to the attempt as they arrive, and the actions that it returns are carried out
+here, in the same call. The request's task wakes when a search has its answer and when the request
+ends, not for tokens. Every exit cancels what is still open at workers.
 Tests: tests/integration/test_gateway_one_worker.py, test_gateway_moves.py.
 """
 
@@ -50,18 +50,18 @@ from services.gateway.wire.worker_events import (
 from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
 
 ANSWER_TIMEOUT_S = 2.0
-"""A worker that does not say yes or no for this long counts as lost."""
+"""A worker that does not answer an offer or a reservation for this long counts as lost."""
 
 
 class Receiver(Protocol):
     """Receives a request's tokens."""
 
     def placed(self, where: Placed) -> None:
-        """The workers that run it from now on."""
+        """The workers that run the request from now on."""
         ...
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """The first token of all follows."""
+        """Called once, before the request's first token."""
         ...
 
     def tokens(
@@ -71,20 +71,20 @@ class Receiver(Protocol):
         finish: FinishReason | None,
         now: float,
     ) -> bool:
-        """The next tokens, each exactly once; False wants no more, as after the last ones."""
+        """Takes the next tokens, each exactly once; False ends the request."""
         ...
 
 
 class Life:
-    """One request; `run` leads it to its end, `close` ends it.
+    """One request; `run` runs it to its end, `close` ends it early.
 
     Args:
-        delivered: tokens that its client has from another gateway.
+        delivered: tokens that another gateway has delivered to the client.
 
     Attributes:
-        receiver: has to be set before `run`.
-        is_read: its client has been sent tokens, of this generation or of another one of its call.
-        ledger: what is noted of it.
+        receiver: takes the tokens; set it before `run`.
+        is_read: the client has been sent tokens of this request or of another choice of its call.
+        ledger: the request's bookkeeping.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Life:
         if self._tokens:
             token_ids += tuple(self._tokens)
         if self._tokens or self.is_read:
-            # The client is already reading: what counts is that the stream goes on at all.
+            # The client is reading already: rather late tokens than an error.
             patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
             again_until = min(self._deadline, self._loop.time() + patience_s)
         self._num_sent = len(token_ids)
@@ -146,26 +146,26 @@ class Life:
         )
 
     async def run(self) -> None:
-        """Leads it to its end.
+        """Runs the request to its end.
 
         Raises:
-            StageRefusedError: nobody took the request in time.
+            StageRefusedError: no worker took the request in time.
             InvalidRequestError: no worker can ever take it.
-            LostError: it was lost more often than `max_moves`.
-            StructureError: the structure asked for cannot be followed.
+            LostError: workers lost it more often than `max_moves`.
+            StructureError: no token fits the structure that was asked for.
             DeadlineError: it ran for longer than `request_timeout_s`.
         """
-        assert self.receiver is not None, "somebody wants the tokens"
+        assert self.receiver is not None, "a receiver takes the tokens"
         try:
             while True:
                 await self._search.run()
                 while self._attempt.outcome is None:
                     await self._wait()
                 if self._error is not None:
-                    raise self._told_error()
+                    raise self._pop_error()
                 if self._attempt.outcome is not Outcome.MOVED:
                     return
-                self._go_on()
+                self._start_again()
         except KvMeshError as error:
             self.ledger.failed(error)
             raise
@@ -179,21 +179,21 @@ class Life:
             self._timer = None
         if self._is_open:
             self._is_open = False
-            self._do(self._attempt.cancel())
+            self._perform(self._attempt.cancel())
             self.ledger.close(len(self._tokens), self._loop.time())
-            del self._search  # it knows this life: a circle that only a collection would free
+            del self._search  # breaks a reference cycle that only a collection would free
 
-    def _told_error(self) -> KvMeshError:
-        """What ended it, which is not kept: raised, it knows who raised it."""
+    def _pop_error(self) -> KvMeshError:
+        """The error that ended it; not kept, since its traceback would refer to this object."""
         error, self._error = self._error, None
         assert error is not None, "there is one"
         return error
 
-    def _go_on(self) -> None:
-        """Starts again elsewhere.
+    def _start_again(self) -> None:
+        """Starts the next attempt, without the worker that lost this one.
 
         Raises:
-            LostError: it was lost too often.
+            LostError: workers lost the request too often.
         """
         move, now = self._move, self._loop.time()
         assert move is not None, "lost by a worker"
@@ -206,17 +206,17 @@ class Life:
         self._move = self._answer = None
         self._new_attempt(self._attempt.num_asked)
 
-    # --- for the search ---
+    # --- for the search: see `search.Asker` ---
 
     @property
     def holds(self) -> bool:
-        """Whether a worker holds blocks and waits for a prefill worker."""
+        """Whether a decode worker's reservation waits for a prefill worker."""
         return self._attempt.holder is not None
 
     def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
         """Asks the workers of a plan, one after the other."""
         self._answer = None
-        self._tell(self._attempt.ask(prefill, decode, until, self._loop.time()))
+        self._perform_timed(self._attempt.ask(prefill, decode, until, self._loop.time()))
 
     async def answer(self) -> bool:
         """Whether one of them took it."""
@@ -224,20 +224,20 @@ class Life:
             await self._wait()
         return self._answer
 
-    # --- from workers ---
+    # --- from workers: see `worker_sessions.Taker` ---
 
     def takes(self, message: DecodeEvent) -> bool:
-        """Takes tokens as they come off the wire; False wants any other event as a value."""
+        """Takes plain tokens straight from the message; False leaves the event to `put`."""
         tokens = message.tokens
         token_ids = tokens.token_ids  # none in other events
         if self._has_scores or tokens.finish_reason or not token_ids:
             return False
         number, first = message.attempt, tokens.first_position
-        self._do(self._attempt.tokens(number, self._loop.time(), first, tuple(token_ids)))
+        self._perform(self._attempt.tokens(number, self._loop.time(), first, tuple(token_ids)))
         return True
 
     def put(self, number: int, event: WorkerEvent) -> None:
-        """Takes what a worker says."""
+        """Takes a worker's event."""
         attempt, now = self._attempt, self._loop.time()
         actions: Actions
         match event:
@@ -259,12 +259,13 @@ class Life:
             case Refused() | Failed():
                 refusal, by_prefill = event.refusal, event.by_prefill
                 actions = attempt.ended(number, refusal, now, by_prefill=by_prefill)
-        self._tell(actions)
+        self._perform_timed(actions)
 
-    # --- what the attempt wants done ---
+    # --- the attempt's actions ---
 
-    def _tell(self, actions: Actions) -> None:
-        self._do(actions)
+    def _perform_timed(self, actions: Actions) -> None:
+        """Performs actions, and sets the timer to the attempt's next due time."""
+        self._perform(actions)
         due = self._attempt.due
         if due < self._ticks_at:
             if self._timer is not None:
@@ -274,13 +275,13 @@ class Life:
 
     def _tick(self) -> None:
         self._timer, self._ticks_at = None, math.inf
-        self._tell(self._attempt.tick(self._loop.time()))
+        self._perform_timed(self._attempt.tick(self._loop.time()))
 
-    def _do(self, actions: Actions) -> None:
+    def _perform(self, actions: Actions) -> None:
         while actions:
             more: Actions = ()
             for action in actions:
-                more = _DEEDS[type(action)](self, action) or more
+                more = _PERFORM[type(action)](self, action) or more
             actions = more
 
     def _asked(self, ask: act.Ask) -> Actions | None:
@@ -303,7 +304,7 @@ class Life:
             await link.stream.wait_connected(session.may_connect_s())
             self._send(ask, session)
         except LostError as error:
-            self._tell(self._not_asked(ask, error))
+            self._perform_timed(self._not_asked(ask, error))
 
     def _not_asked(self, ask: act.Ask, error: LostError) -> Actions:
         refusal = Refusal(RefusalReason.LOST, str(error))
@@ -338,7 +339,7 @@ class Life:
         self._sessions[ask.number] = session
 
     def _write_sequence(self, message: types_pb2.SequenceSpec) -> None:
-        """Writes what is to be worked on; when it is asked for again, from the message before."""
+        """Writes the sequence; the message of an earlier question is copied, not made again."""
         sequence = self._search.sequence
         if self._written is not None and self._written[0] is sequence:
             message.CopyFrom(self._written[1])
@@ -373,7 +374,7 @@ class Life:
     def _delivered(self, deliver: act.Deliver) -> Actions | None:
         receiver, first, finish = self.receiver, deliver.first, deliver.finish_reason
         if receiver is None or not self._wants_more:
-            return None  # a stop string ended it among tokens that came together
+            return None  # a stop string in an earlier action of the same event ended it
         now = self._loop.time()
         if first is not None:
             self.ledger.first(first, self._num_sent, self._worker, now)
@@ -406,7 +407,7 @@ class Life:
             self._connecting = None
         session, key = self._sessions.pop(cancel.number, None), self._key(cancel.number)
         if session is None:
-            return  # it could not be asked
+            return  # the question was never sent
         if cancel.side is Side.PREFILL:
             session.cancel_prefill(key)
         else:
@@ -441,7 +442,7 @@ class Life:
             self._wake.set_result(None)
 
 
-_DEEDS: Mapping[type, Callable[[Life, Any], Actions | None]] = {
+_PERFORM: Mapping[type, Callable[[Life, Any], Actions | None]] = {
     act.Ask: Life._asked,
     act.Hold: Life._held,
     act.Taken: Life._taken,
