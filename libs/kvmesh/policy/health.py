@@ -1,10 +1,11 @@
 """Levels of faults: which workers are tried last, drained or given up, from what they report and
 from what gateways lost there. Pure.
 
-A worker is compared with itself and with the others of its cluster: an engine that was always slow
-is not ill, and neither is one on a machine on which all are slow. At most a share of a cluster is
-ejected at a time, and never the last worker of a role of a group. One that was ejected comes back
-after a rest, is tried last for a while, and rests twice as long if it fails again.
+A worker is compared with itself, with the others of its machine and with those of its cluster: an
+engine that was always slow is not ill, and neither is one on a machine on which all are slow. At
+most a share of a cluster is ejected at a time, and never the last worker of a role of a group. One
+that was ejected comes back after a rest, is tried last for a while, and rests twice as long if it
+fails again.
 Source: P/D-Serve 3.4 names levels and detection and leaves both open. Tests:
 tests/unit/policy/test_health.py.
 """
@@ -12,7 +13,7 @@ tests/unit/policy/test_health.py.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ SLOW_FACTOR = 6.0
 
 PEER_FACTOR = 2.0
 """And this often as long, beside usual, as those of the others of its cluster."""
+
+MOST_CROWDED = 8.0
+"""A machine's other workers excuse no more: where all of them fail, each is ill."""
 
 LOST_WINDOW_S = 5.0
 MIN_LOST = 3
@@ -125,12 +129,18 @@ class HealthBoard:
     ) -> dict[WorkerId, Verdict]:
         budget = max(1, int(EJECTED_SHARE * len(members)))
         slowdowns = sorted(load.slowdown for _, load in members if load.slowdown > 0)
+        machines: dict[str, list[float]] = {}
+        for info, load in members:
+            if (late := _lateness(load)) > 0:
+                insort(machines.setdefault(info.control_endpoint.host, []), late)
         awake = [(info, self._record(info)) for info, load in members if not load.draining]
         # Who is out stays out first: places go to others once its rest is over.
         order = sorted(members, key=lambda each: self._record(each[0]).ejected_at is None)
         for info, load in order:
             record = self._record(info)
-            fault, share = self._fault(record, load, slowdowns, now)
+            beside = machines.get(info.control_endpoint.host, [])
+            crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
+            fault, share = self._fault(record, load, crowd, slowdowns, now)
             record.verdict = self._judged(record, fault, share, now)
             if record.verdict.level < Health.DEGRADED:
                 record.ejected_at = None
@@ -163,17 +173,23 @@ class HealthBoard:
         return Verdict()
 
     def _fault(
-        self, record: _Record, load: WorkerLoad, slowdowns: Sequence[float], now: float
+        self,
+        record: _Record,
+        load: WorkerLoad,
+        crowd: float,
+        slowdowns: Sequence[float],
+        now: float,
     ) -> tuple[HealthReason, float]:
         """What is most wrong, and how much; 1 ejects.
 
         Args:
+            crowd: how late the steps of its machine's other workers are now.
             slowdowns: of all workers of the cluster that tell theirs, sorted.
         """
         _drop_before(record.lost, now - LOST_WINDOW_S)
         shares = {
-            HealthReason.HANGS: load.step_age_s / _hang_s(load),
-            HealthReason.SLOW: _slowness(load.slowdown, slowdowns),
+            HealthReason.HANGS: load.step_age_s / _hang_s(load, crowd),
+            HealthReason.SLOW: _slowness(load.slowdown, crowd, slowdowns),
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
         }
         # One that is fatal comes before one that is larger.
@@ -187,18 +203,35 @@ class HealthBoard:
         return record
 
 
-def _hang_s(load: WorkerLoad) -> float:
+def _hang_s(load: WorkerLoad, crowd: float) -> float:
     if not load.step_expected_s:
         return UNKNOWN_STEP_S
-    return max(HANG_S, HANG_FACTOR * load.step_expected_s)
+    # What stops all workers of a machine for a moment is no fault of one.
+    return max(HANG_S, HANG_FACTOR * load.step_expected_s) * max(1.0, crowd / PEER_FACTOR)
 
 
-def _slowness(slowdown: float, slowdowns: Sequence[float]) -> float:
-    # The median of the others: it is one of them itself.
-    others, place = len(slowdowns) - 1, bisect_left(slowdowns, slowdown)
-    middle = others // 2
-    usual = slowdowns[middle + (middle >= place)] if others > 0 else 1.0
+def _slowness(slowdown: float, crowd: float, slowdowns: Sequence[float]) -> float:
+    usual = max(_usual(slowdown, slowdowns), crowd)
     return slowdown / max(SLOW_FACTOR, PEER_FACTOR * usual)
+
+
+def _usual(own: float, all_of_them: Sequence[float]) -> float:
+    """The median of the others.
+
+    Args:
+        all_of_them: sorted; itself is among them, unless it is 0, which is not known.
+    """
+    others, place = len(all_of_them) - (own > 0), bisect_left(all_of_them, own)
+    if others < 1:
+        return 1.0
+    middle = others // 2
+    return all_of_them[middle + (own > 0 and middle >= place)]
+
+
+def _lateness(load: WorkerLoad) -> float:
+    """How much longer its steps take than they did, the running one included; 0: not known."""
+    running = load.step_age_s / load.step_expected_s if load.step_expected_s else 0.0
+    return max(load.slowdown, running)
 
 
 def _must_stay(info: WorkerInfo, others: Iterable[tuple[WorkerInfo, _Record]]) -> bool:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.core.health import Health
-from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.step_watch import StepWatch
 from kvmesh.policy.health import (
     HANG_FACTOR,
     HANG_S,
     MAX_REST_S,
     MIN_LOST,
+    MOST_CROWDED,
+    PEER_FACTOR,
     PROBATION_S,
     REST_S,
     SLOW_FACTOR,
@@ -26,6 +28,8 @@ from tests.unit.engine.test_step_watch import DECODE, PROMPT
 from tests.unit.policy.fleet_examples import worker_info
 
 HANGS = WorkerLoad(step_age_s=HANG_S, step_expected_s=0.05)
+ALL_HANG = WorkerLoad(step_age_s=HANG_S * MOST_CROWDED / PEER_FACTOR, step_expected_s=0.05)
+"""Longer than a machine may stand still."""
 SLOW = WorkerLoad(slowdown=SLOW_FACTOR)
 FINE = WorkerLoad(slowdown=1.0)
 
@@ -97,9 +101,26 @@ def test_a_machine_on_which_all_are_slow_loses_nobody() -> None:
     assert not fleet.ejected()
 
 
+def test_a_machine_that_stands_still_for_a_moment_loses_nobody() -> None:
+    fleet = Fleet()
+    elsewhere = Endpoint("10.0.0.2", 5000)
+    for name in ("p2", "p3", "d2", "d3"):
+        info = fleet.infos[name]
+        fleet.infos[name] = dataclasses.replace(info, control_endpoint=elsewhere)
+        fleet.loads[name] = dataclasses.replace(HANGS, slowdown=10.0)
+    assert not fleet.ejected()
+    fleet.loads["d0"] = HANGS
+    assert fleet.ejected() == {"d0"}, "on the other machine it is one alone"
+    for name in ("p2", "p3", "d2"):
+        fleet.loads[name] = WorkerLoad(slowdown=2.0)
+    fleet.loads["d0"] = FINE
+    fleet.loads["d3"] = HANGS
+    assert "d3" in fleet.ejected(), "while the others go on, if slowly"
+
+
 def test_no_more_than_a_share_of_a_cluster_is_ejected() -> None:
     fleet = Fleet()
-    fleet.loads = dict.fromkeys(fleet.loads, HANGS)
+    fleet.loads = dict.fromkeys(fleet.loads, ALL_HANG)
     first = fleet.ejected()
     assert len(first) == 2
     assert fleet.ejected() == first, "places are not passed on while they hang"
