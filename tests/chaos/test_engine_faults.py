@@ -45,8 +45,8 @@ async def test_an_ill_engine_is_ejected_within_three_seconds(tmp_path: Path, fau
             await until(lambda: ejections(mesh), f"{ILL} is ejected")
             answered = len(load.answers)
             await load.more(40)
-        ((name, at), *more) = ejections(mesh)
-        assert (name, more) == (ILL, [])
+        (_, at), *_ = ejections(mesh)
+        assert {name for name, _ in ejections(mesh)} == {ILL}, "one that is slow may hang then"
         assert at - began <= EJECTED_WITHIN_S
         load.check_all_ok()
         gateway = await mesh["gateway"].metrics()

@@ -116,10 +116,23 @@ class StepWatch:
                 expected_s = usual.mean_s
                 took_s += age_s
                 usual_s += min(age_s, expected_s)
+            else:
+                expected_s = self._of_like_kinds(kind)
         if self._ended:
             took_s -= self._starved_since(self._ended[0].at - self._ended[0].took_s)
         took_s = max(took_s, usual_s)
         return StepState(age_s, expected_s, took_s / usual_s if usual_s > 0 else 0.0)
+
+    def _of_like_kinds(self, kind: _Kind) -> float:
+        """What a step of a new kind may take, by those with as many tokens: what is compiled for a
+        number of tokens is there then. 0: there are none.
+        """
+        like = [
+            usual.mean_s * 2.0 ** max(kind.attended - other.attended, 0)
+            for other, usual in self._usual.items()
+            if other.tokens == kind.tokens and usual.num_steps >= MIN_KNOWN
+        ]
+        return max(like, default=0.0)
 
     def _starved_since(self, moment: float) -> float:
         """From the last look before a moment on."""

@@ -51,6 +51,15 @@ def test_nothing_is_expected_of_a_step_of_a_new_kind() -> None:
     assert (state.age_s, state.expected_s, state.slowdown) == (5.0, 0.0, 0.0)
 
 
+def test_more_positions_for_as_many_tokens_take_so_much_longer_at_most() -> None:
+    steps = Steps()
+    steps.run(DECODE, 0.05, 2 * MIN_KNOWN)
+    steps.watch.begin([chunk(800)] * 4, steps.now)
+    state = steps.watch.state(steps.now + 1.0)
+    assert state.expected_s == pytest.approx(8 * 0.05)
+    assert state.slowdown == pytest.approx(1.0), "it is no measure of how slow the engine is"
+
+
 def test_long_prompts_make_no_engine_slow() -> None:
     steps = Steps()
     steps.run(PROMPT, 3.0, MIN_KNOWN)
