@@ -69,7 +69,7 @@ class Redis:
     """The Redis stores under a prefix of their own; ends a TTL by moving it to the past."""
 
     def __init__(self, url: str) -> None:
-        self.prefix = f"test-{uuid.uuid4().hex}:"
+        self.prefix = f"{{test-{uuid.uuid4().hex}}}:"
         client = RedisClient(RedisConfig(url=url, key_prefix=self.prefix, timeout_s=10.0))
         self.store = RedisMetadataStore(client, LEASE_S)
         self.fleet = RedisFleetStore(client)

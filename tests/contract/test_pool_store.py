@@ -35,7 +35,7 @@ class Redis:
     """The Redis store under a prefix of its own; ends a TTL by moving it to the past."""
 
     def __init__(self, url: str) -> None:
-        self._prefix = f"test-{uuid.uuid4().hex}:"
+        self._prefix = f"{{test-{uuid.uuid4().hex}}}:"
         self._client = RedisClient(RedisConfig(url=url, key_prefix=self._prefix, timeout_s=10.0))
         self._raw = redis.Redis.from_url(url, protocol=2)
         self.store = RedisPoolStore(self._client)

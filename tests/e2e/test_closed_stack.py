@@ -113,7 +113,7 @@ async def check_redis(of: Stack) -> None:
         with pytest.raises(AuthenticationError):
             await client.ping()
     async with redis.asyncio.Redis(host=host, port=int(port), password=of.secrets[1]) as client:
-        assert await client.keys("kvmesh:*")  # the services are in
+        assert await client.keys("{kvmesh:}*")  # the services are in
 
 
 async def test_stacks_are_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,8 @@ async def client(server: RedisProcess) -> AsyncIterator[RedisClient]:
 
 async def test_answers_come_to_their_questions(client: RedisClient) -> None:
     found = await asyncio.gather(*(client.ask(ECHO, f"word {n}") for n in range(100)))
-    assert found == [[b"t:", f"word {n}".encode()] for n in range(100)]
-    line = await client._lines.line()
+    assert found == [[b"{t:}", f"word {n}".encode()] for n in range(100)]
+    line = await client._node.lines.line()
     assert line.num_waiting == 0
 
 
@@ -45,7 +45,7 @@ async def test_a_caller_that_gives_up_does_not_shift_the_answers(client: RedisCl
     asked = asyncio.create_task(client.ask(ECHO, "mine"))
     await asyncio.sleep(0)
     given_up.cancel()
-    assert await asked == [b"t:", b"mine"]
+    assert await asked == [b"{t:}", b"mine"]
 
 
 async def test_a_redis_that_forgot_its_scripts_gets_them_again(
@@ -54,7 +54,7 @@ async def test_a_redis_that_forgot_its_scripts_gets_them_again(
     await client.ask(ECHO, "a")
     async with redis.Redis.from_url(server.url) as raw:
         await raw.script_flush()
-    assert await client.ask(ECHO, "b") == [b"t:", b"b"]
+    assert await client.ask(ECHO, "b") == [b"{t:}", b"b"]
 
 
 async def test_an_error_of_redis_is_an_error_here(client: RedisClient) -> None:
@@ -62,14 +62,14 @@ async def test_an_error_of_redis_is_an_error_here(client: RedisClient) -> None:
     for _ in range(2):  # first the way that loads it, then the line
         with pytest.raises(StoreUnavailableError, match="rong number"):
             await client.ask(bad)
-    assert await client.ask(ECHO, "still there") == [b"t:", b"still there"]
+    assert await client.ask(ECHO, "still there") == [b"{t:}", b"still there"]
 
 
 async def test_a_killed_redis_fails_what_waits_and_a_new_one_is_found() -> None:
     with redis_process() as first:
         client = RedisClient(RedisConfig(first.url))
         await client.ask(ECHO, "a")
-        line = await client._lines.line()
+        line = await client._node.lines.line()
         waiting = asyncio.create_task(client.ask(SLOW, "x"))
     with pytest.raises(StoreUnavailableError):
         await waiting
@@ -78,7 +78,7 @@ async def test_a_killed_redis_fails_what_waits_and_a_new_one_is_found() -> None:
         await client.ask(ECHO, "b")
     port = int(first.url.rpartition(":")[2].partition("/")[0])
     with redis_process(port=port):
-        assert await client.ask(ECHO, "c") == [b"kvmesh:", b"c"]
+        assert await client.ask(ECHO, "c") == [b"{kvmesh:}", b"c"]
         await client.close()
 
 

@@ -18,7 +18,7 @@ async def answers(config: RedisConfig) -> bool:
     client = RedisClient(config)
     try:
         script = "return ARGV[1]"
-        return [await client.run(script), await client.ask(script)] == [b"p:", b"p:"]
+        return [await client.run(script), await client.ask(script)] == [b"{p:}", b"{p:}"]
     finally:
         await client.close()
 

@@ -62,7 +62,7 @@ async def said(url: str, password: str) -> object:
 async def test_redis_over_tls_with_a_password(tmp_path: Path) -> None:
     async with redis_behind_tls(tmp_path) as place:
         own = f"rediss://{place}/0?ssl_ca_certs={tmp_path / 'ca.pem'}"
-        assert await said(own, PASSWORD) == [b"t:", b"a"]
+        assert await said(own, PASSWORD) == [b"{t:}", b"a"]
         for password in ("wrong-one", ""):
             answer = str(await said(own, password))
             assert "Authentication" in answer, answer

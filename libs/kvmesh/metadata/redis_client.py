@@ -5,15 +5,17 @@ Tests: tests/contract/test_metadata_store.py.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import hiredis
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import MovedError, NoScriptError, RedisError
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
@@ -55,8 +57,22 @@ def _password(config: RedisConfig) -> str:
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Connections to one server."""
+
+    client: redis.Redis
+    pool: redis.ConnectionPool
+    lines: RedisLines
+
+
+def tagged(prefix: str) -> str:
+    """A key prefix with a hash tag: all keys are in one slot of a cluster, on one of its nodes."""
+    return prefix if "{" in prefix else f"{{{prefix}}}"
+
+
 class RedisClient:
-    """Runs scripts; one per process.
+    """Runs scripts; one per process. Of a Redis Cluster it finds the node that has its keys.
 
     Raises:
         ConfigError: the URL cannot be parsed, or the password's file cannot be read. Whether Redis
@@ -64,12 +80,19 @@ class RedisClient:
     """
 
     def __init__(self, config: RedisConfig) -> None:
-        self.prefix = config.key_prefix
-        password = _password(config)
+        self.prefix = tagged(config.key_prefix)
+        self._config = config
+        self._password = _password(config)
+        self._names: dict[str, str] = {}
+        self._left: list[_Node] = []
+        self._node = self._first = self._open(config.url)
+
+    def _open(self, url: str) -> _Node:
+        config, password = self._config, self._password
         try:
             # No retries here: the caller's breaker decides when to ask again.
             pool = redis.BlockingConnectionPool.from_url(
-                config.url,
+                url,
                 max_connections=MAX_CONNECTIONS,
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
@@ -80,11 +103,8 @@ class RedisClient:
             )
         except ValueError as error:
             raise ConfigError(f"redis.url: {error}") from error
-        self._redis = redis.Redis(connection_pool=pool)
-        self._pool = pool
-        self._lines = RedisLines(config.url, password, config.timeout_s)
-        self._names: dict[str, str] = {}
-        self._timeout_s = config.timeout_s
+        lines = RedisLines(url, password, config.timeout_s)
+        return _Node(redis.Redis(connection_pool=pool), pool, lines)
 
     async def run(self, script: str, *arguments: Argument) -> Any:
         """Runs a script with the key prefix and `arguments` as ARGV.
@@ -92,12 +112,10 @@ class RedisClient:
         Raises:
             StoreUnavailableError: Redis cannot be reached, is too slow, or refused.
         """
-        try:
-            return await self._redis.register_script(script)(args=[self.prefix, *arguments])
-        except NoScriptError as error:
-            raise StoreUnavailableError("Redis lost the script while it ran") from error
-        except (RedisError, OSError) as error:
-            raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
+        words = [self.prefix, *arguments]
+        return await self._call(
+            lambda node: node.register_script(script)(keys=[self.prefix], args=words)
+        )
 
     async def ask(self, script: str, *arguments: Argument) -> Any:
         """As `run`, for scripts that every request needs: all on one connection, one after another.
@@ -105,17 +123,22 @@ class RedisClient:
         Raises:
             StoreUnavailableError: Redis cannot be reached, or refused.
         """
-        if not self._lines.can_open:
+        node = self._node
+        if not node.lines.can_open:
             return await self.run(script, *arguments)
         name = self._names.get(script)
         if name is None:
             name = self._names[script] = script_name(script)
-        line = await self._lines.line()
-        reply = await line.ask("EVALSHA", name, 0, self.prefix, *arguments)
+        try:
+            line = await node.lines.line()
+            reply = await line.ask("EVALSHA", name, 1, self.prefix, self.prefix, *arguments)
+        except StoreUnavailableError:
+            self._go_back(node)
+            raise
         if not isinstance(reply, hiredis.ReplyError):
             return reply
-        if str(reply).startswith("NOSCRIPT"):
-            return await self.run(script, *arguments)  # which loads it
+        if str(reply).startswith(("NOSCRIPT", "MOVED")):
+            return await self.run(script, *arguments)  # which loads it, or goes there
         raise StoreUnavailableError(str(reply))
 
     async def wait_for_entry(self, stream: str, after: str, wait_s: float) -> None:
@@ -125,16 +148,50 @@ class RedisClient:
         Raises:
             StoreUnavailableError: Redis cannot be reached, or refused.
         """
-        longest_s = min(wait_s, self._timeout_s / 2)
+        block = milliseconds(min(wait_s, self._config.timeout_s / 2))
+        key = self.prefix + stream
+        await self._call(lambda node: node.xread({key: after}, count=1, block=block))
+
+    async def _call(self, call: Callable[[redis.Redis], Awaitable[Any]]) -> Any:
+        """Asks the node that has our keys: of a cluster, another one says which that is."""
+        node = self._node
         try:
-            await self._redis.xread(
-                {self.prefix + stream: after}, count=1, block=milliseconds(longest_s)
-            )
+            try:
+                return await call(node.client)
+            except MovedError as moved:
+                node = self._go_to(node, moved.host, moved.port)
+                return await call(node.client)
+        except NoScriptError as error:
+            raise StoreUnavailableError("Redis lost the script while it ran") from error
         except (RedisError, OSError) as error:
+            self._go_back(node)
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
+
+    def _go_to(self, node: _Node, host: str, port: int) -> _Node:
+        if node is self._node:  # nobody else has gone there meanwhile
+            where = urlsplit(self._config.url)
+            login, at, _ = where.netloc.rpartition("@")
+            host = host or str(where.hostname)  # of a node that does not know its own name
+            netloc = f"{login}{at}[{host}]:{port}" if ":" in host else f"{login}{at}{host}:{port}"
+            self._leave(node)
+            self._node = self._open(urlunsplit(where._replace(netloc=netloc)))
+        return self._node
+
+    def _go_back(self, node: _Node) -> None:
+        """A node that does not answer may have given our keys away: the first one knows."""
+        if node is self._node and node is not self._first:
+            self._leave(node)
+            self._node = self._first
+
+    def _leave(self, node: _Node) -> None:
+        if node is not self._first:
+            node.lines.close()
+            self._left.append(node)
 
     async def close(self) -> None:
         """Closes all connections. May be called again."""
-        self._lines.close()
-        await self._redis.aclose()
-        await self._pool.aclose()
+        for node in {id(each): each for each in (*self._left, self._first, self._node)}.values():
+            node.lines.close()
+            await node.client.aclose()
+            await node.pool.aclose()
+        self._left.clear()

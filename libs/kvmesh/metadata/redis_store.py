@@ -1,6 +1,6 @@
 """Block metadata in Redis: shared by all kvmanager replicas, rebuilt from the workers if lost.
 
-Any Redis or Valkey from 6.2 on, not a cluster, with `maxmemory-policy noeviction`: a Redis that
+Any Redis or Valkey from 6.2 on, a cluster too, with `maxmemory-policy noeviction`: a Redis that
 evicts keys makes the index wrong without anyone noticing. Key layout: scripts.py.
 Tests: tests/contract/test_metadata_store.py.
 """
