@@ -491,14 +491,7 @@ class Usage:
 
 # Not as a decorator: a class with one that mypyc does not know is no native one.
 for _often_made in (
-    Candidate,
-    Endpoint,
-    PrefixSource,
-    RoutePlan,
-    RouteQuery,
-    SamplingParams,
-    SequenceSpec,
-    Usage,
-    WorkerLoad,
+    *(Candidate, Endpoint, PrefixSource, RoutePlan, RouteQuery),
+    *(SamplingParams, SequenceSpec, Usage, WorkerLoad),
 ):
     quick(_often_made)

@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 0,
     "redis_url": "",
     "remote": 0,
+    "spare": 0,
     "link_mbit": 200,
     "threshold": 512,
 }
