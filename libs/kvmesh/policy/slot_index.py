@@ -4,7 +4,7 @@ A set of workers is one integer; blocks that came together share it. A lookup ha
 block's hash covers all before it, so as a rule who holds a block holds those before it, and between
 two blocks with the same holders nobody needs to look. A worker that dropped blocks out of the
 middle of a prefix may be said to hold them; it finds out when it looks them up itself.
-Tests: tests/unit/policy/test_slot_index.py, tests/property/test_slot_index.py.
+Tests: tests/unit/policy/test_slot_index.py, tests/contract/test_store_log.py.
 """
 
 from __future__ import annotations
