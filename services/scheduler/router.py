@@ -174,7 +174,7 @@ class Router:
         else:
             view = self._fleet.view(now)
         if policy.route.fetches and (matches or policy.joint is not None):
-            reads = self._reads.among(view.workers, matches or {})
+            reads = self._reads.among(view.workers, matches)
             view = changed(view, pace=self._planner.pace(query.model), reads=reads)
         return Ask(query, view, matches)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvmesh.core.values import quick
+
 NO_LIMIT_S = math.inf
 """Of a request that accepts any time per token."""
 
@@ -39,3 +41,8 @@ class PaceRoom:
     context_tokens: int = 0
     strictest_s: float = math.inf
     spare_s: float = math.inf
+
+
+# As in `core/types.py`: every load that a worker reports has one of each.
+for _often_made in (StepPace, PaceRoom):
+    quick(_often_made)

@@ -121,11 +121,16 @@ class Standing:
         blocks = 1.0 - load.blocks_free / (info.num_blocks or 1)
         self.decode_share = slots if slots > blocks else blocks
         # Those on their way are taken to be as long as this one.
-        needed = (left // info.layout.block_size + 1) * (1 + worker.decode_in_flight)
+        coming = 1 + worker.decode_in_flight
+        needed = (left // info.layout.block_size + 1) * coming
+        room = load.room
         self.decode_full = (
             decode_used >= info.decode_slots
             or load.blocks_free < needed
-            or not takes(load.room, query.tpot_s, query.num_tokens * (1 + worker.decode_in_flight))
+            # Asked here as well as there: a call for each of dozens of workers is much.
+            or (
+                room.context_tokens > 0 and not takes(room, query.tpot_s, query.num_tokens * coming)
+            )
         )
 
     @property

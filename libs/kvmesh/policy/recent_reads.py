@@ -9,9 +9,10 @@ Tests: tests/unit/policy/test_recent_reads.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Mapping, Sequence
 
 from kvmesh.core.types import RoutePlan, WorkerId
+from kvmesh.policy.holders import held_by
 from kvmesh.policy.view import WorkerView
 
 HALF_READS = 256
@@ -51,15 +52,23 @@ class RecentReads:
         return self._sums.get(worker_id, 0.0) / self._weight
 
     def among(
-        self, workers: Iterable[WorkerView], holders: Container[WorkerId]
+        self, workers: Sequence[WorkerView], matches: Mapping[WorkerId, int] | None
     ) -> dict[WorkerId, float]:
-        """Of the workers that hold something, what was read there: a view's `reads`."""
-        sums, weight = self._sums, self._weight
+        """Of the workers that hold something, what was read there: a view's `reads`.
+
+        Args:
+            matches: leading blocks that workers hold; None when nobody knows.
+        """
+        if not matches:
+            return {}
+        read, weight = self._sums.get, self._weight
+        names = [worker.info.worker_id for worker in workers]
         found: dict[WorkerId, float] = {}
-        for worker in workers:
-            name = worker.info.worker_id
-            if name in sums and name in holders:
-                found[name] = sums[name] / weight
+        for name, blocks in zip(names, held_by(matches, names), strict=True):
+            if blocks:
+                tokens = read(name)
+                if tokens is not None:
+                    found[name] = tokens / weight
         return found
 
     def _add(self, worker_id: WorkerId, num_tokens: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvmesh.core.pace import PaceRoom, StepPace
 
@@ -46,25 +45,61 @@ class StepFit:
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def add(self, context_tokens: float, seconds: float, num_steps: int = 1) -> None:
-        """Takes steps that decoded only, all of about the same context."""
-        kept = FORGET**num_steps
-        new = (1.0 - kept) / (1.0 - FORGET)
-        self._weight = kept * self._weight + new
-        self._x = kept * self._x + new * context_tokens
-        self._y = kept * self._y + new * seconds
-        self._xx = kept * self._xx + new * context_tokens**2
-        self._xy = kept * self._xy + new * context_tokens * seconds
+    def add(self, context_tokens: float, seconds: float) -> None:
+        """Takes a step that decoded only."""
+        self._weight = FORGET * self._weight + 1.0
+        self._x = FORGET * self._x + context_tokens
+        self._y = FORGET * self._y + seconds
+        self._xx = FORGET * self._xx + context_tokens * context_tokens
+        self._xy = FORGET * self._xy + context_tokens * seconds
+
+    def add_run(
+        self, num_steps: int, first: tuple[float, float], growth: tuple[float, float]
+    ) -> None:
+        """As `add` for steps of one batch, one after the other.
+
+        Args:
+            first: context and seconds of the first one.
+            growth: by which each had more than the one before.
+        """
+        if num_steps == 1:
+            self.add(first[0], first[1])
+            return
+        count, left = float(num_steps), 1.0 - FORGET
+        kept = math.pow(FORGET, count)
+        # Sums of j**0, j**1 and j**2 times FORGET**j, where the last step's j is 0.
+        ones = (1.0 - kept) / left
+        firsts = (FORGET * ones - count * kept) / left
+        squares = (FORGET * (2.0 * firsts + ones) - count * count * kept) / left
+        more_x, more_y = growth
+        x, y = first[0] + (count - 1.0) * more_x, first[1] + (count - 1.0) * more_y
+        self._weight = kept * self._weight + ones
+        self._x = kept * self._x + x * ones - more_x * firsts
+        self._y = kept * self._y + y * ones - more_y * firsts
+        self._xx = (
+            kept * self._xx + x * x * ones - 2.0 * x * more_x * firsts + more_x * more_x * squares
+        )
+        self._xy = (
+            kept * self._xy
+            + x * y * ones
+            - (x * more_y + y * more_x) * firsts
+            + more_x * more_y * squares
+        )
 
     def pace(self) -> StepPace:
         """What is known now."""
         if not self._weight:
             return StepPace()
         x, y = self._x / self._weight, self._y / self._weight
-        variance = max(self._xx / self._weight - x * x, 0.0)
+        variance = self._xx / self._weight - x * x
+        damped = (CONTEXT_VARIATION * x) ** 2
+        if variance > 0.0:
+            damped += variance
         covariance = self._xy / self._weight - x * y
-        damped = variance + (CONTEXT_VARIATION * x) ** 2
-        slope = min(max(covariance / damped if damped else 0.0, 0.0), y / x if x else 0.0)
+        if covariance <= 0.0 or damped <= 0.0:
+            return StepPace(y, 0.0)
+        slope, steepest = covariance / damped, y / x if x else 0.0
+        slope = min(slope, steepest)
         return StepPace(y - slope * x, slope)
 
 
@@ -79,19 +114,9 @@ class AnswerLength:
         self.tokens += (1.0 - LIFE_FORGET) * (num_tokens - self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Paced:
-    """A sequence that decodes under a limit.
-
-    Attributes:
-        limit_s: longest mean time per token.
-        num_tokens: that it got after its first one.
-        elapsed_s: since its first token.
-    """
-
-    limit_s: float
-    num_tokens: int
-    elapsed_s: float
+Paced = tuple[float, int, float]
+"""A sequence that decodes under a limit: its longest mean time per token in seconds, tokens that it
+got after its first one, and seconds since that one. Each report makes one for every sequence."""
 
 
 def takes(room: PaceRoom, limit_s: float, num_tokens: int) -> bool:
@@ -103,8 +128,11 @@ def takes(room: PaceRoom, limit_s: float, num_tokens: int) -> bool:
         limit_s: of the new one; infinite for none.
         num_tokens: of its context.
     """
-    strictest = min(room.strictest_s, limit_s)
-    if math.isinf(strictest) or not room.context_tokens:
+    if not room.context_tokens:
+        return True
+    strictest = room.strictest_s
+    strictest = min(strictest, limit_s)
+    if strictest == math.inf:
         return True
     return room.pace.of(room.context_tokens + num_tokens) <= KEPT_SHARE * strictest
 
@@ -117,11 +145,12 @@ def spare_s(sequences: Iterable[Paced], step_s: float, answer_tokens: float) -> 
         step_s: of the decode steps to come.
         answer_tokens: that an answer has as a rule.
     """
-    spare = math.inf
-    for each in sequences:
-        to_come = max(answer_tokens - each.num_tokens, OLD_SHARE * answer_tokens)
-        gained = each.limit_s * each.num_tokens - each.elapsed_s
-        spare = min(spare, gained + (each.limit_s - step_s) * to_come)
+    spare, least = math.inf, OLD_SHARE * answer_tokens
+    for limit_s, num_tokens, elapsed_s in sequences:
+        to_come = answer_tokens - num_tokens
+        to_come = max(to_come, least)
+        own = limit_s * num_tokens - elapsed_s + (limit_s - step_s) * to_come
+        spare = min(spare, own)
     return spare
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection
 
 from kvmesh.core.pace import PaceRoom
-from kvmesh.policy.token_pace import AnswerLength, Paced, StepFit, spare_s
+from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.runtime.decode_task import DecodeTask
 
 
@@ -46,7 +46,7 @@ class DecodePace:
         if not limited:
             return PaceRoom(pace, context)
         paced = [
-            Paced(task.tpot_s, task.num_generated, now - task.decodes_since)
+            (task.tpot_s, task.num_generated, now - task.decodes_since)
             for task in limited
             if task.decodes_since is not None
         ]

@@ -110,7 +110,7 @@ class SimRouter:
     def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         seen = self._fleet.view_for(query, matches)
         # Field by field: `dataclasses.replace` would be a part of a decision's time.
-        reads = self._reads.among(seen.workers, matches) if matches else {}
+        reads = self._reads.among(seen.workers, matches)
         return FleetView(seen.workers, seen.version, seen.num_routes, self._pace, reads)
 
     def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:

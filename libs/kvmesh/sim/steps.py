@@ -16,7 +16,7 @@ from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.pace import PaceRoom
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.batching import BatchLimits, plan_batch
-from kvmesh.policy.token_pace import AnswerLength, Paced, StepFit, spare_s
+from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.host import Host
@@ -57,13 +57,41 @@ class ChunkTokens:
     mixed: int = 512
 
 
-@dataclass(slots=True)
 class _Run:
-    """Decode steps in progress: `num_steps` of `step_s` each."""
+    """Decode steps in progress, of one batch: each takes `growth_s` more than the one before.
 
-    started_at: float
-    step_s: float
-    num_steps: int
+    Attributes:
+        started_at: where the first of `num_steps` began.
+        first_s: of it.
+    """
+
+    __slots__ = ("first_s", "growth_s", "num_steps", "started_at")
+
+    def __init__(self, started_at: float, first_s: float, growth_s: float, num_steps: int) -> None:
+        self.started_at = started_at
+        self.first_s = first_s
+        self.growth_s = growth_s
+        self.num_steps = num_steps
+
+    def seconds(self, count: int) -> float:
+        """Of the first `count` steps together."""
+        return count * (self.first_s + self.growth_s * (count - 1) / 2)
+
+    def num_over(self, now: float) -> int:
+        """Steps that were over before now; the last one is not, whose end is an event."""
+        elapsed = now - self.started_at
+        if elapsed <= self.first_s:
+            return 0
+        # Solves `seconds(count) == elapsed`; this form of it holds where nothing grows.
+        half = self.first_s - self.growth_s / 2
+        count = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth_s * elapsed))
+        return min(max(math.ceil(count - 1e-9) - 1, 0), self.num_steps - 1)
+
+    def take(self, count: int) -> None:
+        """The first `count` steps are counted elsewhere from now on."""
+        self.started_at += self.seconds(count)
+        self.first_s += self.growth_s * count
+        self.num_steps -= count
 
 
 def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list[int], int] | None:
@@ -134,20 +162,20 @@ class StepLoop:
             limit_s: of every sequence here.
             num_awaited: tokens of sequences that will decode here and do not yet.
         """
+        self._catch_up()
         now, steps, decoding = self._events.now(), self._decoding.steps, self._decoding
-        if self._run is not None:
-            steps += max(int((now - self._run.started_at) / self._run.step_s), 0)
         paced = [
-            Paced(limit_s, steps - each.decodes_from, now - each.request.first_token_s)
+            (limit_s, steps - each.decodes_from, now - each.request.first_token_s)
             for each in self._running
             if each.decodes_from is not None and each.request.first_token_s is not None
         ]
-        pace, context = self._fit.pace(), decoding.context + num_awaited
+        pace, current = self._fit.pace(), decoding.context
+        context = current + num_awaited
         return PaceRoom(
             pace,
             context,
             limit_s if context else math.inf,
-            spare_s(paced, pace.of(decoding.context), self._answers.tokens),
+            spare_s(paced, pace.of(current), self._answers.tokens),
         )
 
     def join(self, sequence: SimSequence) -> None:
@@ -168,7 +196,11 @@ class StepLoop:
 
     def resume(self) -> None:
         """Blocks were given back: preempted sequences may go on."""
-        if self._preempted and not self._in_step:
+        if not self._preempted:
+            return
+        if self._in_step:
+            self._interrupt()
+        else:
             self._next_step()
 
     def note_work(self, seconds: float) -> None:
@@ -187,10 +219,8 @@ class StepLoop:
             self._host.note(self, is_busy=False)
         if self._timer is not None:
             self._timer.cancel()
-        run, self._run = self._run, None
-        if run is not None:
-            done = int((self._events.now() - run.started_at) / run.step_s)
-            self._decoding.steps += max(done, 0)
+        self._catch_up()
+        self._run = None
         for sequence in self._running:
             if sequence.settled_at is not None:
                 self._decoding.settle(sequence)
@@ -202,16 +232,32 @@ class StepLoop:
 
     def _interrupt(self) -> None:
         """Ends a run of decode steps at the end of the step in progress."""
+        self._catch_up()
         run = self._run
-        if run is None:
-            return
-        elapsed = self._events.now() - run.started_at
-        done = max(math.ceil(elapsed / run.step_s - 1e-9), 1)
-        if done < run.num_steps:
-            run.num_steps = done
+        if run is not None and run.num_steps > 1:
+            run.num_steps = 1
             assert self._timer is not None, "a run has an end"
             self._timer.cancel()
-            self._timer = self._events.at(run.started_at + done * run.step_s, self._end_run)
+            self._timer = self._events.at(run.started_at + run.first_s, self._end_run)
+
+    def _catch_up(self) -> None:
+        """Counts the steps of a run that are over."""
+        run = self._run
+        if run is not None:
+            count = run.num_over(self._events.now())
+            if count:
+                self._count(run, count)
+                run.take(count)
+
+    def _count(self, run: _Run, count: int) -> None:
+        """The first steps of a run are over."""
+        decoding = self._decoding
+        self.busy_s += run.seconds(count)
+        now, growth = (decoding.context, run.first_s), (decoding.count, run.growth_s)
+        self._fit.add_run(count, now, growth)
+        decoding.steps += count
+        if self._host is not None:
+            self._host.note_tokens(count * decoding.count)
 
     def _drop(self, sequence: SimSequence) -> None:
         self._running.remove(sequence)
@@ -225,9 +271,10 @@ class StepLoop:
     def _next_step(self) -> None:
         if self._preempted:
             self._readmit()
-        for sequence in [each for each in self._prompts if each.has_first and each.remaining == 1]:
-            self._prompts.remove(sequence)
-            self._decoding.start(sequence)
+        if self._prompts:
+            for each in [each for each in self._prompts if each.has_first and each.remaining == 1]:
+                self._prompts.remove(each)
+                self._decoding.start(each)
         for sequence in self._decoding.take_due():
             # One that was preempted for an older one is no longer running.
             if sequence.settled_at is not None and self._grow(sequence):
@@ -245,12 +292,11 @@ class StepLoop:
     def _start_run(self) -> None:
         decoding = self._decoding
         num_steps = decoding.steps_to_next()
-        # The context of the middle step stands for all of them.
-        context = decoding.context + decoding.count * (num_steps - 1) / 2
-        step_s = self._step_s(decoding.count, context)
+        step_s = self._step_s(decoding.count, decoding.context)
+        growth_s = self._step_s(decoding.count, decoding.context + decoding.count) - step_s
         begin = self._events.now() + self._take_other_work_s()
-        self._run = _Run(begin, step_s, num_steps)
-        self._timer = self._events.at(begin + num_steps * step_s, self._end_run)
+        self._run = run = _Run(begin, step_s, growth_s, num_steps)
+        self._timer = self._events.at(begin + run.seconds(num_steps), self._end_run)
 
     def _take_other_work_s(self) -> float:
         seconds, self._other_work_s = self._other_work_s, 0.0
@@ -298,11 +344,7 @@ class StepLoop:
     def _end_run(self) -> None:
         run, self._run = self._run, None
         assert run is not None, "a run that ends was started"
-        self.busy_s += run.num_steps * run.step_s
-        self._fit.add(self._decoding.context, run.step_s, run.num_steps)
-        self._decoding.steps += run.num_steps
-        if self._host is not None:
-            self._host.note_tokens(run.num_steps * self._decoding.count)
+        self._count(run, run.num_steps)
         self._finish_due()
         self._next_step()
 

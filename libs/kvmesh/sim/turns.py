@@ -30,7 +30,10 @@ class Lanes:
     def of(self, request: SimRequest) -> Turns:
         """Those of the group that serves a request."""
         label = serving_label(request.trace.scenario, self._labels)
-        return self._turns.setdefault(label, Turns())
+        turns = self._turns.get(label)
+        if turns is None:
+            turns = self._turns[label] = Turns()
+        return turns
 
 
 class Turns:

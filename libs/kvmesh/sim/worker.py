@@ -38,6 +38,8 @@ LEASE_S = 1e9
 
 GROWTH_TOKENS = 64
 
+_ALL_ROOM = PaceRoom()
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
@@ -396,9 +398,14 @@ class SimWorker:
         return self._load
 
     def _room(self) -> PaceRoom:
-        if math.isinf(self._tpot_s):
-            return PaceRoom()
-        awaited = sum(each.num_tokens for each in self._decodes if not each.has_first)
+        # Who decodes nothing has room for everything, whatever its pace.
+        if self._tpot_s == math.inf or not self._decodes:
+            return _ALL_ROOM
+        awaited = 0
+        if self._num_reserved:
+            for each in self._decodes:
+                if not each.has_first:
+                    awaited += each.num_tokens
         return self.steps.room(self._tpot_s, awaited)
 
     @property

@@ -91,7 +91,7 @@ def test_a_views_reads_are_those_that_each_worker_is_known_for() -> None:
     for _ in range(2 * HALF_READS):
         reads.note(plan(A, 10), LAYOUT.block_size)
         reads.note(plan(B, 20), LAYOUT.block_size)
-    found = reads.among((worker(A), worker(B), worker("c")), {A, B, WorkerId("c")})
+    found = reads.among((worker(A), worker(B), worker("c")), {A: 1, B: 1, WorkerId("c"): 1})
     assert found == {A: reads.of(A), B: reads.of(B)}
     assert found[B] == pytest.approx(2 * found[A], rel=0.01)
 
@@ -99,4 +99,4 @@ def test_a_views_reads_are_those_that_each_worker_is_known_for() -> None:
 def test_a_worker_that_nothing_was_read_of_is_not_known() -> None:
     reads = RecentReads()
     reads.note(plan(A, 0), LAYOUT.block_size)
-    assert reads.among((worker(A),), {A}) == {}
+    assert reads.among((worker(A),), {A: 1}) == {}

@@ -11,7 +11,6 @@ from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.policy.token_pace import (
     KEPT_SHARE,
     AnswerLength,
-    Paced,
     StepFit,
     bears,
     spare_s,
@@ -53,19 +52,25 @@ class TestFit:
         assert pace.token_s == 0.0
         assert pace.constant_s > 0.0
 
-    def test_many_steps_at_once_are_as_many_one_by_one(self) -> None:
-        once, single = StepFit(), StepFit()
-        once.add(1e4, 0.02, 50)
-        once.add(1e5, 0.03, 50)
-        for context, seconds in ((1e4, 0.02), (1e5, 0.03)):
-            for _ in range(50):
-                single.add(context, seconds)
-        assert once.pace().of(5e4) == pytest.approx(single.pace().of(5e4))
+    def test_a_run_is_its_steps_one_by_one(self) -> None:
+        run, single = StepFit(), StepFit()
+        for count, first, growth in (
+            (50, (1e4, 0.02), (8.0, 8e-7)),
+            (1, (3e4, 0.021), (0.0, 0.0)),
+            (2000, (1e5, 0.03), (30.0, 2e-6)),
+            (2, (2e4, 0.01), (1.0, 1e-7)),
+        ):
+            run.add_run(count, first, growth)
+            for step in range(count):
+                single.add(first[0] + step * growth[0], first[1] + step * growth[1])
+            ours, theirs = run.pace(), single.pace()
+            assert ours.constant_s == pytest.approx(theirs.constant_s, rel=1e-9)
+            assert ours.token_s == pytest.approx(theirs.token_s, rel=1e-9, abs=1e-18)
 
     def test_what_was_long_ago_is_forgotten(self) -> None:
         fit = StepFit()
-        fit.add(1e4, 9.0, 100)
-        fit.add(1e4, 0.02, 1000)
+        fit.add_run(100, (1e4, 9.0), (0.0, 0.0))
+        fit.add_run(1000, (1e4, 0.02), (0.0, 0.0))
         assert fit.pace().of(1e4) == pytest.approx(0.02, rel=0.01)
 
 
@@ -95,19 +100,19 @@ class TestSpare:
 
     def test_it_is_what_was_gained_and_what_will_be(self) -> None:
         # 0.2 s gained with 20 tokens, and 10 ms with each of the 80 to come.
-        paced = Paced(0.03, 20, 0.4)
+        paced = (0.03, 20, 0.4)
         assert spare_s([paced], 0.02, 100.0) == pytest.approx(0.2 + 0.8)
 
     def test_the_one_with_least_decides(self) -> None:
-        many = [Paced(0.03, 50, 1.0), Paced(0.03, 50, 1.5), Paced(1.0, 0, 0.0)]
+        many = [(0.03, 50, 1.0), (0.03, 50, 1.5), (1.0, 0, 0.0)]
         assert spare_s(many, 0.03, 100.0) == pytest.approx(0.0)
 
     def test_who_is_late_spares_nothing(self) -> None:
-        late = Paced(0.01, 10, 5.0)
-        assert spare_s([late, Paced(0.03, 0, 0.0)], 0.02, 100.0) < 0.0
+        late = (0.01, 10, 5.0)
+        assert spare_s([late, (0.03, 0, 0.0)], 0.02, 100.0) < 0.0
 
     def test_a_long_answer_still_has_tokens_to_come(self) -> None:
-        assert spare_s([Paced(0.03, 1000, 30.0)], 0.02, 100.0) == pytest.approx(0.25)
+        assert spare_s([(0.03, 1000, 30.0)], 0.02, 100.0) == pytest.approx(0.25)
 
 
 class TestBears:
