@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvmesh.core.errors import GoneError
+from kvmesh.core.errors import GoneError, InvalidRequestError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
 from kvmesh.metadata.store import StoreUnavailableError
@@ -18,13 +18,13 @@ from services.gateway.api.openai import ApiCall
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.request.choice import Caller, Choice, Delivered, going_on
 from services.gateway.request.delivery import Delivery, Sink, together
-from services.gateway.request.event_ids import GivenId
+from services.gateway.request.event_ids import HEADER, GivenId
 from services.gateway.request.gate import Gate
-from services.gateway.request.journal import Journal, Kept, owner_of
+from services.gateway.request.journal import Journal, Kept, kept_by_client, owner_of
 from services.gateway.request.life import Life
 from services.gateway.request.mesh import GenerationRequest, Mesh
 from services.gateway.tenants.access import KeyRing
-from services.gateway.tenants.admission import Admission, Ticket
+from services.gateway.tenants.admission import Admission
 from services.gateway.tenants.entry import Admitted
 from services.gateway.text.prompts import prompt_ids, prompt_text, with_tokens
 from services.gateway.text.tokenizer import TextTokenizer
@@ -157,10 +157,21 @@ class Frontend:
             wait_s,
         )
 
-    def _checkpoint(self, caller: Caller) -> str:
-        """Which checkpoint serves a call, with all its choices; empty while none is known."""
+    def _checkpoints(
+        self, call: ApiCall, caller: Caller, delivered: Delivered | None
+    ) -> tuple[str, ...]:
+        """Which checkpoint serves each choice, at first the same; empty while none is known.
+
+        Raises:
+            GoneError: the client has another number of choices.
+        """
+        num_choices = len(call.prompts) * call.n
+        if delivered is not None:
+            if len(delivered.checkpoints) != num_choices:
+                raise GoneError("that stream has another number of choices")
+            return delivered.checkpoints
         served = self._mesh.router.served(caller.scenario, self._mesh.rng.random())
-        return "" if served is None else served.group.fingerprint
+        return ("" if served is None else served.group.fingerprint,) * num_choices
 
     async def prepare(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None = None
@@ -189,7 +200,7 @@ class Frontend:
         tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
         ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
-        checkpoint = self._checkpoint(caller) if delivered is None else delivered.checkpoint
+        checkpoints = self._checkpoints(call, caller, delivered)
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
@@ -212,7 +223,7 @@ class Frontend:
                     traceparent=caller.traceparent,
                     tenant=tenant,
                     rank=call.priority,
-                    checkpoint=checkpoint,
+                    checkpoint=checkpoints[index],
                     tpot_s=tpot_s,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
@@ -220,24 +231,37 @@ class Frontend:
             return going_on(choices, delivered, self.tokenizer.vocab_size)
         return choices
 
-    async def kept(self, given: GivenId, ticket: Ticket) -> Kept:
+    async def kept(self, given: GivenId, kind: str, caller: Caller, body: bytes) -> Kept:
         """A stream that a client wants to go on with.
+
+        Args:
+            kind: which API it comes in by.
+            body: as the client sent it this time; empty if it did not.
 
         Raises:
             GoneError: it is not kept, or not for this caller, who is told the same.
+            InvalidRequestError: that stream has another body.
             StageRefusedError: the journal does not answer now.
         """
-        kept: Kept | None = None
+        owner = owner_of(caller.ticket)
+        kept = kept_by_client(given, owner, caller, body) if body and given.is_whole else None
+        if kept is None:
+            kept = await self._in_journal(given)
+        if kept is None or kept.head.owner != owner:
+            raise GoneError("Last-Event-ID: nothing is kept of this stream")
+        if kept.head.kind != kind:
+            raise GoneError(f"Last-Event-ID: that stream is a {kept.head.kind}")
+        if body and body != kept.head.body:
+            raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
+        return kept
+
+    async def _in_journal(self, given: GivenId) -> Kept | None:
         try:
-            if self.journal is not None:
-                kept = await self.journal.read(given.key)
+            return None if self.journal is None else await self.journal.read(given.key)
         except StoreUnavailableError as error:
             message = "the journal of streams does not answer"
             refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=1000)
             raise StageRefusedError(refusal, Stage.GATEWAY) from error
-        if kept is None or kept.head.owner != owner_of(ticket):
-            raise GoneError("Last-Event-ID: nothing is kept of this stream")
-        return kept
 
     async def run(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
         """Generates a call's choices as text, each into its sink; cancel it to end them.

@@ -20,8 +20,7 @@ _MIB = 1 << 20
 
 
 JOURNAL_TIMEOUT_S = 2.0
-"""A stream's first event waits for the journal at most this long, once: a process that has no core
-for a moment must not take Redis for dead, since its streams would die with it."""
+"""A process that has no core for a moment must not take Redis for dead: ids grow meanwhile."""
 
 
 def open_redis(config: GatewayConfig, context: ServiceContext) -> RedisClient | None:

@@ -94,6 +94,12 @@ async def post(
         return response.status, await response.read(), dict(response.headers)
 
 
+async def written(stack: Stack) -> None:
+    """Waits until the journal has a stream, so that its client need not send its body again."""
+    metrics = stack.gateway.metrics
+    await stack.mesh.until(lambda: metrics.value("kvmesh_gateway_journal_bytes") > 0)
+
+
 def by_choice(events: Sequence[Event]) -> dict[int, list[str]]:
     """Data of each choice's events; those of none count as -1's."""
     found: dict[int, list[str]] = {}
@@ -145,6 +151,7 @@ async def test_the_tokens_before_the_break_are_not_made_again(two: tuple[Stack, 
     one, other = two
     _, raw, _ = await post(one, "completions", TEXT)
     events = events_of(raw)
+    await written(one)
     await post(other, "completions", None, events[9].last_id)  # what it asked is known
     (spec,) = other.mesh.workers["p1"].specs
     (place,) = parse_id(events[9].last_id).places
@@ -172,18 +179,47 @@ async def test_another_checkpoint_does_not_go_on_with_a_stream(tmp_path: Path) -
     with redis_process(tmp_path) as redis:
         async with stacks(tmp_path, redis, limits={"ttft_deadline_ms": 500}) as (one, other):
             _, raw, _ = await post(one, "completions", TEXT)
-            for worker in other.mesh.workers.values():
-                layout = replace(worker.info.layout, model_fingerprint="another")
-                worker.info = replace(worker.info, layout=layout)
-            seen = other.mesh.fleet_seen
-            other.mesh.changed.set()
-            await other.mesh.until(lambda: other.mesh.fleet_seen > seen)
+            await now_hold(other, "another")
             last_id = events_of(raw)[9].last_id
-            status, raw, headers = await post(other, "completions", None, last_id)
+            status, raw, headers = await post(other, "completions", TEXT, last_id)
             assert (status, headers["x-kvmesh-refusal"]) == (503, "gateway-no_workers")
             assert b"no worker of checkpoint tiny-fingerprint" in raw
             # A new stream is served.
             assert (await post(other, "completions", TEXT))[0] == 200
+
+
+async def now_hold(stack: Stack, checkpoint: str) -> None:
+    """All workers hold another checkpoint from now on."""
+    for worker in stack.mesh.workers.values():
+        layout = replace(worker.info.layout, model_fingerprint=checkpoint)
+        worker.info = replace(worker.info, layout=layout)
+    seen = stack.mesh.fleet_seen
+    stack.mesh.changed.set()
+    await stack.mesh.until(lambda: stack.mesh.fleet_seen > seen)
+
+
+async def test_a_checkpoint_that_vanished_before_the_first_token_is_not_asked_for(
+    two: tuple[Stack, Stack],
+) -> None:
+    """What counts is the checkpoint that made the tokens, not the one that was to make them."""
+    one, other = two
+    for worker in one.mesh.workers.values():
+        worker.does.refuse_reserves = worker.does.reject_offers = -1
+    asking = asyncio.create_task(post(one, "completions", TEXT))
+    await one.mesh.until(lambda: bool(one.gateway.metrics.refusals()))
+    await now_hold(one, "newer")
+    await one.mesh.until(lambda: one.mesh.queries[-1].fingerprint == "newer")
+    await now_hold(other, "newer")
+    for worker in one.mesh.workers.values():
+        worker.does.refuse_reserves = worker.does.reject_offers = 0
+    status, raw, _ = await asking
+    assert status == 200, raw
+    events = events_of(raw)
+    for body in (TEXT, None):
+        status, raw, _ = await post(other, "completions", body, events[9].last_id)
+        assert status == 200, raw
+        assert [each.data for each in events_of(raw)] == [each.data for each in events[10:]]
+        await written(one)
 
 
 async def test_a_stream_that_is_cut_goes_on_while_it_runs(two: tuple[Stack, Stack]) -> None:
@@ -198,6 +234,7 @@ async def test_a_stream_that_is_cut_goes_on_while_it_runs(two: tuple[Stack, Stac
         while read.count(b"\n\n") < 12:
             read += await response.content.readany()
     events = events_of(read)  # the half event at its end is none
+    await written(one)
     _, raw, _ = await post(other, "completions", None, events[-1].last_id)
     texts = [_text(event) for event in events + events_of(raw)]
     assert texts == [_text(event) for event in whole]
@@ -213,8 +250,9 @@ def _text(event: Event) -> str:
 async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     one, other = two
     _, raw, _ = await post(one, "completions", {**TEXT, "max_tokens": 4})
+    await written(one)
     last_id = events_of(raw)[1].last_id
-    key = last_id.partition(":")[0]
+    key = parse_id(last_id).key
 
     async def refusal(last_id: str, body: Any = None, path: str = "completions") -> Any:
         status, raw, _ = await post(other, path, body, last_id)
@@ -223,6 +261,7 @@ async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     assert (await refusal("?" + last_id))[0] == 400
     assert (await refusal(last_id, {**TEXT, "max_tokens": 5}))[0] == 400
     assert (await refusal(f"{key}:1.ffffff"))[0] == 400
+    assert (await refusal(f"{key}.e30:1.1", TEXT))[0] == 400
     gone = (410, "stream_gone")
     assert await refusal(last_id, path="chat/completions") == gone
     assert await refusal(f"{'x' * 22}:1") == gone
@@ -232,16 +271,31 @@ async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     assert other.gateway.metrics.value("kvmesh_gateway_resumes_total", outcome="gone") == 5
 
 
+async def test_streams_that_cannot_go_on_say_so(two: tuple[Stack, Stack]) -> None:
+    one, _ = two
+    many = {**TEXT, "prompt": ["hi"] * 17, "max_tokens": 2}
+    _, raw, headers = await post(one, "completions", many)
+    assert headers["x-kvmesh-resumable"] == "no; more than 16 choices"
+    assert not any(event.last_id for event in events_of(raw))
+    _, _, headers = await post(one, "completions", {**many, "prompt": ["hi"] * 16})
+    assert "x-kvmesh-resumable" not in headers
+    for path in ("responses", "messages"):
+        status, raw, _ = await post(one, path, {"model": MODEL, "input": "hi"}, f"{'x' * 22}:1")
+        assert (status, b"cannot be gone on with" in raw) == (400, True)
+
+
 async def test_prompts_of_other_tokens_are_not_gone_on_with(tmp_path: Path) -> None:
     """A template that says the time, or another model under the same name."""
     with redis_process(tmp_path) as redis:
         async with stacks(tmp_path, redis) as (one, _):
             _, raw, _ = await post(one, "chat/completions", CHAT)
+            await written(one)
             (tmp_path / "c").mkdir()
             shared, template = SharedRedisConfig(redis.url, timeout_s=5.0), f"Now: {TEMPLATE}"
             async with gateway_stack(tmp_path / "c", redis=shared, template=template) as third:
                 last_id = events_of(raw)[3].last_id
-                assert (await post(third, "chat/completions", None, last_id))[0] == 410
+                for body in (None, CHAT):
+                    assert (await post(third, "chat/completions", body, last_id))[0] == 410
 
 
 async def test_tenants_go_on_with_their_own_streams_alone(tmp_path: Path) -> None:
@@ -250,6 +304,7 @@ async def test_tenants_go_on_with_their_own_streams_alone(tmp_path: Path) -> Non
         async with stacks(tmp_path, redis, access=keys) as (one, other):
             mine, yours = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
             _, raw, _ = await post(one, "completions", TEXT, **mine)
+            await written(one)
             last_id = events_of(raw)[4].last_id
             assert (await post(other, "completions", TEXT, last_id, **yours))[0] == 410
             assert (await post(other, "completions", None, last_id, **yours))[0] == 410
@@ -268,26 +323,21 @@ async def test_redis_dies_under_streams(tmp_path: Path) -> None:
     with redis_process(tmp_path) as redis:
         async with stacks(tmp_path, redis) as (one, other):
             _, raw, _ = await post(one, "completions", TEXT)
+            await written(one)
             last_id = events_of(raw)[4].last_id
             redis.stop(kill=True)
             status, _, headers = await post(other, "completions", None, last_id)
             assert (status, headers["Retry-After"]) == (503, "1")
-            assert _said(await post(one, "completions", TEXT)) == SAYS  # found out by this one
-            assert _said(await post(one, "completions", TEXT)) == SAYS
+            events = events_of((await post(one, "completions", TEXT))[1])
+            assert "".join(map(_text, events[:-1])) == SAYS
+            # Ids say enough themselves, if the client sends its request again.
+            _, raw, _ = await post(other, "completions", TEXT, events[9].last_id)
+            assert [each.data for each in events_of(raw)] == [each.data for each in events[10:]]
             redis.start()
-
-            async def is_back() -> bool:
-                _, raw, _ = await post(one, "completions", {**TEXT, "max_tokens": 1})
-                return bool(events_of(raw)[0].last_id)
-
-            while not await is_back():
+            # It is written as soon as that is possible, and what Redis has forgotten is gone.
+            while (await post(other, "completions", None, events[9].last_id))[0] != 200:
                 await asyncio.sleep(0.01)
-            status, _, _ = await post(other, "completions", None, last_id)
-            assert status == 410
-
-
-def _said(answer: tuple[int, bytes, dict[str, str]]) -> str:
-    return "".join(map(_text, events_of(answer[1])[:-1]))
+            assert (await post(other, "completions", None, last_id))[0] == 410
 
 
 async def test_the_journal_has_a_bound_and_a_lifetime(tmp_path: Path) -> None:
@@ -297,15 +347,17 @@ async def test_the_journal_has_a_bound_and_a_lifetime(tmp_path: Path) -> None:
             bodies = [{**TEXT, "max_tokens": 2, "ignored": "x" * 60_000} for _ in range(20)]
             streams = [events_of((await post(one, "completions", each))[1]) for each in bodies]
             ids = [events[0].last_id for events in streams]
+            while (await post(other, "completions", None, ids[-1]))[0] != 200:
+                await asyncio.sleep(0.01)
             held = one.gateway.metrics.value("kvmesh_gateway_journal_bytes")
             assert 900_000 < held <= 1 << 20
-            assert (await post(other, "completions", None, ids[-1]))[0] == 200
             while (await post(other, "completions", None, ids[0]))[0] != 410:
                 await post(one, "completions", TEXT)  # which has it dropped
         (tmp_path / "again").mkdir()
         short = ResumeConfig(keep_s=0.2)
         async with stacks(tmp_path / "again", redis, resume=short) as (one, other):
             _, raw, _ = await post(one, "completions", TEXT)
+            await written(one)
             while (await post(other, "completions", None, events_of(raw)[0].last_id))[0] != 410:
                 await asyncio.sleep(0.01)
             metrics = one.gateway.metrics

@@ -27,6 +27,9 @@ for i = 2, #ARGV, 4 do
     length = redis.call('RPUSH', key, value)
   elseif word == 'add' then
     length = redis.call('RPUSHX', key, value)
+  elseif word == 'head' then
+    length = redis.call('LLEN', key)
+    if length > 0 then redis.call('LSET', key, 0, value) end
   end
   if word == 'drop' then
     redis.call('DEL', key)
@@ -49,7 +52,8 @@ class Line:
     """Something to be written.
 
     Attributes:
-        word: `begin` a stream with its head, `add` a record, `end` it, or `drop` it.
+        word: `begin` a stream with its head, change its `head`, `add` a record, `end` it, or `drop`
+            it.
         life_s: the stream lives for so long from now on; None changes nothing.
     """
 
@@ -73,7 +77,7 @@ class RedisJournalStore:
         """Writes in order, many lines in one call.
 
         Returns:
-            For each line, whether the stream was there, which only `begin` and `add` find out.
+            For each line, whether the stream was there; `end` and `drop` do not find it out.
 
         Raises:
             StoreUnavailableError: Redis did not answer; any of it may have been written.

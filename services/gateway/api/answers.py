@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from services.gateway.errors import answer_for
 from services.gateway.frontend import Frontend, usage_of
 from services.gateway.request.choice import Behind, Choice
 from services.gateway.request.delivery import delivered_text
+from services.gateway.request.event_ids import MAX_CHOICES
 from services.gateway.request.journal import Entry
 from services.gateway.request.mesh import Placed
 from services.gateway.tools.reasoning import thinking_at
@@ -34,6 +35,7 @@ SSE_HEADERS = {
 DONE = b"data: [DONE]\n\n"
 
 SEED_HEADER = "x-kvmesh-seed"
+RESUMABLE_HEADER = "x-kvmesh-resumable"
 
 
 class EventSink(Protocol):
@@ -257,29 +259,26 @@ class _Stream:
 
     Attributes:
         entry: of the journal; None where it is not written.
-        write: sends events, when the journal has the request.
-        has_begun: something was sent, or will be.
+        write: sends events.
+        has_begun: something was sent.
     """
 
     def __init__(self, answer: Answer, out: EventSink, entry: Entry | None) -> None:
         self._answer = answer
         self._num_open = len(answer.texts)
         self._out = out
-        self._held: list[Callable[[], None]] = []
         self.entry = entry
         self.has_begun = False
         self.write: Callable[[bytes], None] = out.write
-        self._is_held = entry is not None and not entry.begun.done()
-        if self._is_held and entry is not None:
-            self.write = self._hold
-            entry.begun.add_done_callback(self._release)
 
     def send(self, events: bytes, where: Placed) -> None:
         """Sends events of a choice, if there are any; the first ones always."""
         if not self.has_begun:
             self.has_begun = True
             headers = {**SSE_HEADERS, **self._answer.headers(where)}
-            self._do(lambda: self._out.begin(headers, events))
+            if len(self._answer.texts) > MAX_CHOICES:
+                headers[RESUMABLE_HEADER] = f"no; more than {MAX_CHOICES} choices"
+            self._out.begin(headers, events)
         elif events:
             self.write(events)
 
@@ -298,18 +297,15 @@ class _Stream:
 
     def fail(self, events: bytes) -> None:
         """Sends an error as the end."""
-        self._do(lambda: self._out.end(events))
+        self._out.end(events)
 
     async def sent(self) -> None:
         """Waits while the client has not taken all of it."""
         if not self.has_begun:  # its client had all of the choices
             self.has_begun = True
             headers = {**SSE_HEADERS, SEED_HEADER: str(self._answer.call.seed)}
-            self._do(lambda: self._out.begin(headers, b""))
+            self._out.begin(headers, b"")
             self._end()
-        if self.entry is not None:
-            await self.entry.begun
-            self._release(self.entry.begun)
         await self._out.sent()
 
     def _end(self) -> None:
@@ -317,22 +313,7 @@ class _Stream:
         if answer.call.include_usage:
             id_line = "" if self.entry is None else self.entry.id_line(is_over=True)
             ending = _event(answer.responses.closing_usage(answer.usage()), id_line)
-        self._do(lambda: self._out.end(ending + DONE))
-
-    def _hold(self, events: bytes) -> None:
-        self._held.append(partial(self._out.write, events))
-
-    def _do(self, sends: Callable[[], None]) -> None:
-        if self._is_held:
-            self._held.append(sends)
-        else:
-            sends()
-
-    def _release(self, _: object) -> None:
-        self._is_held, self.write = False, self._out.write
-        held, self._held = self._held, []
-        for sends in held:
-            sends()
+        self._out.end(ending + DONE)
 
 
 class _StreamSink(_ChoiceSink):
@@ -354,6 +335,11 @@ class _StreamSink(_ChoiceSink):
             or call.return_token_ids
             or call.sampling.num_logprobs >= 0
         )
+
+    def placed(self, where: Placed) -> None:
+        super().placed(where)
+        if self._entry is not None:
+            self._entry.placed(self._index, where.checkpoint)
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         super().first(cached_tokens, prompt_logprobs)

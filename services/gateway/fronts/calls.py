@@ -31,7 +31,8 @@ from services.gateway.api.schema import ChatBody, CompletionBody, parse_body
 from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.request.choice import Caller, Choice, Delivered, prompt_sum
 from services.gateway.request.event_ids import HEADER, GivenId, parse_id
-from services.gateway.request.journal import Entry, Head, Kept, delivered_of, owner_of
+from services.gateway.request.journal import Entry, Kept, delivered_of, owner_of
+from services.gateway.request.stream_head import Head
 from services.gateway.tenants.admission import Ticket
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "request-id")
@@ -81,6 +82,7 @@ class _Asked:
 
     Attributes:
         created: seconds since the epoch.
+        given: what the client says of it, if it goes on here.
         delivered: what the client has of it.
     """
 
@@ -89,6 +91,7 @@ class _Asked:
     caller: Caller
     body: bytes
     created: int
+    given: GivenId | None = None
     delivered: Delivered | None = None
 
 
@@ -119,9 +122,10 @@ class Calls:
         self, endpoint: Endpoint, given: GivenId, body: bytes, exchange: Exchange, ticket: Ticket
     ) -> Whole | None:
         metrics = self._frontend.metrics
+        caller = caller_of(exchange.headers, exchange.arrived_at, exchange.request_id, ticket)
         try:
-            kept = await self._frontend.kept(given, ticket)
-            asked = self._asked_again(endpoint, given, kept, body, exchange, ticket)
+            kept = await self._frontend.kept(given, endpoint.value, caller, body)
+            asked = self._asked_again(endpoint, given, kept, exchange, caller)
             whole: Whole | None = None
             if given.is_over:
                 exchange.begin({**SSE_HEADERS, SEED_HEADER: str(kept.head.seed)}, DONE)
@@ -159,37 +163,26 @@ class Calls:
         return _Asked(endpoint, call, caller, body, int(time.time()))
 
     def _asked_again(
-        self,
-        endpoint: Endpoint,
-        given: GivenId,
-        kept: Kept,
-        body: bytes,
-        exchange: Exchange,
-        ticket: Ticket,
+        self, endpoint: Endpoint, given: GivenId, kept: Kept, exchange: Exchange, caller: Caller
     ) -> _Asked:
         """The call of a stream that goes on behind `Last-Event-ID`.
 
         Raises:
             GoneError: nobody can go on with it.
-            InvalidRequestError: the body is another one.
         """
         head = kept.head
-        if head.kind != endpoint.value:
-            raise GoneError(f"Last-Event-ID: that stream is a {head.kind}")
-        if body and body != head.body:
-            raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
         exchange.request_id = head.request_id
         caller = Caller(
             exchange.arrived_at,
             head.request_id,
             head.scenario,
             Placement(head.placement),
-            traceparent=exchange.headers.get("traceparent", ""),
-            ticket=ticket,
+            traceparent=caller.traceparent,
+            ticket=caller.ticket,
         )
         call = self._call(endpoint, parse_json(head.body))
         delivered = delivered_of(given, kept)
-        return _Asked(endpoint, call, caller, head.body, head.created, delivered)
+        return _Asked(endpoint, call, caller, head.body, head.created, given, delivered)
 
     def _entry(self, asked: _Asked, choices: Sequence[Choice]) -> Entry | None:
         """Where the stream is written for other gateways; None where that is not done."""
@@ -203,13 +196,12 @@ class Calls:
             created=asked.created,
             seed=choices[0].call.seed or 0,
             prompt_sum=prompt_sum(choices),
-            num_choices=len(choices),
-            checkpoint=choices[0].request.checkpoint,
+            checkpoints=tuple(each.request.checkpoint for each in choices),
             scenario=caller.scenario,
             placement=caller.placement.value,
             body=asked.body,
         )
-        return journal.open(head, choices)
+        return journal.open(head, choices, asked.given)
 
     def _call(self, endpoint: Endpoint, content: Any) -> ApiCall:
         frontend = self._frontend

@@ -101,8 +101,8 @@ class InferenceServicer(InferenceServiceServicer):
             check_room("resume.token_ids", len(point.token_ids), self._frontend.max_model_len)
             behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
             # Whoever says so may be right or not: what is computed again is charged again.
-            checkpoint = point.model_fingerprint
-            delivered = Delivered(point.seed, point.prompt_sum, False, checkpoint, (behind,))
+            checkpoints = (point.model_fingerprint,)
+            delivered = Delivered(point.seed, point.prompt_sum, False, checkpoints, (behind,))
         (choice,) = await self._frontend.prepare(call, caller, delivered)
         return choice
 
@@ -171,7 +171,6 @@ class _ResponseSink:
             seed=seed,
             prompt_sum=checksum,
             cached_tokens=cached_tokens,
-            model_fingerprint=self._choice.request.checkpoint,
         )
 
     def resume(self, behind: Behind, text: str) -> None:
@@ -192,6 +191,8 @@ class _ResponseSink:
     ) -> None:
         self._note(token_ids)
         point, self._point = self._point, None
+        if point is not None:
+            point.model_fingerprint = self._where.checkpoint
         told, calls = self._told(text, is_last=finish is not None)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         response = GenerateResponse(

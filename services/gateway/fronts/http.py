@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvmesh.core.errors import KvMeshError
+from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.telemetry.exposition import exposition
 from services.gateway.api.answers import Whole, dumps
 from services.gateway.api.anthropic_api import MESSAGES_UNSUPPORTED, CountBody, as_counted_chat
@@ -54,6 +54,7 @@ from services.gateway.fronts.calls import (
 )
 from services.gateway.fronts.openapi import openapi_page
 from services.gateway.metrics import TENANT
+from services.gateway.request.event_ids import HEADER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -155,6 +156,12 @@ class HttpFront:
             return web.json_response({"input_tokens": count})
 
     async def _single(self, request: web.Request, form: Form[BodyT]) -> web.StreamResponse:
+        if HEADER in request.headers:  # silently it would be another answer
+            raise InvalidRequestError(
+                f"Last-Event-ID: streams of {request.path} cannot be gone on with, and their "
+                "events have no id; send the request without it for a new answer",
+                HEADER,
+            )
         async with self._frontend.admit(_authorization(request)) as ticket:
             raw, arrived_at = await self._raw(request), _arrived_at(request)
             await self._frontend.turn(arrived_at, ttft_ms_of(request.headers))

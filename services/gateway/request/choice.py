@@ -68,14 +68,14 @@ class Delivered(NamedTuple):
         seed: of the call.
         prompt_sum: of the prompts that the call had; see `prompt_sum`.
         is_paid: the prompt was charged before.
-        checkpoint: fingerprint of the one that generated it.
+        checkpoints: fingerprint of the one that generated it, for each choice.
         choices: None where it has nothing.
     """
 
     seed: int
     prompt_sum: int
     is_paid: bool
-    checkpoint: str
+    checkpoints: tuple[str, ...]
     choices: tuple[Behind | None, ...]
 
 
@@ -123,7 +123,7 @@ def going_on(choices: Sequence[Choice], delivered: Delivered, vocab_size: int) -
         GoneError: it has that of another call, or of another model.
         InvalidRequestError: no such token is known.
     """
-    if delivered.prompt_sum != prompt_sum(choices) or len(delivered.choices) != len(choices):
+    if delivered.prompt_sum != prompt_sum(choices):
         raise GoneError("the prompt has other tokens here: ask for the whole answer again")
     for choice, behind in zip(choices, delivered.choices, strict=True):
         if behind is not None:

@@ -1,8 +1,9 @@
 """Where a stream is, as its events say it in their `id`, and `Last-Event-ID` brings it back.
 
-    <key>:<place>[,<place>...][$]
+    <key>[.<start>]:<place>[,<place>...][$]
 
-The key names the stream in the journal; nobody can guess it. Each choice has a place: empty before
+The key names the stream in the journal; nobody can guess it. Where the journal may not hold the
+stream yet, its start is there too (`stream_head`). Each choice has a place: empty before
 its first event, else the number of its tokens that the client has, and then what the journal may
 not hold yet: after `~` how many of the prompt's tokens were cached, and in hex, each after a dot,
 the last tokens. `!` ends the place of a choice that is complete. `$` says that the usage after all
@@ -29,7 +30,8 @@ events have an empty id, which makes clients forget the last one: it would repea
 MAX_CHOICES = 16
 """Every id has a place for each choice; calls with more of them cannot be resumed."""
 
-_ID = re.compile(r"([A-Za-z0-9_-]{8,64}):([0-9a-f~.,!]*)(\$?)")
+_KEY, _START = r"[A-Za-z0-9_-]{8,64}", r"[A-Za-z0-9_-]{1,1024}"
+_ID = re.compile(rf"({_KEY})(?:\.({_START}))?:([0-9a-f~.,!]*)(\$?)")
 _PLACE = re.compile(r"([0-9]{1,9})(?:~([0-9]{1,9}))?((?:\.[0-9a-f]{1,8})*)(!?)")
 
 
@@ -37,7 +39,8 @@ class Place:
     """Where one choice is.
 
     Args:
-        num_tokens: that the client has already, and the journal as well.
+        num_tokens: that the client has already.
+        waiting: the last ones of them, which no journal may hold.
 
     Attributes:
         num_tokens: that the client has after this event.
@@ -49,13 +52,13 @@ class Place:
 
     __slots__ = ("_tail", "cached", "is_opened", "num_tokens", "text", "waiting")
 
-    def __init__(self, num_tokens: int = 0) -> None:
+    def __init__(self, num_tokens: int = 0, waiting: Sequence[int] = ()) -> None:
         self.num_tokens = num_tokens
-        self.waiting: list[int] = []
+        self.waiting = list(waiting)
         self.cached: int | None = None
         self.is_opened = num_tokens > 0
-        self._tail = ""
-        self.text = str(num_tokens) if num_tokens else ""
+        self.text = self._tail = ""
+        self._note_tail()
 
     def add(self, token_ids: Sequence[int]) -> None:
         """The next event has these tokens, too; every token of a stream passes here."""
@@ -81,14 +84,17 @@ class Place:
     def has_cached(self, num_tokens: int) -> None:
         """So many of the prompt's tokens were cached; before there are any tokens."""
         self.cached = num_tokens
-        self._tail = f"~{num_tokens}"
-        self._write()
+        self._note_tail()
 
     def kept(self, num_tokens: int) -> None:
         """The journal holds so many of those that were waiting, and the number of cached ones."""
         del self.waiting[:num_tokens]
         self.cached = None
-        self._tail = "".join([f".{token_id:x}" for token_id in self.waiting])
+        self._note_tail()
+
+    def _note_tail(self) -> None:
+        cached = "" if self.cached is None else f"~{self.cached}"
+        self._tail = cached + "".join([f".{token_id:x}" for token_id in self.waiting])
         self._write()
 
     def _write(self) -> None:
@@ -96,11 +102,15 @@ class Place:
         self.text = f"{self.num_tokens}{self._tail}{end}" if self.is_opened else ""
 
 
-def id_line(key: str, places: Sequence[Place], *, is_over: bool = False) -> str:
-    """The line of an event that says where the stream is after it."""
+def id_line(name: str, places: Sequence[Place], *, is_over: bool = False) -> str:
+    """The line of an event that says where the stream is after it.
+
+    Args:
+        name: its key, with its start where that is needed.
+    """
     if sum([len(place.waiting) for place in places]) > MAX_TAIL:
         return "id:\n"
-    return f"id: {key}:{','.join([place.text for place in places])}{'$' if is_over else ''}\n"
+    return f"id: {name}:{','.join([place.text for place in places])}{'$' if is_over else ''}\n"
 
 
 class GivenPlace(NamedTuple):
@@ -120,11 +130,26 @@ class GivenPlace(NamedTuple):
 
 
 class GivenId(NamedTuple):
-    """Where a client is in a stream."""
+    """Where a client is in a stream.
+
+    Attributes:
+        start: how it began, as `stream_head` writes it; empty where the journal holds that.
+    """
 
     key: str
+    start: str
     places: tuple[GivenPlace, ...]
     is_over: bool
+
+    @property
+    def name(self) -> str:
+        """The stream as the id names it."""
+        return f"{self.key}.{self.start}" if self.start else self.key
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it says all that there is to know, but for the request."""
+        return bool(self.start) and not any(place.num_kept for place in self.places)
 
 
 def parse_id(text: str) -> GivenId:
@@ -134,11 +159,12 @@ def parse_id(text: str) -> GivenId:
         InvalidRequestError: it is no id of ours.
     """
     found = _ID.fullmatch(text)
-    parts = [] if found is None else found[2].split(",")
+    parts = [] if found is None else found[3].split(",")
     places = [_place(part) for part in parts if len(parts) <= MAX_CHOICES]
     if found is None or not places or None in places:
         raise InvalidRequestError(f"Last-Event-ID: {text[:80]!r} is no id of an event", HEADER)
-    return GivenId(found[1], tuple(place for place in places if place), bool(found[3]))
+    given = tuple(place for place in places if place)
+    return GivenId(found[1], found[2] or "", given, bool(found[4]))
 
 
 def _place(text: str) -> GivenPlace | None:

@@ -1,32 +1,39 @@
 """What another gateway needs to go on with a stream: its request, and its tokens so far.
 
-Nothing waits for it but a stream's first event, which leaves when the head is written: from then on
-an id names the tokens that are not written yet itself (`event_ids`). Tokens of all streams are
-written together, every `FLUSH_S`. A stream that goes on is written under a new key: two gateways
-never write to one.
+Nothing waits for it: an id names what is not written yet itself (`event_ids`), as long as that is
+the start as well (`stream_head`). What all streams have to be written goes out together, every
+`FLUSH_S`. A stream that goes on is written under a new key, and has ids of the old one until then:
+two gateways never write to one.
 Tests: tests/integration/test_gateway_resume.py, tests/unit/gateway/request/test_journal.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvmesh.core.errors import GoneError
+from kvmesh.core.values import changed
 from kvmesh.metadata.journal_store import Line
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.choice import Behind, Choice, Delivered
+from services.gateway.request.choice import Behind, Caller, Choice, Delivered
 from services.gateway.request.event_ids import MAX_CHOICES, MAX_TAIL, GivenId, Place, id_line
+from services.gateway.request.stream_head import (
+    Head,
+    head_bytes,
+    head_of,
+    head_of_start,
+    start_text,
+)
 from services.gateway.tenants.admission import Ticket
 
 log = event_logger(__name__)
@@ -37,6 +44,8 @@ PROBE_S = 1.0
 """After a failure Redis is left alone for this long."""
 
 _RECORD = struct.Struct("<HI")
+HEAD_BYTES = 512
+"""A head takes so much besides its body."""
 _CACHED = 0x8000
 """Set in a record's choice: its number is that of cached prompt tokens, and no tokens follow."""
 
@@ -45,40 +54,12 @@ class JournalStore(Protocol):
     """Where streams are written; see `RedisJournalStore`. Raises StoreUnavailableError."""
 
     async def write(self, lines: Sequence[Line]) -> list[bool]:
-        """Writes in order; for `begin` and `add`, whether the stream is there."""
+        """Writes in order; for `begin`, `head` and `add`, whether the stream is there."""
         ...
 
     async def read(self, key: str) -> list[bytes]:
         """Head and records of a stream; empty if there is none."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A stream's request, and what was settled when it came.
-
-    Attributes:
-        kind: which API it came in by.
-        owner: tenant that may go on with it.
-        created: seconds since the epoch, as in its events.
-        seed: of the call.
-        prompt_sum: of the prompts' token ids; another sum, another model or day.
-        num_choices: generations.
-        checkpoint: fingerprint of the one that serves it.
-        body: as the client sent it.
-    """
-
-    kind: str
-    owner: str
-    request_id: str
-    created: int
-    seed: int
-    prompt_sum: int
-    num_choices: int
-    checkpoint: str
-    scenario: str
-    placement: str
-    body: bytes
 
 
 @dataclass(slots=True)
@@ -95,19 +76,10 @@ class Kept:
     cached_tokens: list[int]
 
 
-_FIELDS = tuple(field.name for field in fields(Head) if field.name != "body")
-
-
 def owner_of(ticket: Ticket | None) -> str:
     """Whose a stream is."""
     tenant = Tenant() if ticket is None else ticket.tenant
     return f"{tenant.namespace}{tenant.name}"
-
-
-def head_bytes(head: Head) -> bytes:
-    """A head as it is written; the body stays as it is."""
-    found = {name: getattr(head, name) for name in _FIELDS}
-    return json.dumps(found).encode() + b"\n" + head.body
 
 
 def record_bytes(choice: int, first: int, token_ids: Sequence[int]) -> bytes:
@@ -121,8 +93,7 @@ def kept_of(parts: Sequence[bytes]) -> Kept:
     Raises:
         ValueError, LookupError, TypeError: that is no stream.
     """
-    found, _, body = parts[0].partition(b"\n")
-    head = Head(**json.loads(found), body=body)
+    head = head_of(parts[0])
     kept = Kept(head, [[] for _ in range(head.num_choices)], [0] * head.num_choices)
     for part in parts[1:]:
         if len(part) < _RECORD.size:
@@ -134,6 +105,19 @@ def kept_of(parts: Sequence[bytes]) -> Kept:
         token_ids = array("I", part[_RECORD.size :])
         kept.token_ids[choice][first : first + len(token_ids)] = token_ids
     return kept
+
+
+def kept_by_client(given: GivenId, owner: str, caller: Caller, body: bytes) -> Kept:
+    """A stream of which the journal holds nothing yet, from an id that is whole and the request.
+
+    Raises:
+        GoneError: it is another caller's.
+        InvalidRequestError: it was another request.
+    """
+    count = len(given.places)
+    where = (caller.scenario, caller.placement.value)
+    head = head_of_start(given.start, owner, body, count, *where)
+    return Kept(head, [[] for _ in range(count)], [0] * count)
 
 
 def delivered_of(given: GivenId, kept: Kept) -> Delivered:
@@ -153,9 +137,8 @@ def delivered_of(given: GivenId, kept: Kept) -> Delivered:
         cached = kept.cached_tokens[choice] if place.cached is None else place.cached
         behind = Behind(so_far, cached, place.is_complete)
         choices.append(behind if place.is_opened else None)
-    return Delivered(
-        kept.head.seed, kept.head.prompt_sum, True, kept.head.checkpoint, tuple(choices)
-    )
+    head, is_paid = kept.head, not given.start  # a client may say so
+    return Delivered(head.seed, head.prompt_sum, is_paid, head.checkpoints, tuple(choices))
 
 
 @dataclass(slots=True, eq=False)
@@ -163,26 +146,55 @@ class Entry:
     """One stream that is written.
 
     Attributes:
+        head: how it began; another one if its checkpoints change before their first tokens.
         places: where its choices are.
-        begun: whether its head is written; done when that is known.
+        before: name of the stream that it goes on with; empty for a new one.
+        behind: tokens of each choice that came before.
+        name: as ids have it.
+        written: the head that the journal has.
         is_kept: another gateway can go on with it.
-        num_bytes: that it takes in the journal.
+        num_bytes: that it takes in the journal; 0 before it is begun there.
         is_dirty: there is something to be written.
         until: then it is forgotten; 0 as long as it grows.
     """
 
     journal: Journal
     key: str
+    head: Head
     places: list[Place]
-    begun: asyncio.Future[bool]
-    num_bytes: int
+    before: str
+    behind: list[Sequence[int]]
+    name: str = ""
+    written: Head | None = None
     is_kept: bool = True
+    num_bytes: int = 0
     is_dirty: bool = False
     until: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.rename()
+
+    def rename(self) -> None:
+        """Has ids say no more than they have to."""
+        is_behind = any(place.num_tokens > len(place.waiting) for place in self.places)
+        if self.written is self.head:
+            self.name = self.key
+        elif self.written is None and self.before and is_behind:
+            self.name = self.before
+        else:
+            self.name = f"{self.key}.{start_text(self.head)}"
+
+    def placed(self, choice: int, checkpoint: str) -> None:
+        """A choice is served by a checkpoint; before its first event."""
+        checkpoints = list(self.head.checkpoints)
+        if checkpoints[choice] != checkpoint:
+            checkpoints[choice] = checkpoint
+            self.head = changed(self.head, checkpoints=tuple(checkpoints))
+            self.rename()
+
     def id_line(self, *, is_over: bool = False) -> str:
         """The line of an event that says where the stream is after it."""
-        return id_line(self.key, self.places, is_over=is_over) if self.is_kept else "id:\n"
+        return id_line(self.name, self.places, is_over=is_over) if self.is_kept else "id:\n"
 
     def after(self, choice: int, token_ids: Sequence[int]) -> str:
         """The next event has these tokens, too: its line. Every token of a stream passes here."""
@@ -191,7 +203,7 @@ class Entry:
         if not self.is_dirty:
             self.journal.mark(self)
         if self.is_kept and len(place.waiting) < MAX_TAIL and len(self.places) == 1:
-            return f"id: {self.key}:{place.text}\n"  # as nearly all are
+            return f"id: {self.name}:{place.text}\n"  # as nearly all are
         return self.id_line()
 
     def close(self) -> None:
@@ -203,31 +215,15 @@ class _Sent(NamedTuple):
     """What was to be written of one stream.
 
     Attributes:
+        head: that the journal has then.
         counts: tokens of its choices.
         numbers: of its lines that tell whether it is there.
     """
 
     entry: Entry
+    head: Head
     counts: list[tuple[Place, int]]
     numbers: range
-
-
-def _take(entry: Entry, lines: list[Line], keep_s: float) -> _Sent:
-    """Adds what a stream has to be written to the lines."""
-    begin, counts = len(lines), list[tuple[Place, int]]()
-    for choice, place in enumerate(entry.places):
-        if place.cached is not None:
-            value = _RECORD.pack(_CACHED | choice, place.cached)
-            lines.append(Line("add", entry.key, value))
-        if count := len(place.waiting):
-            value = record_bytes(choice, place.num_tokens - count, place.waiting)
-            lines.append(Line("add", entry.key, value))
-        if count or place.cached is not None:
-            counts.append((place, count))
-    numbers = range(begin, len(lines))
-    if entry.until:
-        lines.append(Line("end", entry.key, life_s=keep_s))
-    return _Sent(entry, counts, numbers)
 
 
 class Journal:
@@ -257,38 +253,37 @@ class Journal:
         self._life_s = longest_s + keep_s
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._num_bytes = 0
-        self._opening: list[tuple[Entry, list[Line]]] = []
+        self._num_bytes = self._num_told = 0
         self._dirty: list[Entry] = []
         self._drops: list[Line] = []
         self._closed: deque[Entry] = deque()
-        self._has_opening, self._has_more = asyncio.Event(), asyncio.Event()
+        self._tidying: asyncio.TimerHandle | None = None
+        self._has_more = asyncio.Event()
         self._down_until = 0.0
         self._is_down = False
 
-    def open(self, head: Head, choices: Sequence[Choice]) -> Entry | None:
-        """Begins to write a stream, with what its client has of it; None if there is no room."""
-        if head.num_choices > MAX_CHOICES or self._loop.time() < self._down_until:
+    def open(
+        self, head: Head, choices: Sequence[Choice], given: GivenId | None = None
+    ) -> Entry | None:
+        """A stream that is to be written; None if it has too many choices.
+
+        Args:
+            given: what its client said of it, if it goes on here.
+        """
+        if head.num_choices > MAX_CHOICES:
             return None
-        value = head_bytes(head)
-        given = [() if each.behind is None else each.behind.token_ids for each in choices]
-        num_bytes = len(value) + 4 * sum(map(len, given))
-        if not self._make_room(num_bytes):
-            return None
-        key = secrets.token_urlsafe(16)
-        begun = self._loop.create_future()
-        entry = Entry(self, key, [Place(len(each)) for each in given], begun, num_bytes)
-        lines = [Line("begin", key, value, self._life_s)]
-        for choice, token_ids in enumerate(given):
-            if token_ids:
-                lines.append(Line("add", key, record_bytes(choice, 0, token_ids)))
-        self._add_bytes(num_bytes)
-        self._opening.append((entry, lines))
-        self._has_opening.set()
-        return entry
+        behind: list[Sequence[int]] = []
+        places: list[Place] = []
+        for number, choice in enumerate(choices):
+            token_ids = () if choice.behind is None else choice.behind.token_ids
+            tail = () if given is None else given.places[number].tail
+            behind.append(token_ids)
+            places.append(Place(len(token_ids), tail))
+        before = "" if given is None else given.name
+        return Entry(self, secrets.token_urlsafe(16), head, places, before, behind)
 
     def mark(self, entry: Entry) -> None:
-        """It has tokens to be written."""
+        """It has something to be written."""
         entry.is_dirty = True
         self._dirty.append(entry)
         self._has_more.set()
@@ -299,8 +294,9 @@ class Journal:
             return
         entry.until = self._loop.time() + self._keep_s
         self._closed.append(entry)
-        self._loop.call_later(self._keep_s, self._make_room, 0)
-        if not entry.is_dirty:
+        if self._tidying is None:
+            self._tidying = self._loop.call_at(entry.until, self._tidy)
+        if entry.num_bytes and not entry.is_dirty:
             self.mark(entry)
 
     async def read(self, key: str) -> Kept | None:
@@ -321,56 +317,66 @@ class Journal:
 
     async def run(self) -> None:
         """Writes until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._begin_all())
-            tasks.create_task(self._add_all())
-
-    async def flush(self) -> None:
-        """Writes all that there is."""
-        await self._begin_now()
-        await self._add_now()
-
-    async def _begin_all(self) -> None:
-        while True:
-            await self._has_opening.wait()
-            await self._begin_now()
-
-    async def _begin_now(self) -> None:
-        """Writes heads; their streams wait for it."""
-        self._has_opening.clear()
-        opening, self._opening = self._opening, []
-        if not opening:
-            return
-        told = await self._write([line for _, lines in opening for line in lines])
-        for entry, _ in opening:
-            entry.is_kept = told is not None
-            if not entry.begun.done():
-                entry.begun.set_result(entry.is_kept)
-
-    async def _add_all(self) -> None:
         while True:
             await self._has_more.wait()
             await asyncio.sleep(max(FLUSH_S, self._down_until - self._loop.time()))
-            await self._add_now()
+            await self.flush()
 
-    async def _add_now(self) -> None:
-        """Writes tokens and ends."""
+    async def flush(self) -> None:
+        """Writes all that there is."""
         self._has_more.clear()
         dirty, self._dirty = self._dirty, []
-        lines, self._drops = self._drops, []
+        lines: list[Line] = []
         sent: list[_Sent] = []
         for entry in dirty:
             entry.is_dirty = False
-            if entry.begun.done():
-                sent.append(_take(entry, lines, self._keep_s))
-            else:
-                self.mark(entry)  # its head is on the way
-        told = await self._write(lines) if lines else []
+            if entry.is_kept and self._fits(entry):
+                sent.append(self._take(entry, lines))
+        drops, self._drops = self._drops, []
+        told = await self._write([*lines, *drops]) if lines or drops else []
         for each in sent:
             if told is None:
-                self._again(each)
+                self._again(each.entry)
             else:
                 self._done(each, told)
+        self._tell_bytes()
+
+    def _fits(self, entry: Entry) -> bool:
+        """Whether there is room for a stream; if not, it is asked again."""
+        if entry.num_bytes:
+            return True
+        num_bytes = len(entry.head.body) + HEAD_BYTES + 4 * sum(map(len, entry.behind))
+        if self._make_room(num_bytes) and entry.is_kept:
+            entry.num_bytes = num_bytes
+            self._num_bytes += num_bytes
+            return True
+        self._again(entry)
+        return False
+
+    def _take(self, entry: Entry, lines: list[Line]) -> _Sent:
+        """Adds what a stream has to be written to the lines."""
+        begin, head, key = len(lines), entry.head, entry.key
+        if entry.written is None:
+            lines.append(Line("begin", key, head_bytes(head), self._life_s))
+        elif entry.written is not head:
+            lines.append(Line("head", key, head_bytes(head)))
+        counts = list[tuple[Place, int]]()
+        for choice, place in enumerate(entry.places):
+            count = len(place.waiting)
+            if entry.written is None and place.num_tokens > count:
+                token_ids = entry.behind[choice][: place.num_tokens - count]
+                lines.append(Line("add", key, record_bytes(choice, 0, token_ids)))
+            if place.cached is not None:
+                lines.append(Line("add", key, _RECORD.pack(_CACHED | choice, place.cached)))
+            if count:
+                value = record_bytes(choice, place.num_tokens - count, place.waiting)
+                lines.append(Line("add", key, value))
+            if count or place.cached is not None:
+                counts.append((place, count))
+        numbers = range(begin, len(lines))
+        if entry.until:
+            lines.append(Line("end", key, life_s=self._keep_s))
+        return _Sent(entry, head, counts, numbers)
 
     def _done(self, sent: _Sent, told: Sequence[bool]) -> None:
         entry = sent.entry
@@ -378,12 +384,15 @@ class Journal:
         for place, count in sent.counts:
             place.kept(count)
             entry.num_bytes += 4 * count
-            self._add_bytes(4 * count)
+            self._num_bytes += 4 * count
+        if entry.written is not sent.head:
+            entry.written = sent.head
+            entry.behind.clear()
+            entry.rename()
 
-    def _again(self, sent: _Sent) -> None:
+    def _again(self, entry: Entry) -> None:
         """Nobody knows whether it was written; a second time does no harm."""
-        entry = sent.entry
-        if entry.is_kept and not entry.is_dirty and not entry.until:
+        if entry.is_kept and not entry.is_dirty:
             self.mark(entry)
 
     async def _write(self, lines: Sequence[Line]) -> list[bool] | None:
@@ -402,16 +411,24 @@ class Journal:
         self._is_down = False
         return told
 
-    def _add_bytes(self, count: int) -> None:
-        self._num_bytes += count
-        self._metrics.journal_bytes.inc(count)
+    def _tidy(self) -> None:
+        """Forgets streams whose time is over."""
+        self._make_room(0)
+        self._tell_bytes()
+        first = self._closed[0] if self._closed else None
+        self._tidying = self._loop.call_at(first.until, self._tidy) if first is not None else None
+
+    def _tell_bytes(self) -> None:
+        self._metrics.journal_bytes.inc(self._num_bytes - self._num_told)
+        self._num_told = self._num_bytes
 
     def _make_room(self, num_bytes: int) -> bool:
         """Whether so much more fits, if need be without the streams that ended first."""
         now, closed = self._loop.time(), self._closed
         while closed and (closed[0].until <= now or self._num_bytes + num_bytes > self._max_bytes):
             entry = closed.popleft()
-            self._add_bytes(-entry.num_bytes)
-            if entry.until > now:
+            entry.is_kept = False
+            self._num_bytes -= entry.num_bytes
+            if entry.num_bytes and entry.until > now:
                 self._drops.append(Line("drop", entry.key))
         return self._num_bytes + num_bytes <= self._max_bytes

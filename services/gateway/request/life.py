@@ -360,7 +360,8 @@ class Life:
         placement, prefill, decode = taken.placement, taken.prefill_worker, taken.decode_worker
         self._worker = prefill
         assert self.receiver is not None, "somebody wants the tokens"
-        self.receiver.placed(Placed(placement, prefill, decode, plan.cause))
+        where = Placed(placement, prefill, decode, plan.cause, self._checkpoint)
+        self.receiver.placed(where)
         self._wake_up()
 
     def _refused(self, refuse: act.Refuse) -> None:

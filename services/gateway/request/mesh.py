@@ -58,12 +58,14 @@ class Placed(NamedTuple):
 
     Attributes:
         cause: what decided that.
+        checkpoint: fingerprint of what the workers hold.
     """
 
     placement: Placement
     prefill_worker: WorkerId
     decode_worker: WorkerId
     cause: RouteCause = RouteCause.LOAD
+    checkpoint: str = ""
 
     @property
     def decision(self) -> str:

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.core.errors import InvalidRequestError
-from services.gateway.request.event_ids import MAX_TAIL, GivenPlace, Place, id_line, parse_id
+from services.gateway.request.event_ids import (
+    MAX_CHOICES,
+    MAX_TAIL,
+    GivenPlace,
+    Place,
+    id_line,
+    parse_id,
+)
 
 KEY = "Fh2bWq_-0123456789abcd"
 TOKENS = st.lists(st.integers(0, 2**20), max_size=8)
@@ -18,13 +25,13 @@ def places(draw: st.DrawFn) -> tuple[Place, GivenPlace]:
     """A place as a stream comes to it, and what it means."""
     if draw(st.booleans()):
         return Place(), GivenPlace(0, (), None, is_opened=False, is_complete=False)
+    tokens = draw(TOKENS)
     before = draw(st.integers(0, 1000))
-    place = Place(before)
+    place = Place(before + len(tokens), tokens)
     place.open()
     cached = draw(st.none() | st.integers(0, 5000))
     if cached is not None:
         place.has_cached(cached)
-    tokens: list[int] = []
     for piece in draw(st.lists(TOKENS, max_size=4)):
         place.add(piece)
         tokens += piece
@@ -37,26 +44,29 @@ def places(draw: st.DrawFn) -> tuple[Place, GivenPlace]:
     return place, GivenPlace(before + kept, tail, cached, True, is_complete)
 
 
-@given(st.lists(places(), min_size=1, max_size=4), st.booleans())
+@given(st.lists(places(), min_size=1, max_size=4), st.booleans(), st.sampled_from(["", "e30_-"]))
 def test_an_id_says_where_every_choice_is(
-    both: list[tuple[Place, GivenPlace]], is_over: bool
+    both: list[tuple[Place, GivenPlace]], is_over: bool, start: str
 ) -> None:
-    line = id_line(KEY, [place for place, _ in both], is_over=is_over)
+    name = f"{KEY}.{start}" if start else KEY
+    line = id_line(name, [place for place, _ in both], is_over=is_over)
     assert line.startswith("id: ")
     assert line.endswith("\n")
     given_id = parse_id(line[4:-1])
-    assert given_id == (KEY, tuple(meant for _, meant in both), is_over)
+    assert given_id == (KEY, start, tuple(meant for _, meant in both), is_over)
+    assert given_id.name == name
+    assert given_id.is_whole == (start != "" and all(meant.num_kept == 0 for _, meant in both))
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("1:2", "-1", "1.zz", "0.1f", "1!!", "1\n", " 1", "1.1f.", "1~", "$1", "1é"),
-        *("9" * 10, f"1.{'f' * 9}", "," * 16),
+        *("9" * 10, f"1.{'f' * 9}", "," * MAX_CHOICES),
     ],
 )
 def test_anything_else_is_none(text: str) -> None:
-    for given_id in (f"{KEY}:{text}", text, f"../{KEY}:1"):
+    for given_id in (f"{KEY}:{text}", text, f"../{KEY}:1", f"{KEY}.:1", f"{KEY}.=:1"):
         with pytest.raises(InvalidRequestError, match="no id of an event"):
             parse_id(given_id)
 

@@ -10,25 +10,30 @@ import pytest
 
 from kvmesh.core.errors import GoneError
 from kvmesh.core.types import RequestId, SamplingParams
+from kvmesh.core.values import changed
 from kvmesh.metadata.journal_store import Line
 from kvmesh.metadata.store import StoreUnavailableError
 from services.gateway.api.openai import ApiCall, Endpoint, TextPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.choice import Choice
+from services.gateway.request.choice import Behind, Caller, Choice
 from services.gateway.request.event_ids import GivenId, parse_id
 from services.gateway.request.journal import (
+    HEAD_BYTES,
     Entry,
-    Head,
     Journal,
     Kept,
     delivered_of,
-    head_bytes,
+    kept_by_client,
     kept_of,
     record_bytes,
 )
 from services.gateway.request.mesh import GenerationRequest
+from services.gateway.request.stream_head import Head, head_bytes
 
-HEAD = Head("text_completion", "me", "name", 7, 2**64 - 1, 5, 2, "fp", "", "auto", b'{"a":\n1}')
+HEAD = Head(
+    "text_completion", "me", "name", 7, 2**64 - 1, 5, ("fp", "fp"), "", "auto", b'{"a":\n1}'
+)
+CALLER = Caller(0.0)
 
 
 def test_a_stream_is_read_as_it_was_written() -> None:
@@ -67,6 +72,8 @@ class FakeStore:
                 self.streams[line.key] = [line.value]
             elif line.word == "add" and line.key in self.streams:
                 self.streams[line.key].append(line.value)
+            elif line.word == "head" and line.key in self.streams:
+                self.streams[line.key][0] = line.value
             elif line.word == "drop":
                 self.streams.pop(line.key, None)
             self.lives[line.key] = line.life_s or self.lives.get(line.key)
@@ -80,7 +87,7 @@ class FakeStore:
         return self.streams.get(key, [])
 
 
-def _journal(store: FakeStore, max_bytes: int = 1000, timeout_s: float = 5.0) -> Journal:
+def _journal(store: FakeStore, max_bytes: int = 10_000, timeout_s: float = 5.0) -> Journal:
     metrics = GatewayMetrics("m")
     return Journal(
         store, metrics, max_bytes=max_bytes, keep_s=60.0, longest_s=600.0, timeout_s=timeout_s
@@ -93,16 +100,28 @@ def _choices(count: int) -> list[Choice]:
     return [Choice(number, 0, request, call) for number in range(count)]
 
 
-async def _opened(journal: Journal) -> Entry:
-    entry = journal.open(HEAD, _choices(2))
+def _open(journal: Journal, choices: Sequence[Choice] = (), given: str = "") -> Entry:
+    entry = journal.open(HEAD, choices or _choices(2), parse_id(given) if given else None)
     assert entry is not None
+    return entry
+
+
+async def _opened(journal: Journal) -> Entry:
+    """A stream that the journal has."""
+    entry = _open(journal)
+    entry.after(0, [])
     await journal.flush()
-    assert entry.begun.result()
+    assert entry.name == entry.key
     return entry
 
 
 def _given(entry: Entry) -> GivenId:
     return parse_id(entry.id_line()[4:-1])
+
+
+def _tokens(entry: Entry, kept: Kept) -> list[tuple[int, ...] | None]:
+    """What the client has, as another gateway finds out."""
+    return [each and each.token_ids for each in delivered_of(_given(entry), kept).choices]
 
 
 async def test_ids_name_what_is_not_written_yet() -> None:
@@ -114,8 +133,67 @@ async def test_ids_name_what_is_not_written_yet() -> None:
     await journal.flush()
     assert entry.id_line() == f"id: {entry.key}:2,1\n"
     entry.after(0, [13])
-    delivered = delivered_of(_given(entry), kept_of(store.streams[entry.key]))
-    assert [each and each.token_ids for each in delivered.choices] == [(10, 11, 13), (12,)]
+    assert _tokens(entry, kept_of(store.streams[entry.key])) == [(10, 11, 13), (12,)]
+
+
+async def test_until_its_head_is_written_an_id_tells_the_start() -> None:
+    journal = _journal(store := FakeStore())
+    entry = _open(journal)
+    entry.after(0, [10])
+    given = _given(entry)
+    assert given.is_whole
+    assert store.streams == {}
+    kept = kept_by_client(given, HEAD.owner, CALLER, HEAD.body)
+    assert kept.head == HEAD
+    delivered = delivered_of(given, kept)
+    assert delivered.choices == (Behind((10,), 0, is_complete=False), None)
+    assert not delivered.is_paid, "whoever says so may be wrong"
+    await journal.flush()
+    entry.after(0, [11])
+    assert _given(entry).start == ""
+    assert kept_of(store.streams[entry.key]).token_ids == [[10], []]
+    assert delivered_of(_given(entry), kept_of(store.streams[entry.key])).is_paid
+
+
+async def test_a_stream_that_goes_on_is_the_old_one_until_it_is_written() -> None:
+    """Its gateway may die before that."""
+    journal = _journal(store := FakeStore())
+    old = await _opened(journal)
+    old.after(0, [1, 2])
+    await journal.flush()
+    old.after(0, [3])
+    (choice, other), last_id = _choices(2), old.id_line()[4:-1]
+    behind = Behind((1, 2, 3), 0, is_complete=False)
+    entry = _open(journal, [changed(choice, behind=behind), other], last_id)
+    entry.after(0, [4])
+    assert entry.key != old.key
+    assert _given(entry).key == old.key
+    before = list(store.streams[old.key])
+    assert _tokens(entry, kept_of(before)) == [(1, 2, 3, 4), None]
+    await journal.flush()
+    entry.after(0, [5])
+    assert _given(entry).key == entry.key
+    assert _tokens(entry, kept_of(store.streams[entry.key])) == [(1, 2, 3, 4, 5), None]
+    assert kept_of(store.streams[old.key]).token_ids[0] == [1, 2, 3], "two never write to one"
+
+
+async def test_another_checkpoint_before_the_first_token() -> None:
+    journal = _journal(store := FakeStore())
+    entry = _open(journal)
+    entry.placed(0, "other")
+    entry.after(0, [1])
+    kept = kept_by_client(_given(entry), HEAD.owner, CALLER, HEAD.body)
+    assert kept.head.checkpoints == ("other", "fp")
+    await journal.flush()
+    assert kept_of(store.streams[entry.key]).head.checkpoints == ("other", "fp")
+    entry.placed(1, "other")  # the other choice moves later, and before its first token
+    assert _given(entry).start
+    entry.after(1, [2])
+    await journal.flush()
+    assert _given(entry).start == ""
+    assert kept_of(store.streams[entry.key]) == Kept(
+        changed(HEAD, checkpoints=("other", "other")), [[1], [2]], [0, 0]
+    )
 
 
 async def test_a_lost_answer_loses_and_repeats_nothing() -> None:
@@ -142,28 +220,51 @@ async def test_a_store_that_has_forgotten_a_stream() -> None:
 
 
 async def test_a_store_that_hangs_holds_nobody_up() -> None:
+    """Streams go on without it, and are written when it is back."""
     journal = _journal(store := FakeStore(), timeout_s=0.01)
     store.hangs = True
-    entry = journal.open(HEAD, _choices(2))
-    assert entry is not None
+    entry = _open(journal)
+    entry.after(0, [1])
     await journal.flush()
-    assert not await entry.begun
-    assert entry.id_line() == "id:\n"
-    assert journal.open(HEAD, _choices(2)) is None, "it is left alone for a while"
+    entry.after(0, [2])
+    assert _given(entry).is_whole
+    assert _given(entry).places[0].tail == (1, 2)
+    ended = _open(journal)
+    ended.after(0, [3])
+    ended.close()
+    store.hangs = False
+    await journal.flush()
+    assert kept_of(store.streams[entry.key]).token_ids[0] == [1, 2]
+    assert kept_of(store.streams[ended.key]).token_ids[0] == [3]
+    assert store.lives == {entry.key: 660.0, ended.key: 60.0}
 
 
 async def test_ended_streams_make_room_and_open_ones_do_not() -> None:
-    size = len(head_bytes(HEAD))
+    size = len(HEAD.body) + HEAD_BYTES
     journal = _journal(store := FakeStore(), max_bytes=2 * size)
     first, second = await _opened(journal), await _opened(journal)
-    assert journal.open(HEAD, _choices(2)) is None
-    second.close()
-    second.close()
+    third = _open(journal)
+    third.after(0, [1])
     await journal.flush()
-    assert store.lives == {first.key: 660.0, second.key: 60.0}
-    third = await _opened(journal)
+    assert set(store.streams) == {first.key, second.key}
+    assert _given(third).is_whole, "as long as there is no room"
+    second.close()
+    second.close()
     await journal.flush()
     assert set(store.streams) == {first.key, third.key}
+    assert _given(third).start == ""
+    assert kept_of(store.streams[third.key]).token_ids[0] == [1]
+
+
+async def test_a_stream_that_ends_without_room_is_forgotten() -> None:
+    journal = _journal(store := FakeStore(), max_bytes=10)
+    entry = _open(journal)
+    entry.after(0, [1])
+    entry.close()
+    await journal.flush()
+    assert not entry.is_kept
+    assert not entry.is_dirty
+    assert store.streams == {}
 
 
 async def test_a_stream_of_which_less_is_kept_is_gone() -> None:
