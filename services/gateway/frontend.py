@@ -1,4 +1,4 @@
-"""What HTTP and gRPC share: a checked call to generations, and a generation to text.
+"""The flow that HTTP and gRPC share: from a checked call to generations, and to their text.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -39,14 +39,14 @@ def clean_request_id(given: str) -> str:
 
 
 class Frontend:
-    """Turns calls into text.
+    """Admits, prepares and runs calls.
 
     Args:
         served_name: the model's name for clients.
 
     Attributes:
-        limits: of a request.
-        journal: where streams are written for other gateways; None where they are not.
+        limits: of one request.
+        journal: of streams that another gateway may resume; None without one.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Frontend:
 
     @property
     def missing_native(self) -> dict[str, list[str]]:
-        """Libraries of native code that workers run without, slower; by worker."""
+        """Native libraries that workers lack, by worker; they run slower without."""
         return self._mesh.router.missing_native
 
     @property
@@ -84,12 +84,12 @@ class Frontend:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence: the fleet's limit, before a worker is known the model's own."""
+        """Longest sequence: the fleet's limit, or the model's own while no worker is known."""
         facts = self._mesh.router.facts
         return self.tokenizer.max_model_len if facts is None else facts.max_model_len
 
     def check_key(self, authorization: str) -> None:
-        """Checks who calls.
+        """Authenticates a caller.
 
         Raises:
             AuthenticationError: the key is missing or not accepted.
@@ -97,7 +97,7 @@ class Frontend:
         self._keys.check(authorization)
 
     def admit(self, authorization: str) -> Admitted:
-        """Checks who calls and holds a place for the request; its ticket goes into `Caller`.
+        """Authenticates a caller and admits its request; the ticket goes into `Caller`.
 
         Entering the context that it returns raises:
             AuthenticationError: the key is missing or not accepted.
@@ -106,14 +106,14 @@ class Frontend:
         return Admitted(self._keys, self._admission, self.metrics, authorization)
 
     async def turn(self, arrived_at: float, ttft_ms: int) -> None:
-        """Waits until a call may begin; first of all, since nothing is computed before.
+        """Waits until a call may start. Call it before any work is done for the call.
 
         Args:
-            arrived_at: when it came to this machine, in seconds on the loop's clock.
-            ttft_ms: its limit; 0 takes the default.
+            arrived_at: when the call came to this machine, in seconds on the loop's clock.
+            ttft_ms: its longest wait for workers; 0 takes the default.
 
         Raises:
-            StageRefusedError: it could not be served in time any more.
+            StageRefusedError: the call can no longer be served in time.
         """
         doorstep, patience_s = self._mesh.doorstep, self._patience_s(ttft_ms)
         if not doorstep.is_hopeless(patience_s):
@@ -179,13 +179,13 @@ class Frontend:
         """Renders, tokenises and checks a call against the model.
 
         Args:
-            delivered: what its client has, if it goes on behind that.
+            delivered: the part that another gateway delivered; None for a new call.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
             ModelNotFoundError: another model is asked for.
-            StageRefusedError: too many wait already for this one to be served in time.
-            GoneError: what was delivered does not belong to this call.
+            StageRefusedError: too many requests wait for this one to be served in time.
+            GoneError: the delivered part does not belong to this call.
         """
         check_call(call, self.served_name, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # others do not wait behind the crowd
@@ -194,7 +194,7 @@ class Frontend:
         if seed is None:
             seed = self._mesh.rng.getrandbits(64)
         call = changed(call, seed=seed)
-        # Names may repeat (a caller that tries again); in the mesh every request is apart.
+        # A caller may repeat its id when it retries; ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_s = self._patience_s(caller.ttft_ms)
         tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
@@ -264,11 +264,10 @@ class Frontend:
             raise StageRefusedError(refusal, Stage.GATEWAY) from error
 
     async def run(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
-        """Generates a call's choices as text, each into its sink; cancel it to end them.
+        """Generates a call's choices, each into its sink; cancelling it ends them.
 
         Raises:
-            KvMeshError: as `Life.run` does. Before workers took all choices no sink was told
-                of any.
+            KvMeshError: see `Life.run`. Unless workers took all choices, the sinks are untouched.
         """
         lives = [
             Life(self._mesh, each.request, each.ticket, each.behind and each.behind.token_ids)

@@ -1,4 +1,4 @@
-"""What gateways share in Redis: quotas, tenants, and streams that another one may go on with.
+"""The Redis that gateways share: quotas, tenants, and the journal of streams.
 
 Tests: tests/integration/test_gateway_tenants.py, tests/integration/test_gateway_resume.py.
 """
@@ -35,7 +35,7 @@ def open_redis(config: GatewayConfig, context: ServiceContext) -> RedisClient | 
 def open_journal(
     config: GatewayConfig, context: ServiceContext, metrics: GatewayMetrics
 ) -> Journal | None:
-    """Where streams are written; None where that is switched off or there is no Redis."""
+    """The journal of streams; None if it is switched off or there is no Redis."""
     if not config.redis.url or not config.resume.journal_mib:
         return None
     timeout_s = max(config.redis.timeout_s, JOURNAL_TIMEOUT_S)
@@ -53,7 +53,7 @@ def open_journal(
 
 
 def _client(config: GatewayConfig, context: ServiceContext, timeout_s: float) -> RedisClient:
-    # The Redis library is a quarter of what a gateway loads, and few gateways use one.
+    # Imported here: the library is a quarter of a gateway's imports, and few gateways use it.
     from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
 
     redis = config.redis

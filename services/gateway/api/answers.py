@@ -1,4 +1,4 @@
-"""One call answered: as one body, or as server-sent events.
+"""Answers one call: as one body, or as server-sent events.
 
 Tests: tests/integration/test_gateway_http.py, tests/integration/test_gateway_streams.py.
 """
@@ -39,7 +39,7 @@ RESUMABLE_HEADER = "x-kvmesh-resumable"
 
 
 class EventSink(Protocol):
-    """Where a stream of events goes; bytes in, HTTP out. Nothing waits but `sent`."""
+    """Sends a stream of events to a client over HTTP. Only `sent` waits."""
 
     @property
     def has_begun(self) -> bool:
@@ -59,7 +59,7 @@ class EventSink(Protocol):
         ...
 
     async def sent(self) -> None:
-        """Waits while the client has not taken all of it."""
+        """Waits until the client has taken all of it."""
         ...
 
 
@@ -84,11 +84,11 @@ class EventTemplate:
     """A server-sent event in which only the text changes.
 
     Args:
-        body_with: the event's body with a given text in it, once and at its place as a string.
+        body_with: makes the event's body with a given text, which occurs in it once.
     """
 
     def __init__(self, body_with: Callable[[str], Body | None]) -> None:
-        # The text is the last field that a caller has a say in, so the last mark is ours.
+        # No field after the text comes from the caller, so the last mark is the text's.
         head, mark, self._tail = dumps(body_with(_MARK)).rpartition(_MARK_AS_JSON)
         assert mark, "the text is part of the body"
         self._head = "data: " + head
@@ -101,7 +101,7 @@ class EventTemplate:
 
 @lru_cache(maxsize=1024)
 def placement_headers(placed: Placed) -> Mapping[str, str]:
-    """Where a request ran, for people who debug; the same places come again and again."""
+    """Headers that tell where a request ran; cached, since few placements occur."""
     return {
         "x-kvmesh-prefill-worker": placed.prefill_worker,
         "x-kvmesh-decode-worker": placed.decode_worker,
@@ -114,12 +114,12 @@ class Answer:
     """Runs the choices of one call.
 
     Args:
-        request_id: goes into `id`.
+        request_id: for the answer's `id`.
         created: seconds since the epoch.
 
     Attributes:
-        call: what was asked.
-        texts: what there is of each choice.
+        call: the checked call.
+        texts: the output of each choice so far.
         responses: makes the bodies.
     """
 
@@ -135,7 +135,7 @@ class Answer:
         self.call = call = choices[0].call
         self.texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         tokenizer = frontend.tokenizer
-        # Where there is thinking, the call is a chat, which has one prompt.
+        # Only chats have thinking, and a chat has one prompt.
         prompt_ids = choices[0].request.prompt_ids
         thinking = thinking_at(call.reasoning, prompt_ids, tokenizer.token_text)
         self._counts: list[ThinkingCount] = []
@@ -161,10 +161,10 @@ class Answer:
     async def stream(self, out: EventSink, entry: Entry | None = None) -> None:
         """The answer as server-sent events.
 
-        The status line waits for the first tokens: until then a refusal is still possible.
+        The status line waits for the first tokens, since a refusal is possible until then.
 
         Args:
-            entry: of the journal, where this is a stream that another gateway may go on with.
+            entry: of the journal, if another gateway may resume the stream.
         """
         stream = _Stream(self, out, entry)
         sinks = [_StreamSink(self, index, stream) for index in range(len(self.texts))]
@@ -189,37 +189,37 @@ class Answer:
         await stream.sent()
 
     def headers(self, where: Placed) -> Mapping[str, str]:
-        """What the answer's head tells: its seed, and where it ran."""
+        """Headers of the answer: its seed, and where it ran."""
         return {SEED_HEADER: str(self.call.seed), **placement_headers(where)}
 
     def note(self, index: int, token_ids: Sequence[int], finish: FinishReason | None) -> None:
-        """Adds a piece to what there is of its choice."""
+        """Adds a piece to its choice."""
         choice = self.texts[index]
         choice.token_ids.extend(token_ids)
         choice.finish_reason = finish
-        if self._counts:  # as they come: thousands at the end would hold up other streams
+        if self._counts:  # as tokens come: counting thousands at the end would stall others
             self._counts[index].of(choice.token_ids)
 
     def usage(self) -> Body:
-        """Token counts, as far as it has come."""
+        """Token counts so far."""
         seen: set[int] = set()
         usages = []
         for index, (choice, text) in enumerate(zip(self._choices, self.texts, strict=True)):
-            # Choices of one prompt share it: it counts once.
+            # Choices of one prompt share it, so it counts once.
             shared = choice.prompt_index in seen
             seen.add(choice.prompt_index)
             num_prompt = 0 if shared else len(text.prompt_ids)
-            # `usage_of` limits cached tokens to the prompt's, so they count once as well.
+            # `usage_of` limits cached tokens to the prompt's length, so they count once as well.
             reasoning = self._counts[index].of(text.token_ids) if self._counts else 0
             usages.append(usage_of(num_prompt, len(text.token_ids), text.cached_tokens, reasoning))
         return usage_body(usages, has_reasoning=bool(self._counts))
 
 
 class _ChoiceSink:
-    """One choice of an answer.
+    """The sink of one choice of an answer.
 
     Attributes:
-        where: it runs.
+        where: the workers that run it.
     """
 
     def __init__(self, answer: Answer, index: int) -> None:
@@ -283,14 +283,14 @@ class _Stream:
             self.write(events)
 
     def ends(self, events: bytes, where: Placed) -> None:
-        """Sends the last events of a choice, and after those of the last one the end."""
+        """Sends a choice's last events; after the last choice, ends the stream."""
         self.send(events, where)
         self._num_open -= 1
         if not self._num_open:
             self._end()
 
     def was_complete(self, index: int) -> None:
-        """The client has all of a choice from another gateway."""
+        """Notes that another gateway delivered all of a choice."""
         if self.entry is not None:
             self.entry.places[index].complete()
         self._num_open -= 1
@@ -300,8 +300,8 @@ class _Stream:
         self._out.end(events)
 
     async def sent(self) -> None:
-        """Waits while the client has not taken all of it."""
-        if not self.has_begun:  # its client had all of the choices
+        """Waits until the client has taken all of it."""
+        if not self.has_begun:  # another gateway delivered all choices
             self.has_begun = True
             headers = {**SSE_HEADERS, SEED_HEADER: str(self._answer.call.seed)}
             self._out.begin(headers, b"")
@@ -325,10 +325,10 @@ class _StreamSink(_ChoiceSink):
         self._entry = stream.entry
         self._is_opened = False
         self._event_with: Callable[[str, str], bytes] | None = None
-        # What every token calls, looked up once.
+        # Called for every token, so looked up once.
         self._keep = self._text.token_ids.extend
         call = answer.call
-        # Then pieces in the middle differ in nothing but their text.
+        # If plain, events in the middle differ only in their text.
         self._is_plain = not (
             call.tools is not None
             or call.continuous_usage
@@ -367,7 +367,7 @@ class _StreamSink(_ChoiceSink):
     ) -> None:
         entry = self._entry
         if finish is None and self._event_with is not None:
-            self._keep(token_ids)  # no thinking is left to be counted
+            self._keep(token_ids)  # the thinking is over, so `note` has nothing to count
             id_line = "" if entry is None else entry.after(self._index, token_ids)
             if text:
                 self._stream.write(self._event_with(text, id_line))
@@ -391,7 +391,7 @@ class _StreamSink(_ChoiceSink):
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> bytes:
-        """A piece as events, each of which says where the stream is after it."""
+        """A piece as events; each has an id that tells the stream's position after it."""
         entry, was_opened = self._entry, self._is_opened
         bodies = self._events(text, token_ids, logprobs, finish)
         if entry is None:

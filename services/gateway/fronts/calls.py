@@ -1,4 +1,4 @@
-"""A chat or text completion from its body to its answer, whatever server it came in by.
+"""A chat or text completion from its body to its answer, for any HTTP server.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -55,12 +55,12 @@ class Headers(Protocol):
 
 
 class Exchange(EventSink, Protocol):
-    """One HTTP request and the way back to its client.
+    """One HTTP request, and the sink of its answer.
 
     Attributes:
-        arrived_at: when the last of it came to this machine, in seconds on the loop's clock; known
-            when the body is here.
-        request_id: goes into the answer's headers; a body may bring another one.
+        arrived_at: when its last byte came to this machine, in seconds on the loop's clock; known
+            once the body was read.
+        request_id: for the answer's headers; the body may replace it.
     """
 
     request_id: str
@@ -105,10 +105,10 @@ class Calls:
         """Answers a call.
 
         Returns:
-            The answer; None when it was sent to the exchange as events.
+            The answer; None if it was sent to the exchange as events.
 
         Raises:
-            KvMeshError: nothing was sent yet, and this is why nothing will be.
+            KvMeshError: the call failed before anything was sent.
         """
         headers = exchange.headers
         async with self._frontend.admit(headers.get("authorization", "")) as ticket:
@@ -185,7 +185,7 @@ class Calls:
         return _Asked(endpoint, call, caller, head.body, head.created, given, delivered)
 
     def _entry(self, asked: _Asked, choices: Sequence[Choice]) -> Entry | None:
-        """Where the stream is written for other gateways; None where that is not done."""
+        """The stream's entry in the journal; None without a journal."""
         journal, caller = self._frontend.journal, asked.caller
         if journal is None:
             return None
@@ -215,7 +215,7 @@ class Calls:
 
 
 def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Ticket) -> Caller:
-    """What the headers say.
+    """The caller by the request's headers.
 
     Raises:
         InvalidRequestError: a header has a value that is not allowed.
@@ -233,10 +233,10 @@ def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Tick
 
 
 def parse_scenario(text: str) -> str:
-    """The scenario header's value; bytes of it that are no UTF-8 come as halves of characters.
+    """The scenario header's value.
 
     Raises:
-        InvalidRequestError: it is no text.
+        InvalidRequestError: it is not UTF-8; servers decode such bytes to lone surrogates.
     """
     try:
         text.encode()
@@ -249,7 +249,7 @@ def parse_placement(text: str) -> Placement:
     """The placement header's value; empty lets the scheduler decide.
 
     Raises:
-        InvalidRequestError: another word.
+        InvalidRequestError: the word is no placement.
     """
     if text and text not in _PLACEMENTS:
         allowed = ", ".join(sorted(_PLACEMENTS))
@@ -291,16 +291,16 @@ def given_request_id(headers: Headers) -> str:
 
 
 def parse_json(raw: bytes) -> Any:
-    """A body's JSON.
+    """A body's JSON value.
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: the body is not valid JSON.
     """
     try:
-        # As `loads` would, without asking which of Unicode's encodings an object is in.
+        # As `loads` does, without its detection of the encoding.
         is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
         content = json.loads(raw.decode() if is_utf8 else raw)
-        # Halves of characters are JSON, but no text; `loads` takes them in any encoding.
+        # Lone surrogates are valid JSON but not valid text; `loads` accepts them.
         if not is_utf8 or b"\\u" in raw:
             json.dumps(content, ensure_ascii=False).encode()
         return content

@@ -1,4 +1,4 @@
-"""The public gRPC API: the same flow as HTTP, other clothes.
+"""The public gRPC API: the same flow as HTTP, with messages instead of bodies and events.
 
 Tests: tests/integration/test_gateway_grpc.py.
 """
@@ -92,7 +92,7 @@ class InferenceServicer(InferenceServiceServicer):
         limits = self._frontend.limits
         families = (chat.tool_family, chat.reasoning_family)
         if request.WhichOneof("prompt") == "tokens":
-            # Before they are made Python's: a message holds 30 million of them.
+            # Before the ids become Python objects: a message holds up to 30 million of them.
             check_room("tokens", len(request.tokens.token_ids), self._frontend.max_model_len)
         call = call_from_proto(request, limits.max_stop, *families)
         delivered: Delivered | None = None
@@ -100,7 +100,7 @@ class InferenceServicer(InferenceServiceServicer):
             point = request.resume
             check_room("resume.token_ids", len(point.token_ids), self._frontend.max_model_len)
             behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
-            # Whoever says so may be right or not: what is computed again is charged again.
+            # A client's claim is not proof of payment: the prompt is charged again.
             checkpoints = (point.model_fingerprint,)
             delivered = Delivered(point.seed, point.prompt_sum, False, checkpoints, (behind,))
         (choice,) = await self._frontend.prepare(call, caller, delivered)
@@ -141,7 +141,7 @@ class _ResponseSink:
     """Writes one generation as messages.
 
     Attributes:
-        responses: the messages.
+        responses: the queue of messages; see `pulled`.
     """
 
     def __init__(self, choice: Choice, tokenizer: TextTokenizer, request_id: str) -> None:
@@ -213,11 +213,11 @@ class _ResponseSink:
 
     def _note(self, token_ids: Sequence[int]) -> None:
         self._token_ids += token_ids
-        if self._count is not None:  # as they come, not thousands at the end
+        if self._count is not None:  # as tokens come: counting thousands at the end would stall
             self._count.of(self._token_ids)
 
     def _told(self, text: str, *, is_last: bool) -> tuple[Told, list[ToolCallDelta]]:
-        """More text, told apart."""
+        """Adds text; returns thinking and answer, and the parts of tool calls."""
         told, calls = Told("", text), list[ToolCallDelta]()
         if self._thoughts is not None:
             told = self._thoughts.told(0, text, last=is_last)
@@ -227,7 +227,7 @@ class _ResponseSink:
         return told, calls
 
     def _usage(self) -> Usage:
-        """The counts of all of it."""
+        """Token counts of the generation so far."""
         reasoning = 0 if self._count is None else self._count.of(self._token_ids)
         num_tokens = len(self._token_ids)
         return usage_of(len(self._prompt_ids), num_tokens, self._cached_tokens, reasoning)
@@ -263,7 +263,7 @@ def status_name(error: KvMeshError) -> str:
 
 
 def trailing_metadata(error: KvMeshError) -> tuple[tuple[str, str], ...]:
-    """What a client needs beyond status and message."""
+    """An error's trailing metadata, beside status and message."""
     if isinstance(error, RefusedError):
         label = error.label if isinstance(error, StageRefusedError) else error.refusal.reason.value
         entries: tuple[tuple[str, str], ...] = (

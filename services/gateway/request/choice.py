@@ -1,4 +1,4 @@
-"""What a call asks for and who calls, as values between the APIs and the request flow."""
+"""A call's caller and choices, as values between the APIs and the request flow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from services.gateway.tenants.admission import Ticket
 @quick
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the transport says about a call, apart from its body.
+    """A call's headers or metadata, as values.
 
     Attributes:
         arrived_at: when the call came to this machine, in seconds on the loop's clock.
-        request_id: the caller's; empty makes one.
+        request_id: the caller's; empty makes a new one.
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         tpot_ms: longest mean time per token; 0 takes the default.
         traceparent: the caller's trace context.
@@ -48,12 +48,12 @@ class Caller:
 
 
 class Behind(NamedTuple):
-    """What a client has of one choice.
+    """The part of one choice that another gateway delivered to the client.
 
     Attributes:
-        token_ids: all so far.
+        token_ids: all tokens so far.
         cached_tokens: of the prompt, as its usage tells.
-        is_complete: it has the last event, too.
+        is_complete: the client has the choice's last event.
     """
 
     token_ids: tuple[int, ...]
@@ -87,9 +87,9 @@ class Choice:
     Attributes:
         index: its place in the answer.
         prompt_index: which of the call's prompts it continues.
-        echo: the prompt's text, if it is to come before the generated one.
-        ticket: its tokens are charged to it.
-        behind: what the client has already; None if it is not even opened.
+        echo: the prompt's text, if the answer begins with it.
+        ticket: the tenant's ticket, which is charged for the tokens.
+        behind: the part that the client has already; None for a new choice.
     """
 
     index: int
@@ -102,12 +102,12 @@ class Choice:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something left to generate."""
+        """Whether there are tokens left to generate."""
         return self.behind is None or not self.behind.is_complete
 
 
 def prompt_sum(choices: Sequence[Choice]) -> int:
-    """A number that prompts of other tokens do not have, but for one in four thousand million."""
+    """CRC-32 of the prompts' token ids: tells a resumed call's prompts from other ones."""
     found, last = 0, -1
     for choice in choices:
         if choice.prompt_index != last:
@@ -117,11 +117,11 @@ def prompt_sum(choices: Sequence[Choice]) -> int:
 
 
 def going_on(choices: Sequence[Choice], delivered: Delivered, vocab_size: int) -> list[Choice]:
-    """The same choices, behind what their client has.
+    """The same choices, each to be continued after what its client has.
 
     Raises:
-        GoneError: it has that of another call, or of another model.
-        InvalidRequestError: no such token is known.
+        GoneError: what was delivered belongs to another call or model, or nothing is left.
+        InvalidRequestError: a delivered token is outside the vocabulary.
     """
     if delivered.prompt_sum != prompt_sum(choices):
         raise GoneError("the prompt has other tokens here: ask for the whole answer again")
