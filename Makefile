@@ -225,6 +225,10 @@ bench-fetch: setup ## first tokens behind prefixes of other workers, fetched or 
 bench-tiers: setup ## first tokens behind prefixes that a worker has evicted, from host memory, from disk, or computed; writes bench/results/tiers.*
 	$(PY) -m benchmarks.tiers $(ARGS)
 
+.PHONY: bench-chain
+bench-chain: setup ## first tokens of prompts that one worker computes, or two together; writes bench/results/prompt_chain.*
+	$(PY) -m benchmarks.prompt_chain $(ARGS)
+
 .PHONY: bench-fetch-links
 bench-fetch-links: setup ## over which links fetching a prefix pays, and what routes decide; writes bench/results/prefix_links.*
 	$(PY) -m benchmarks.prefix_links $(ARGS)

@@ -1,4 +1,4 @@
-"""Worker processes of the prefix fetch benchmark, and a gateway's end of their Decode streams."""
+"""Worker processes of benchmarks without a mesh, and a gateway's end of their Decode streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,6 +40,10 @@ class Address:
     def source(self, num_blocks: int) -> PrefixSource:
         """As the holder of a prefix."""
         return PrefixSource(self.worker_id, self.incarnation, self.control, num_blocks)
+
+    def part(self, num_blocks: int) -> PrefixSource:
+        """As the worker that computes the beginning of a prompt."""
+        return replace(self.source(num_blocks), computes=True)
 
 
 @contextlib.contextmanager

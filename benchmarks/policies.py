@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
 from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
@@ -113,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
         found = [
             *experiments(arguments.size, SEED),
             joint_dispatch(arguments.size, SEED),
+            prompt_chains(arguments.size, SEED),
             scale(arguments.size, SEED),
         ]
         found += composition_and_pool(arguments.trace, arguments.size, SEED)

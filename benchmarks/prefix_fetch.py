@@ -107,12 +107,12 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     return found
 
 
-def checkpoint(shape: str, folder: Path, seed: int) -> Path:
-    """A random model whose context takes the longest prompt."""
+def checkpoint(shape: str, folder: Path, seed: int, max_tokens: int = 2 * max(PREFIXES)) -> Path:
+    """A random model whose context takes so many tokens."""
     written = write_checkpoint(SHAPES[shape], folder, seed)
     path = written / "config.json"
     config = json.loads(path.read_text())
-    config["max_position_embeddings"] = 2 * max(PREFIXES)
+    config["max_position_embeddings"] = max_tokens
     path.write_text(json.dumps(config))
     return written
 

@@ -25,7 +25,7 @@ from benchmarks.fetch_workers import Address, Asker, asking, worker_process
 from benchmarks.paced_link import FRONT, Pace, free_port, paced_link
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
-from kvmesh.core.types import FetchReason
+from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.policy.prefix_source import WORTH, FetchPace, saved_tokens
 
 BLOCK, TAIL, PREFIX = 16, 16, 512

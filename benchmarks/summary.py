@@ -31,6 +31,7 @@ VERBS = {
     "policies_million": "bench-million",
     "prefix_fetch": "bench-fetch",
     "prefix_links": "bench-fetch-links",
+    "prompt_chain": "bench-chain",
     "route_path": "bench-routing",
 }
 """Verbs of the Makefile that are not named as their results are."""

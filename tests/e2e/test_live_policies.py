@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.api_client import ApiClient
+from tests.e2e.api_client import ApiClient, placed
 from tests.mesh_processes import BLOCK_SIZE, VOCAB_SIZE, Flags, Mesh, fake_tokens, running_mesh
 from tests.waiting import until
 
@@ -125,3 +125,31 @@ async def test_an_idle_decode_worker_helps_and_returns(tmp_path: Path) -> None:
         assert {each["outcome"] for each in changes} == {"applied"}
         lives = {name: child.lives for name, child in mesh.children.items()}
         assert set(lives.values()) == {1}
+
+
+async def test_idle_prefill_workers_compute_a_long_prompt_together(tmp_path: Path) -> None:
+    """Of a real model: its layers are what a chain needs."""
+    flags: dict[str, Flags] = {
+        "scheduler": {"server.admin.port": 0, "kvmanager.timeout-s": 5.0},
+        "gateway": {"scheduler.route-timeout-s": 10.0},
+    }
+    prompt = tokens(256 * BLOCK_SIZE, 5)
+    async with (
+        running_mesh(tmp_path, 2, 1, engine="kvmesh", flags=flags) as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        found = await client.complete(prompt, max_tokens=8)
+        assert found.headers["x-kvmesh-decision"].startswith("chain; prefill=prefill-")
+        assert found.headers["x-kvmesh-placement"] == "disaggregated"
+        (kept,) = (await decisions(mesh))["routes"]
+        chosen, other = kept["prefill"]
+        assert (kept["reason"], chosen["fetch"]) == ("chain", "chain")
+        assert chosen["source"] == other["worker_id"]
+        last = await mesh[chosen["worker_id"]].metrics()
+        assert last.value("kvmesh_prompt_parts_total", outcome="came") == 1
+        await mesh.idle()
+        # Another tenant's cache holds nothing of it.
+        apart = placed("aggregated")
+        alone = await client.complete(prompt, max_tokens=8, cache_salt="another", headers=apart)
+        assert alone.token_ids == found.token_ids
+        await mesh.idle()

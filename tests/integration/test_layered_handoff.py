@@ -79,7 +79,7 @@ async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
 ) -> None:
     arrivals = Arrivals()
     arrivals.watch(decode)
-    tell = TorchRunner._after_layer
+    tell = TorchRunner._after_write
 
     def held_back(
         self: TorchRunner, chunks: Sequence[SequenceChunk]
@@ -96,7 +96,7 @@ async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
 
         return tell_and_wait
 
-    monkeypatch.setattr(TorchRunner, "_after_layer", held_back)
+    monkeypatch.setattr(TorchRunner, "_after_write", held_back)
     section = WorkerSection(id="p1", role="prefill", channels=channels, transfer_mode="layered")
     async with running_worker(section, engine(checkpoint.folder)) as prefill:
         driver = Driver()

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--turns", 1, "requests per session to make", kind=positive_int)
     add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
     add_switch(parser, "--closed-loop", "a session's next turn follows its answer")
+    add_switch(parser, "--chains", "idle prefill workers compute long prompts together")
     add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
     add_flag(parser, "--jitter", 0.1, "transfers take up to this share longer", kind=not_negative)
     add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
@@ -154,6 +155,7 @@ def _scenario(
         objectives=objectives(arguments.ttft_ms, arguments.tpot_ms),
         seed=arguments.seed,
         jitter=arguments.jitter,
+        chains=arguments.chains,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
+from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.pace import NO_LIMIT_S, PaceRoom
 from kvmesh.core.values import quick
 
@@ -63,6 +64,8 @@ class RouteCause(enum.Enum):
     """The prefill worker holds the start of the prompt."""
     FETCH = "fetch"
     """The prefill worker fetches the start of the prompt from another one that holds it."""
+    CHAIN = "chain"
+    """Idle prefill workers compute the prompt together, each a part of it."""
     LOAD = "load"
     """Nobody holds a prefix that counts; the least loaded worker."""
     ROTATION = "rotation"
@@ -83,23 +86,6 @@ class RouteCause(enum.Enum):
     """There is no prefill and decode worker to keep apart."""
     NO_SCHEDULER = "no_scheduler"
     """A gateway decided alone."""
-
-
-class FetchReason(enum.Enum):
-    """Why a candidate fetches a prefix, or does not."""
-
-    NOBODY = "nobody"
-    """Nobody holds any of the prompt, or nobody knows."""
-    HELD = "held"
-    """Nobody holds more than the candidate itself."""
-    SHORT = "short"
-    """What it lacks is computed before it could be asked for."""
-    SLOW = "slow"
-    """What it lacks is computed before it would be here."""
-    FETCH = "fetch"
-    """What it lacks is here before it would be computed."""
-    ASK = "ask"
-    """What it lacks is with the worker that is to decode, and is asked for there sooner still."""
 
 
 class Role(enum.Enum):
@@ -320,6 +306,8 @@ class WorkerInfo:
         publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
         missing_native: libraries of native code that it runs without, slower.
         start_s: from the start of its process until it could serve; 0: not told.
+        pair_share: work of attention to one position, as a share of a token's other work; 0: it
+            takes no part in prompts that several workers compute.
     """
 
     worker_id: WorkerId
@@ -338,6 +326,7 @@ class WorkerInfo:
     publishes: bool = True
     missing_native: tuple[str, ...] = ()
     start_s: float = 0.0
+    pair_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,16 +372,20 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that holds more of a prompt than the one that is to compute it.
+    """A worker that holds more of a prompt than the one that is to compute it, or computes a part.
 
     Attributes:
         num_blocks: leading blocks that it is said to hold.
+        computes: it holds them not: it is asked to compute them at the same time, layer by layer.
+        upstream: who computes the beginning of these blocks for it, in the same way.
     """
 
     worker_id: WorkerId
     incarnation: int
     control_endpoint: Endpoint
     num_blocks: int
+    computes: bool = False
+    upstream: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

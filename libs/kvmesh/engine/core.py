@@ -247,10 +247,7 @@ class EngineCore:
         self._leave(sequence)
         self._lost(sequence)
         sequence.state = SequenceState.GONE
-        if sequence in self._in_flight:
-            self._released_in_flight.append(sequence)
-        elif not self.fills.defers(sequence):
-            self._free_blocks(sequence)
+        self._free_blocks(sequence)
         sequence.on_end()
 
     def _lost(self, sequence: Sequence) -> None:
@@ -265,7 +262,11 @@ class EngineCore:
             self._preempted.discard(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.kv, sequence.chain.hashes)
+        """Frees what a sequence that is GONE had, when neither a step nor a writer uses it."""
+        if sequence in self._in_flight:
+            self._released_in_flight.append(sequence)
+        elif not self.fills.defers(sequence):
+            self._cache.release(sequence.kv, sequence.chain.hashes)
 
     def arriving_blocks(self, sequence: Sequence, num_cached: int) -> list[ArrivingBlock]:
         """The blocks of a sequence's prompt that a handoff moves, in the order of the protocol.
@@ -303,11 +304,11 @@ class EngineCore:
         return gone
 
     def _chunk(self, sequence: Sequence, end: int) -> SequenceChunk:
-        kv = sequence.kv
+        kv, upstream = sequence.kv, sequence.upstream
         return SequenceChunk(
             sequence_id=sequence.sequence_id,
             token_ids=sequence.tokens,
-            start=sequence.num_computed,
+            start=sequence.num_computed if upstream is None else upstream.end,
             end=end,
             block_table=kv.tables[0],
             num_prompt_tokens=sequence.spec.num_prompt_tokens,
@@ -320,6 +321,7 @@ class EngineCore:
             score_prompt=sequence.scores_prompt,
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
             remote=sequence.remote,
+            upstream=upstream,
         )
 
     def _num_reusable_again(self, sequence: Sequence) -> int:
@@ -338,19 +340,34 @@ class EngineCore:
         for index, (chunk, token) in enumerate(zip(chunks, result.tokens, strict=True)):
             sequence = members[chunk.sequence_id]
             self._computed_tokens += chunk.end - chunk.start
-            if index in result.lost:
+            if sequence.upstream is not None:
+                self._settle_upstream(sequence, came=index not in result.lost)
+            elif index in result.lost:
                 come_back(sequence, self.block_size)
+            if index in result.lost:
                 continue
             known = len(sequence.prompt_logprobs) - chunk.start  # computed again after preemption
             sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
             if sequence.state is SequenceState.RUNNING:
                 notify += self._advance(sequence, chunk.end, token)
-        for sequence in self._released_in_flight:
+        released, self._released_in_flight = self._released_in_flight, []
+        for sequence in released:
             self._free_blocks(sequence)
-        self._released_in_flight.clear()
         # Listeners come last: they may admit and release, and then all must be in order.
         for call in notify:
             call()
+
+    def _settle_upstream(self, sequence: Sequence, *, came: bool) -> None:
+        """A step ended beside which another worker computed the beginning of a prompt."""
+        upstream, sequence.upstream = sequence.upstream, None
+        assert upstream is not None
+        sequence.in_one_step = False
+        if not came and sequence.state is SequenceState.RUNNING:
+            # A writer may still be in its blocks: who takes care of that lets it run again.
+            self._running.discard(sequence)
+            sequence.state = SequenceState.HELD
+            self._held.add(sequence)
+        upstream.settle(came)
 
     def _advance(
         self, sequence: Sequence, end: int, token: SampledToken | None

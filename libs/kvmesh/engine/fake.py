@@ -26,6 +26,7 @@ from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 
 _WORD = 8
+_PAIR_SHARE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,22 @@ class FakeRunner:
         """It has no attention."""
         return
 
+    @property
+    def pair_share(self) -> float:
+        """Its attention costs nothing, and yet the beginning of a prompt may come from another."""
+        return _PAIR_SHARE if self._spec.groups.is_plain else 0.0
+
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
         started = time.perf_counter()
+        num_layers = self._spec.layout.num_layers
+        lost = {
+            index
+            for index, chunk in enumerate(chunks)
+            if chunk.upstream is not None and not chunk.upstream.gate.wait(num_layers)
+        }
+        if lost:  # such a chunk is alone in its step
+            return StepResult([None] * len(chunks), lost=frozenset(lost))
         for chunk in chunks:
             for table in chunk.tables:
                 for position in range(chunk.start, chunk.end):
@@ -134,7 +148,7 @@ class FakeRunner:
         self._wait(chunks, started)
         for chunk in chunks:
             if chunk.on_layers is not None and self._spec.groups.is_plain:
-                chunk.on_layers(self._spec.layout.num_layers)
+                chunk.on_layers(num_layers)
         scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
         return StepResult(tokens, scores)
 

@@ -5,7 +5,7 @@ Tests: tests/integration/test_transformers_equality.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,7 +77,6 @@ class DecoderModel:
         positions: Tensor,
         memory: StepMemory,
         keep: Tensor | None = None,
-        after_layer: Callable[[int], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the rows of a step and writes their KV.
 
@@ -86,7 +85,6 @@ class DecoderModel:
             memory: KV of the rows' sequences.
             keep: [kept] int64, rows that are wanted; None for all. The last layer computes no
                 others once their keys and values are written.
-            after_layer: told after each layer but the last how many have run.
 
         Returns:
             The residual stream and what the last layer adds to it, both [rows or kept, hidden];
@@ -104,12 +102,9 @@ class DecoderModel:
             factors = factors.index_select(0, positions)
         step = Step(memory, ropes, factors, told)
         delta: Tensor | None = None
-        layers = self.stacks if after_layer is None else self.layers
-        for number, layer in enumerate(layers[:-1], start=1):
+        for layer in self.stacks[:-1]:
             x, delta = layer.run(x, delta, step, None)
-            if after_layer is not None:
-                after_layer(number)
-        return layers[-1].run(x, delta, step, keep)
+        return self.stacks[-1].run(x, delta, step, keep)
 
     def normed(self, x: Tensor, delta: Tensor) -> Tensor:
         """What the head reads: [rows, hidden], from rows of `forward`; `x` is changed in place."""

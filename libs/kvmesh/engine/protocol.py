@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
+from kvmesh.engine.layer_gate import LayerGate
 from kvmesh.kv.groups import KvGroups
 from kvmesh.transfer.remote_attention import RemoteAttention
 
@@ -65,6 +66,22 @@ class RemotePrefix:
     attention: RemoteAttention
 
 
+@dataclass(frozen=True, slots=True)
+class UpstreamPart:
+    """Leading positions that another worker computes at the same time, layer by layer.
+
+    Attributes:
+        end: one past the last of them, a multiple of the block size.
+        gate: says which layers of their KV are in the sequence's blocks.
+        settle: called on the event loop after the step, before the sequence goes on: True if all
+            layers came, False if the sequence is HELD again and has computed nothing.
+    """
+
+    end: int
+    gate: LayerGate
+    settle: Callable[[bool], None]
+
+
 class TokenConstraint(Protocol):
     """Says which tokens may come next; one per sequence, called from the engine's thread."""
 
@@ -105,9 +122,12 @@ class SequenceChunk:
         state: None for a model without linear layers.
         constraint: limits what may be chosen; None is free text.
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
-        on_layers: told, in the thread that computes, how many layers have written the chunk's KV,
-            on a device before the pool's moment; a runner may tell it seldom or never.
+        on_layers: told, in the thread that computes, how many layers have KV of all positions up
+            to the chunk's end, on a device before the pool's moment; a runner may tell it seldom
+            or never.
         remote: blocks of the prefix that are holes in `block_table`, and whom to ask instead.
+        upstream: positions before `start` that arrive while this chunk is computed, alone in its
+            step: each layer waits for its own part of them.
     """
 
     sequence_id: int
@@ -131,6 +151,7 @@ class SequenceChunk:
     score_prompt: bool = False
     on_layers: Callable[[int], None] | None = None
     remote: RemotePrefix | None = None
+    upstream: UpstreamPart | None = None
 
     @property
     def num_scored(self) -> int:
@@ -160,7 +181,8 @@ class StepResult:
     Attributes:
         tokens: per chunk the sampled token, or None where `sample` was False.
         prompt_logprobs: by index of the chunk, `num_scored` entries, of positions start + 1 on.
-        lost: indexes of chunks whose remote prefix did not answer; nothing of them counts.
+        lost: indexes of chunks whose remote prefix did not answer, or whose upstream part did not
+            come; nothing of them counts.
     """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
@@ -234,6 +256,14 @@ class ModelRunner(Protocol):
         """For queries of other workers; None: this model's attention cannot be cut in parts.
 
         With it, chunks may have a remote prefix.
+        """
+        ...
+
+    @property
+    def pair_share(self) -> float:
+        """Work of attention to one position, as a share of the rest of a token's work.
+
+        0: chunks may not have an upstream part.
         """
         ...
 

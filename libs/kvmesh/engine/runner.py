@@ -5,7 +5,7 @@ Tests: tests/unit/engine/test_runner.py, tests/integration/test_transformers_equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvmesh.engine.kv_shape import group_view
 from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.memory import available_bytes, memory_needed, require_memory, resolve_dtype
 from kvmesh.engine.model import DecoderModel, load_model
+from kvmesh.engine.pair_share import pair_share
 from kvmesh.engine.partial import PoolAttention, can_be_parted
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
@@ -32,7 +33,7 @@ from kvmesh.engine.static_inputs import InputShape, StaticInputs
 from kvmesh.engine.static_step import StaticStep
 from kvmesh.engine.step_graphs import CaptureBounds, CudaGraphDevice, StepGraphs
 from kvmesh.engine.weights import WeightFiles, fingerprint
-from kvmesh.kernels.dispatch import plan_attention
+from kvmesh.kernels.dispatch import AfterWrite, plan_attention
 from kvmesh.kernels.latent import StepLatent
 from kvmesh.kernels.split_attention import RemotePart, SplitAttention
 from kvmesh.kernels.states import StepStates
@@ -40,6 +41,10 @@ from kvmesh.kernels.upload import sent
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
+
+
+class UpstreamLostError(Exception):
+    """Layers that another worker computes will not come, so the step is given up."""
 
 
 class TorchRunner:
@@ -55,6 +60,9 @@ class TorchRunner:
         self._keeps_latents = model.config.latent is not None
         can_part = can_be_parted(model, plan.groups)
         self._partial = PoolAttention(pool, model.config.num_heads) if can_part else None
+        # A part is one step, whose activations a device has no room for besides its pool.
+        may_chain = plan.groups.is_plain and device == "cpu"
+        self._pair_share = pair_share(model.config) if may_chain else 0.0
         self._device = device
         self._static: StaticStep | None = None
 
@@ -170,6 +178,11 @@ class TorchRunner:
         """See `ModelRunner.partial_attention`."""
         return self._partial
 
+    @property
+    def pair_share(self) -> float:
+        """See `ModelRunner.pair_share`."""
+        return self._pair_share
+
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """See `ModelRunner.execute`."""
         assert self._model is not None, "the runner is closed"
@@ -177,7 +190,10 @@ class TorchRunner:
             return StepResult([])
         with torch.inference_mode(), _current(self._device):
             if self._static is None or not self._static.takes(chunks):
-                return self._execute_plain(self._model, chunks)
+                try:
+                    return self._execute_plain(self._model, chunks)
+                except UpstreamLostError:
+                    return StepResult([None], lost=frozenset({0}))
             chosen = self._static.execute(chunks)
             self._pool.computed()
             return StepResult(chosen)
@@ -194,9 +210,8 @@ class TorchRunner:
         x, delta = model.forward(
             sent(batch.token_ids, torch.int64, device),
             sent(batch.positions, torch.int64, device),
-            self._memory_of(batch, remote),
+            self._memory_of(batch, remote, self._after_write(chunks)),
             None if all_rows else sent(rows, torch.int64, device),
-            self._after_layer(chunks),
         )
         self._pool.computed()
         if batch.sample_rows:
@@ -209,21 +224,26 @@ class TorchRunner:
         scores = self._score(chunks, batch, x[num_sampled:], delta[num_sampled:])
         return StepResult(result, scores, lost)
 
-    def _after_layer(self, chunks: Sequence[SequenceChunk]) -> Callable[[int], None] | None:
-        """Tells the chunks that listen.
+    def _after_write(self, chunks: Sequence[SequenceChunk]) -> AfterWrite | None:
+        """Waits in each layer for what another worker computes, then tells the chunks that listen.
 
         A device has then only been given the layers; the pool's moment is the one behind them.
         """
         listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
-        if not listeners or not self.spec.groups.is_plain:
+        upstream = chunks[0].upstream
+        assert upstream is None or len(chunks) == 1, "such a chunk is alone in its step"
+        if (upstream is None and not listeners) or not self.spec.groups.is_plain:
             return None
 
-        def tell(num_layers: int) -> None:
-            self._pool.computed()
+        def complete(layer: int) -> None:
+            if upstream is not None and not upstream.gate.wait(layer + 1):
+                raise UpstreamLostError
+            if listeners:
+                self._pool.computed()
             for listener in listeners:
-                listener(num_layers)
+                listener(layer + 1)
 
-        return tell
+        return complete
 
     def _score(
         self,
@@ -255,7 +275,9 @@ class TorchRunner:
             first += len(after)
         return found
 
-    def _memory_of(self, batch: StepBatch, remote: Sequence[RemotePart]) -> StepMemory:
+    def _memory_of(
+        self, batch: StepBatch, remote: Sequence[RemotePart], after_write: AfterWrite | None
+    ) -> StepMemory:
         pool, plan, shape = self._pool.tensor, self._plan, self._spec.layout
         states = None
         if batch.states:
@@ -271,12 +293,12 @@ class TorchRunner:
             return StepMemory(attention=(SplitAttention(group, pool, remote),))
         if not self._keeps_latents:
             attention = tuple(
-                plan_attention(group, group_view(pool, heads))
+                plan_attention(group, group_view(pool, heads), after_write)
                 for group, heads in zip(batch.groups, plan.heads, strict=True)
             )
             return StepMemory(attention=attention, states=states)
         vectors = pool.view(len(pool), plan.block_layers, shape.block_size, -1)
-        latent = tuple(StepLatent(group, vectors) for group in batch.groups)
+        latent = tuple(StepLatent(group, vectors, after_write) for group in batch.groups)
         return StepMemory(latent=latent, states=states)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:

@@ -78,6 +78,9 @@ class RunningSequences:
 
     def _grown(self) -> list[tuple[Sequence, int]]:
         runnable = [s for s in self._members if s.constraint is None or s.constraint.ready]
+        whole = next((s for s in runnable if s.in_one_step and s.num_remaining > 1), None)
+        if whole is not None and self._grow(whole, len(whole.tokens), ()):
+            return [(whole, len(whole.tokens))]
         plans = plan_batch([s.num_remaining for s in runnable], self._limits)
         grown: dict[Sequence, int] = {}
         for plan in plans:
@@ -110,8 +113,9 @@ class RunningSequences:
         return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._members)
 
     def _youngest(self, protected: Collection[Sequence]) -> Sequence:
-        # The one that asks is itself not protected, so there always is a victim.
-        return next(s for s in reversed(self._members) if s not in protected)
+        # The one that asks is itself not protected, so there always is a victim. Into the blocks of
+        # one with an upstream part another worker writes; it took all that it needs before.
+        return next(s for s in reversed(self._members) if s not in protected and s.upstream is None)
 
     def _readmit(self) -> bool:
         """Lets preempted sequences go on, as far as there is room; False when none does."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
-from kvmesh.engine.protocol import RemotePrefix, TokenConstraint
+from kvmesh.engine.protocol import RemotePrefix, TokenConstraint, UpstreamPart
 from kvmesh.kv.hashing import HashChain
 from kvmesh.kv.sequence_blocks import SequenceBlocks
 
@@ -70,10 +70,12 @@ class Sequence:
         scores_prompt: log-probabilities of the prompt's tokens are still to be found or told.
         prompt_logprobs: those found so far, from the prompt's second token on.
         remote: a part of the prefix whose KV another worker holds.
+        in_one_step: all that is left of its prompt is one chunk, alone in its step, however long.
+        upstream: leading positions that another worker computes during that step.
         on_emission, on_progress: called on the event loop after a step.
         on_end: called on the event loop when it is GONE.
         on_layers: called in the engine's thread while it computes the step that gives the first
-            token, with the number of layers whose KV is written.
+            token, with the number of layers whose KV is complete.
     """
 
     sequence_id: int
@@ -89,6 +91,8 @@ class Sequence:
     scores_prompt: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     remote: RemotePrefix | None = None
+    in_one_step: bool = False
+    upstream: UpstreamPart | None = None
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
     on_end: Callable[[], None] = field(default=_no_progress)

@@ -21,6 +21,10 @@ WINDOW_S = 1.5
 MIN_KNOWN = 3
 """Steps of a kind that have to have ended before it is known how long they take."""
 
+_PROMPT_BITS = 8
+_LEAST_EXPECTED_S = 6.0
+"""Of a step that is larger than any before: it may be compiled first, as any of a new kind."""
+
 _GAIN = 1 / 16
 _SLOW_RATIO = 2.0
 # A slower engine is the usual one after minutes, not after seconds.
@@ -117,7 +121,7 @@ class StepWatch:
                 took_s += age_s
                 usual_s += min(age_s, expected_s)
             else:
-                expected_s = self._of_like_kinds(kind)
+                expected_s = self._of_like_kinds(kind) or self._of_larger_ones(kind)
         if self._ended:
             took_s -= self._starved_since(self._ended[0].at - self._ended[0].took_s)
         took_s = max(took_s, usual_s)
@@ -133,6 +137,21 @@ class StepWatch:
             if other.tokens == kind.tokens and usual.num_steps >= MIN_KNOWN
         ]
         return max(like, default=0.0)
+
+    def _of_larger_ones(self, kind: _Kind) -> float:
+        """Of a step that is larger than all known ones with prompts, as parts of prompts are that
+        several workers compute; 0 if it is not.
+        """
+        known = [
+            each
+            for each, usual in self._usual.items()
+            if usual.num_steps >= MIN_KNOWN and each.tokens >= _PROMPT_BITS
+        ]
+        largest = max(known, default=kind)
+        if largest >= kind:
+            return 0.0
+        more = max(kind.tokens - largest.tokens, kind.attended - largest.attended, 0)
+        return max(self._usual[largest].mean_s * 2.0**more, _LEAST_EXPECTED_S)
 
     def _starved_since(self, moment: float) -> float:
         """From the last look before a moment on."""

@@ -116,6 +116,11 @@ class VllmRunner:
         """Attention is not cut in parts there."""
         return
 
+    @property
+    def pair_share(self) -> float:
+        """Layers do not wait for each other's KV there."""
+        return 0.0
+
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """See `ModelRunner.execute`."""
         if not chunks:

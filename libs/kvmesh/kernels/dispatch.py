@@ -6,6 +6,7 @@ Tests: tests/unit/kernels/test_dispatch.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -18,6 +19,9 @@ from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
 from kvmesh.kernels.upload import sent
+
+AfterWrite = Callable[[int], None]
+"""Called in each layer, with its number in a block, between the writes of its KV and attention."""
 
 
 class StepAttention(Protocol):
@@ -38,9 +42,12 @@ class StepAttention(Protocol):
 class ReferenceAttention:
     """Attention by the torch twins: decode in buckets of similar length, prefill chunk by chunk."""
 
-    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
+    def __init__(
+        self, batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
+    ) -> None:
         self._batch = batch
         self._kv = kv
+        self._after_write = after_write
         self._slots = torch.from_numpy(slots_of(batch)).to(kv.device)
         # Layers of one model have at most a few windows; the index work is done once for each.
         self._decode_plans: dict[int, list[tuple[slice, attention_reference.DecodePlan]]] = {}
@@ -49,6 +56,8 @@ class ReferenceAttention:
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
         """See `StepAttention.run`."""
         self._write(qkv, layer, spec, rope)
+        if self._after_write is not None:
+            self._after_write(layer)
         kv_heads = self._kv.shape[4]
         heads = qkv.shape[1] - 2 * kv_heads
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -158,8 +167,10 @@ class _Chunks:
 class HostAttention(ReferenceAttention):
     """As the twins, but blocks are read where they lie, and rotation is fused."""
 
-    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
-        super().__init__(batch, kv)
+    def __init__(
+        self, batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
+    ) -> None:
+        super().__init__(batch, kv, after_write)
         cut = batch.num_decode
         self._tables = torch.from_numpy(padded_tables(batch.block_tables[:cut]))
         self._lens = torch.tensor(batch.context_lens[:cut], dtype=torch.int64)
@@ -218,13 +229,16 @@ class HostAttention(ReferenceAttention):
 class TritonAttention:
     """Attention by the Triton kernels: one launch for all decode rows, one for all chunks."""
 
-    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
+    def __init__(
+        self, batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
+    ) -> None:
         # Triton costs half a second to import and is only needed where there is a device.
         from kvmesh.kernels import attention, fused, prompt_attention  # noqa: PLC0415
 
         self._decode = attention.paged_decode_attention
         self._prefill = prompt_attention.paged_prefill_attention
         self._rope_and_write = fused.rope_and_write
+        self._after_write = after_write
         self._kv = kv
         self._num_decode = batch.num_decode
         self._num_prefill = batch.num_sequences - batch.num_decode
@@ -252,6 +266,8 @@ class TritonAttention:
             layer,
             self._slots,
         )
+        if self._after_write is not None:
+            self._after_write(layer)
         kv_heads = self._kv.shape[4]
         q, cut = qkv[:, : qkv.shape[1] - 2 * kv_heads], self._num_decode
         parts = []
@@ -290,10 +306,16 @@ class TritonAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def plan_attention(batch: RaggedBatch, kv: Tensor) -> StepAttention:
-    """The attention of one step, on the device of the pool."""
+def plan_attention(
+    batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
+) -> StepAttention:
+    """The attention of one step, on the device of the pool.
+
+    Args:
+        after_write: not called where one call computes layers whose rows all decode.
+    """
     if kv.is_cuda:
-        return TritonAttention(batch, kv)
+        return TritonAttention(batch, kv, after_write)
     if host.has_decode(kv):
-        return HostAttention(batch, kv)
-    return ReferenceAttention(batch, kv)
+        return HostAttention(batch, kv, after_write)
+    return ReferenceAttention(batch, kv, after_write)

@@ -6,7 +6,7 @@ latent, then the rotated key. Tests: tests/unit/kernels/test_latent.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -125,9 +125,13 @@ class StepLatent:
 
     Args:
         kv: see the module; changed in place.
+        after_write: called in each layer behind `write`.
     """
 
-    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
+    def __init__(
+        self, batch: RaggedBatch, kv: Tensor, after_write: Callable[[int], None] | None = None
+    ) -> None:
+        self._after_write = after_write
         self._batch = batch
         self._kv = kv
         self.num_decode = batch.num_decode
@@ -156,6 +160,8 @@ class StepLatent:
         """See `LatentMemory.write`."""
         size, width = self._kv.shape[2:]
         self._kv.view(-1, width).index_copy_(0, self._rows + layer * size, vectors)
+        if self._after_write is not None:
+            self._after_write(layer)
 
     def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
         """See `LatentMemory.decode`."""

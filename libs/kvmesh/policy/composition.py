@@ -3,7 +3,8 @@
 `kvmesh` is the composition. Per request: P/D-Serve chooses the group, where workers have a scenario
 (`group_route.py`), PrfaaS chooses the cluster (`offload_route.py`), then a
 short prompt stays with its decode worker, else the prefill worker with the least expected work and
-the decode worker with the most room are taken (`routing.py`), and P/D-Serve's forwarding offers it
+the decode worker with the most room are taken (`routing.py`), idle prefill workers compute a long
+prompt together (`chain.py`), and P/D-Serve's forwarding offers it
 to them in that order. Each second: PrfaaS moves the threshold, FlowKV switches roles. Each few
 minutes: PrfaaS reallocates (`allocation_loop.py`). Tests: tests/unit/policy/test_composition.py.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import RequestId, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PENDING_TOKENS
+from kvmesh.policy.chain import with_chain
 from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.joint_choice import JOINT_WINDOW_S, JointRule
 from kvmesh.policy.offload import OffloadReason, OffloadState
@@ -55,6 +57,7 @@ class Composition:
         joint: what requests that ask at the same time are divided by; None: they are decided on
             one by one.
         joint_window_s: how long a request waits for others where its prompt would wait anyway.
+        chains: idle prefill workers compute long prompts together.
         knows_tpot: limits on the time per token are kept, where requests have them; in simulations,
             for the baselines' sake.
     """
@@ -67,6 +70,7 @@ class Composition:
     monitor: bool = False
     joint: JointRule | None = None
     joint_window_s: float = JOINT_WINDOW_S
+    chains: bool = False
     knows_tpot: bool = False
 
     @property
@@ -79,7 +83,9 @@ class Composition:
 COMPOSITIONS: dict[str, Composition] = {
     each.name: each
     for each in (
-        Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True, knows_tpot=True),
+        Composition(
+            DEFAULT, KVMESH, switch_roles=True, reallocate=True, chains=True, knows_tpot=True
+        ),
         Composition(
             "joint", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.FIRST_TOKEN
         ),
@@ -147,7 +153,12 @@ def decide_route(
     )
     if group is not None:
         planned = dataclasses.replace(planned, group=group)
-    cause = None if planned.choice is None else _OFFLOAD_CAUSES.get(planned.choice.reason)
-    if cause is None or not isinstance(planned.route, RoutePlan):
+    if not isinstance(planned.route, RoutePlan):
         return planned
-    return dataclasses.replace(planned, route=dataclasses.replace(planned.route, cause=cause))
+    route = planned.route
+    cause = None if planned.choice is None else _OFFLOAD_CAUSES.get(planned.choice.reason)
+    if cause is not None:
+        route = dataclasses.replace(route, cause=cause)
+    if policy.chains:
+        route = with_chain(route, members, query, now)
+    return planned if route is planned.route else dataclasses.replace(planned, route=route)

@@ -9,9 +9,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import (
     Candidate,
-    FetchReason,
     Placement,
     Refusal,
     RequestId,

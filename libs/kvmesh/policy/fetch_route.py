@@ -9,7 +9,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import FetchReason, PrefixSource, Role
+from kvmesh.core.fetch_reason import FetchReason
+from kvmesh.core.types import PrefixSource, Role
 from kvmesh.policy.prefix_source import (
     MIN_FETCH_TOKENS,
     WORTH,

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
+from kvmesh.core.fetch_reason import FetchReason
+from kvmesh.core.types import PrefixSource, RouteCause, RouteQuery
 from kvmesh.policy.token_pace import takes
 from kvmesh.policy.view import WorkerView
 

@@ -43,7 +43,7 @@ class RecentReads:
         if chosen.cached_tokens:
             self._add(chosen.worker_id, chosen.cached_tokens)
         source = chosen.source
-        if source is not None:
+        if source is not None and not source.computes:
             brought = source.num_blocks * block_size - chosen.cached_tokens
             self._add(source.worker_id, max(brought, 0))
 

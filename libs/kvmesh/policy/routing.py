@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import (
     Candidate,
-    FetchReason,
     Placement,
     Refusal,
     RefusalReason,

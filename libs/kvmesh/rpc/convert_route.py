@@ -34,11 +34,14 @@ _CAUSES = {cause.value: cause for cause in RouteCause}
 
 def prefix_source_to_proto(source: PrefixSource) -> types_pb2.PrefixSource:
     """PrefixSource as a message."""
+    upstream = source.upstream
     return types_pb2.PrefixSource(
         worker_id=source.worker_id,
         incarnation=source.incarnation,
         control_endpoint=endpoint_to_proto(source.control_endpoint),
         num_blocks=source.num_blocks,
+        computes=source.computes,
+        upstream=None if upstream is None else prefix_source_to_proto(upstream),
     )
 
 
@@ -49,6 +52,8 @@ def prefix_source_from_proto(message: types_pb2.PrefixSource) -> PrefixSource:
         message.incarnation,
         endpoint_from_proto(message.control_endpoint),
         message.num_blocks,
+        message.computes,
+        prefix_source_from_proto(message.upstream) if message.HasField("upstream") else None,
     )
 
 

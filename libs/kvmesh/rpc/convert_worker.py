@@ -68,6 +68,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         unpublished=not info.publishes,
         missing_native=info.missing_native,
         start_s=info.start_s,
+        pair_share=info.pair_share,
     )
 
 
@@ -96,6 +97,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         publishes=not message.unpublished,
         missing_native=tuple(message.missing_native),
         start_s=message.start_s,
+        pair_share=message.pair_share,
     )
 
 

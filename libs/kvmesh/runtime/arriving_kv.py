@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from kvmesh.core.types import (
     Endpoint,
@@ -17,12 +18,12 @@ from kvmesh.core.types import (
     Reservation,
     WorkerId,
 )
-from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.runtime.decode_task import DecodeTask
+from kvmesh.runtime.part_arrival import PartArrival
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
@@ -63,7 +64,8 @@ class ArrivingKv:
         self._handoff = HandoffTable(parts.identity.incarnation, lease_s, self._block_bytes)
         self._by_reservation: dict[int, DecodeTask] = {}
         # Ended by us, but a writer may still be in the blocks.
-        self._fenced: dict[int, Sequence] = {}
+        self._fenced: dict[int, Callable[[], None]] = {}
+        self._parts: dict[int, PartArrival] = {}
         self._grants: dict[WriteGrant, int] = {}
         self.data_endpoint: Endpoint | None = None
         self.host_route: HostRoute | None = None
@@ -82,30 +84,44 @@ class ArrivingKv:
 
     def reserve(self, task: DecodeTask) -> Reservation:
         """Opens the task's blocks to whoever is told of the reservation."""
+        num_cached_blocks = task.sequence.num_cached // self._core.block_size
+        reservation = self._open(task, num_cached_blocks)
+        self._by_reservation[reservation.reservation_id] = task
+        return reservation
+
+    def reserve_part(self, part: PartArrival) -> Reservation:
+        """As `reserve`, for a part of a prompt that this worker computes the rest of.
+
+        It ends by itself when all of it has come, or when nothing comes for as long as the lease.
+        """
+        reservation = self._open(part, part.num_cached_blocks)
+        self._parts[reservation.reservation_id] = part
+        return reservation
+
+    def _open(self, waiting: DecodeTask | PartArrival, num_cached_blocks: int) -> Reservation:
         capability = secrets.token_bytes(16)
         assert self.data_endpoint is not None, "the data server is not up"
         reservation_id = self._handoff.reserve(
-            task.request_id,
-            task.arriving,
+            waiting.request_id,
+            waiting.arriving,
             0,  # what is cached is not among them
             capability,
-            task.attempt,
+            waiting.attempt,
             self._clock.now(),
         )
-        task.reservation_id = reservation_id
-        self._by_reservation[reservation_id] = task
+        waiting.reservation_id = reservation_id
         return Reservation(
             reservation_id=reservation_id,
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
-            generation=task.attempt,
+            generation=waiting.attempt,
             capability=capability,
             data_endpoint=self.data_endpoint,
-            num_cached_blocks=task.sequence.num_cached // self._core.block_size,
-            num_blocks=len(task.arriving),
+            num_cached_blocks=num_cached_blocks,
+            num_blocks=len(waiting.arriving),
             lease_ms=int(self._lease_s * 1000),
             host_route=self.host_route,
-            run_lengths=tuple(count for _, count in consecutive_runs(task.arriving)),
+            run_lengths=tuple(count for _, count in consecutive_runs(waiting.arriving)),
         )
 
     def renew(self, task: DecodeTask) -> None:
@@ -127,6 +143,26 @@ class ArrivingKv:
             task.sequence.on_progress()  # the prefill side waits for a first token
         self._release_quiet()
 
+    def cancel_part(self, part: PartArrival) -> None:
+        """Ends the reservation of a part; `on_quiet` is called when its writers are gone."""
+        assert part.reservation_id is not None, "all of it has come, or it has ended"
+        reservation_id, part.reservation_id = part.reservation_id, None
+        self._fenced[reservation_id] = self._parts.pop(reservation_id).on_quiet
+        self._handoff.cancel(reservation_id)
+        self._release_quiet()
+
+    def _came(self, part: PartArrival, claim: WriteClaim) -> None:
+        """All of a part is there: its writer's commit finds it taken, and nobody writes there."""
+        outcome = self._handoff.commit(claim, self._clock.now())
+        if isinstance(outcome, Refusal):  # its writer goes on where all has come
+            self.cancel_part(part)
+            return
+        taken = self._handoff.take(claim.reservation_id)
+        assert not isinstance(taken, Refusal), taken
+        del self._parts[claim.reservation_id]
+        part.reservation_id = None
+        part.on_quiet()
+
     def expire(self) -> list[DecodeTask]:
         """Fences the reservations whose lease ran out; the caller ends their tasks."""
         before = list(self._by_reservation.items())
@@ -136,17 +172,25 @@ class ArrivingKv:
         # All of them first: the end of each releases what is quiet, whoever's it is.
         for reservation_id, _ in ended:
             self._fence(reservation_id)
+        for reservation_id, part in list(self._parts.items()):
+            if not self._handoff.is_open(reservation_id):
+                log.warning("part_expired", request_id=part.request_id)
+                self._fenced[reservation_id] = self._parts.pop(reservation_id).on_quiet
+                part.reservation_id = None
+                part.gate.close()
+        if not ended:
+            self._release_quiet()
         return [task for _, task in ended]
 
     def _fence(self, reservation_id: int) -> None:
         task = self._by_reservation.pop(reservation_id, None)
         if task is not None:
-            self._fenced[reservation_id] = task.sequence
+            self._fenced[reservation_id] = partial(self._core.release, task.sequence)
 
     def _release_quiet(self) -> None:
-        """Frees the blocks of ended reservations whose writers are gone."""
+        """Gives the blocks of ended reservations back when their writers are gone."""
         for released in self._handoff.drain_released():
-            self._core.release(self._fenced.pop(released.reservation_id))
+            self._fenced.pop(released.reservation_id)()
 
     def _take(self, task: DecodeTask) -> None:
         assert task.reservation_id is not None
@@ -164,8 +208,12 @@ class ArrivingKv:
         refusal = self._handoff.check_claim(put.claim, now)
         if refusal is not None:
             return refusal
-        task = self._by_reservation.get(put.claim.reservation_id)
-        indexes = indexes_of(put.runs, 1 if task is None else len(task.arriving))
+        reservation_id = put.claim.reservation_id
+        upstream = self._parts.get(reservation_id)
+        waiting = upstream or self._by_reservation.get(reservation_id)
+        indexes = indexes_of(put.runs, 1 if waiting is None else len(waiting.arriving))
+        if upstream is not None and not upstream.may_write(indexes, put.part):
+            return Refusal(RefusalReason.STALE, "these layers have come, and may be in use")
         part = None if put.part is None else Part(*put.part)
         granted = self._handoff.begin_write(put.claim, indexes, now, part)
         if isinstance(granted, Refusal):
@@ -182,6 +230,11 @@ class ArrivingKv:
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
         """The channel left the memory."""
         self._handoff.end_write(self._grants.pop(grant), ok)
+        part = self._parts.get(grant.put.claim.reservation_id)
+        if part is not None and ok:
+            part.wrote(indexes_of(grant.put.runs, len(part.arriving)), grant.put.part)
+            if part.is_complete:
+                self._came(part, grant.put.claim)
         self._release_quiet()
 
     def commit(self, frame: CommitFrame) -> Refusal | None:

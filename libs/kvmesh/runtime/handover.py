@@ -45,12 +45,14 @@ class Handover:
             attempt.watch_layers(self._moment)
 
     def _choose_mode(self, attempt: PrefillAttempt) -> TransferMode:
+        if attempt.is_part:
+            return TransferMode.LAYERED
         if self._mode is not None:
             return self._mode
         sequence, reservation = attempt.sequence, attempt.reservation
         assert sequence is not None
         todo = len(sequence.spec.token_ids) - sequence.num_cached
-        num_chunks = -(-todo // self._core.max_step_tokens)
+        num_chunks = 1 if sequence.in_one_step else -(-todo // self._core.max_step_tokens)
         last_tokens = todo - (num_chunks - 1) * self._core.max_step_tokens
         num_bytes = reservation.num_blocks * self._block_bytes
         task = TransferTask(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvmesh.core.types import PrefixSource, RequestId, Reservation
 from kvmesh.engine.sequence import Emission, Sequence
@@ -18,12 +19,22 @@ from kvmesh.telemetry.tracing import Span
 from kvmesh.transfer.device import Moment
 
 
+class Ending(Protocol):
+    """What an attempt ends when it ends."""
+
+    def close(self) -> None:
+        """Ends it; may be called again."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class PrefillAttempt:
     """One request on this worker, from acceptance until its KV is taken.
 
     Attributes:
-        source: whom a prefix is fetched from first.
+        source: whom a prefix is fetched from first, or who computes the prompt's beginning.
+        is_part: whoever takes the KV computes the rest of the prompt at the same time.
+        upstream: the prompt's beginning, while another worker computes it.
         waits: its sequence runs only when its prefix was fetched, or brought up from a tier.
         outcome: how it ended, or would if it were cancelled now.
     """
@@ -34,7 +45,9 @@ class PrefillAttempt:
     reservation: Reservation
     span: Span
     source: PrefixSource | None = None
+    is_part: bool = False
     waits: bool = False
+    upstream: Ending | None = None
     sequence: Sequence | None = None
     first: Emission | None = None
     progress: asyncio.Event = field(default_factory=asyncio.Event)

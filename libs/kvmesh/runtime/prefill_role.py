@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -38,6 +39,7 @@ from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.prefix_sources import PrefixSources
+from kvmesh.runtime.prompt_chain import PromptChain
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.runtime.worker_tiers import load_prefix
 from kvmesh.telemetry.logs import event_logger
@@ -53,6 +55,23 @@ log = event_logger(__name__)
 _BUSY_RETRY_MS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixWays:
+    """How a prompt's prefix comes to be here without being computed here.
+
+    Attributes:
+        sources: None computes what other workers are said to hold.
+        queries: None asks nobody for a prefix.
+        tiers: where prefixes are that this worker's pool has evicted.
+        chain: None lets no other worker compute parts of prompts, nor does it for them.
+    """
+
+    sources: PrefixSources | None = None
+    queries: PrefixQueries | None = None
+    tiers: TieredCache | None = None
+    chain: PromptChain | None = None
+
+
 class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Serves `PrefillService`."""
 
@@ -61,20 +80,12 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         parts: WorkerParts,
         channels: ChannelPool,
         decode: DecodeRole,
-        sources: PrefixSources | None,
+        ways: PrefixWays,
         *,
         slots: int,
         mode: TransferMode | None = None,
-        queries: PrefixQueries | None = None,
-        tiers: TieredCache | None = None,
     ) -> None:
-        """`mode` is for all requests; None lets the policy choose for each.
-
-        Args:
-            sources: None computes what other workers are said to hold.
-            queries: None asks nobody for a prefix.
-            tiers: where prefixes are that this worker's pool has evicted.
-        """
+        """`mode` is for all requests; None lets the policy choose for each."""
         self._identity = parts.identity
         self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
             parts.direct, pb.PrefillRequest, lambda events: (pb.PrefillResponse(events=events),)
@@ -86,7 +97,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
-        self._sources, self._queries, self._tiers = sources, queries, tiers
+        self._sources, self._queries, self._tiers = ways.sources, ways.queries, ways.tiers
+        self._chain = ways.chain
         decode.local_prefill = self
         self._slots = slots
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
@@ -205,6 +217,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             return Refusal(RefusalReason.BUSY, text, retry_after_ms=_BUSY_RETRY_MS)
         return None
 
+    @property
+    def _is_free(self) -> bool:
+        return self._chain is not None and not (self._attempts or self._core.has_work)
+
     def _try_accept(
         self, message: pb.PrefillOffer, outbox: PrefillOutbox, span: Span
     ) -> PrefillAttempt | Refusal:
@@ -212,6 +228,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         refusal = self._refusal()
         if refusal is not None:
             return refusal
+        if message.is_part and not self._is_free:
+            # Whoever computes the rest would wait for it, layer by layer.
+            text = "this worker has other prompts than one that others wait for"
+            return Refusal(RefusalReason.BUSY, text, retry_after_ms=_BUSY_RETRY_MS)
         if message.ttft_budget_ms == 0:
             return Refusal(RefusalReason.DEADLINE, "no time is left to the first token")
         if (outbox, request_id, message.attempt) in self._attempts:
@@ -223,6 +243,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         reservation = reservation_from_proto(message.reservation)
         source = self._source(message)
         attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span, source)
+        attempt.is_part = message.is_part
         sequence = self._start(attempt, spec)
         if isinstance(sequence, Refusal):
             return sequence
@@ -233,10 +254,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         return attempt
 
     def _source(self, message: pb.PrefillOffer | DecodeReserve) -> PrefixSource | None:
-        """Whom to fetch a prefix from before computing."""
-        if self._sources is None or not message.HasField("source"):
+        """Whom to fetch a prefix from before computing, or who computes the beginning."""
+        if not message.HasField("source"):
             return None
-        return prefix_source_from_proto(message.source)
+        way = self._chain if message.source.computes else self._sources
+        return None if way is None else prefix_source_from_proto(message.source)
 
     def _choose_way(self, attempt: PrefillAttempt) -> None:
         if not self._is_local(attempt.reservation):
@@ -254,6 +276,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             return self._start_local(attempt)
         sequence = self._core.admit_prefill(spec, held=True)
         if isinstance(sequence, Sequence):
+            sequence.in_one_step = attempt.is_part
             sequence.on_emission = lambda emission: self._first_token(attempt, emission)
         return sequence
 
@@ -335,10 +358,15 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
                 loaded_tokens=result.num_loaded * self._core.block_size,
                 seconds=result.seconds,
             )
-        if attempt.source is not None and sequence.state is not SequenceState.GONE:
+        source = attempt.source
+        if source is not None and source.computes:
+            assert self._chain is not None, "such a source is taken by who can chain"
+            if len(self._attempts) == 1:  # others here would wait for all of it
+                await self._chain.begin(attempt, source)
+        elif source is not None and sequence.state is not SequenceState.GONE:
             assert self._sources is not None, "a source is taken by who can fetch"
             may_stay = self._is_local(attempt.reservation)
-            await self._sources.bring(attempt, attempt.source, may_stay=may_stay)
+            await self._sources.bring(attempt, source, may_stay=may_stay)
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)
@@ -381,6 +409,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def _finish(self, attempt: PrefillAttempt) -> None:
         assert attempt.sequence is not None
+        if attempt.upstream is not None:
+            attempt.upstream.close()
         outcome = attempt.outcome
         del self._attempts[attempt.outbox, attempt.request_id, attempt.attempt]
         if not self._is_local(attempt.reservation):

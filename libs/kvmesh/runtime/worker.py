@@ -29,15 +29,17 @@ from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.chain_metrics import ChainMetrics
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.kv_pool import KvPool
 from kvmesh.runtime.native_code import native_levels
 from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
-from kvmesh.runtime.prefill_role import PrefillRole
+from kvmesh.runtime.prefill_role import PrefillRole, PrefixWays
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.prefix_sources import PrefixSources
+from kvmesh.runtime.prompt_chain import PromptChain
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.tier_metrics import TierCollector
@@ -148,11 +150,14 @@ class Worker:
             parts,
             self.channels,
             self.decode,
-            sources if self._config.fetch.enabled else None,
+            PrefixWays(
+                sources if self._config.fetch.enabled else None,
+                self.queries,
+                self.tiers,
+                self._chain(parts),
+            ),
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
-            queries=self.queries,
-            tiers=self.tiers,
         )
         data_endpoint = await self._listen_for_kv()
         add = context.add_servicer
@@ -161,6 +166,13 @@ class Worker:
         add(kv_pool_service_pb2_grpc.add_KvPoolServiceServicer_to_server, self.pool)
         self._join_mesh(data_endpoint)
         self._spawn_loops()
+
+    def _chain(self, parts: WorkerParts) -> PromptChain | None:
+        if not self._runner.pair_share:
+            return None
+        self.chain_metrics = ChainMetrics(self._metrics.registry)
+        arriving = self.decode.arriving
+        return PromptChain(parts, arriving, self.chain_metrics, self._context.access)
 
     def _parts(self) -> WorkerParts:
         return WorkerParts(
@@ -230,9 +242,9 @@ class Worker:
         layout, secret = self._runner.spec.layout, self._context.access.secret
         return ChannelIdentity(self.worker_id, self.incarnation, layout, secret)
 
-    def _join_mesh(self, data_endpoint: Endpoint) -> None:
+    def _describe(self, data_endpoint: Endpoint) -> WorkerInfo:
         section, spec = self._config.worker, self._runner.spec
-        self._info = WorkerInfo(
+        return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role,
@@ -249,7 +261,12 @@ class Worker:
             publishes=bool(section.kvmanager_target),
             missing_native=self._missing_native(),
             start_s=time.time() - psutil.Process().create_time(),
+            pair_share=self._runner.pair_share,
         )
+
+    def _join_mesh(self, data_endpoint: Endpoint) -> None:
+        section, spec = self._config.worker, self._runner.spec
+        self._info = self._describe(data_endpoint)
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
             [target for target in targets if target],

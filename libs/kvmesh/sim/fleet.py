@@ -40,7 +40,7 @@ REMOTE = "remote"
 LOST_AFTER_S = 3.0
 """A dead worker stays in the view for the length of its lease."""
 
-_LAYOUT = KvLayout("simulated", "bfloat16", TRACE_BLOCK, 1, 1, 1)
+_LAYOUT = KvLayout("simulated", "bfloat16", TRACE_BLOCK, 32, 1, 1)
 _NOWHERE = Endpoint("simulated", 0)
 
 
@@ -133,6 +133,8 @@ class SimFleet:
             for _ in range(group.count):
                 name = WorkerId(f"{group.cluster}-{group.role.value}-{len(self.workers)}")
                 info = _info(name, group, device)
+                if self._rules.chains:
+                    info = dataclasses.replace(info, pair_share=device.pair_share)
                 if self._grouped:
                     info = dataclasses.replace(info, scenario=group.cluster)
                 self._start(info, device)

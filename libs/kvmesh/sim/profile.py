@@ -19,6 +19,10 @@ def gbps(value: float) -> float:
     return value * BITS_PER_GBPS / 8
 
 
+_SHORT, _LONG = 4096, 32_768
+"""Two prompts whose times tell how much of them is attention."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
     """Seconds of a decode step: `constant + per_sequence * B + per_token * tokens of context`."""
@@ -47,6 +51,14 @@ class Device:
     num_blocks: int
     prefill_slots: int
     decode_slots: int
+
+    @property
+    def pair_share(self) -> float:
+        """Attention to one position, as a share of a token's other work; never 0."""
+        short, long = (self.prefill_s(length) / length for length in (_SHORT, _LONG))
+        square = max((long - short) / (_LONG - _SHORT), 0.0)
+        linear = max(short - square * _SHORT, 1e-12)
+        return max(2 * square / linear, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class Scenario:
         closed_loop: the next turn of a session comes `think_s` after the answer.
         jitter: of transfers; 0.1 makes them up to 10 % longer.
         sample_s: interval of the timelines.
+        chains: workers compute parts of long prompts for each other.
     """
 
     profile: Profile
@@ -100,6 +101,7 @@ class Scenario:
     chunks: ChunkTokens = ChunkTokens()
     jitter: float = 0.1
     sample_s: float = 10.0
+    chains: bool = False
 
 
 def accepted_tpot_s(scenario: Scenario) -> float:

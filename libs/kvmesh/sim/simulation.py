@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, WorkerId
+from kvmesh.core.types import PrefixSource, Refusal, RefusalReason, Role, RoutePlan, WorkerId
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.pdserve import timeout_s
+from kvmesh.sim.chains import Chains
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches
@@ -122,7 +123,9 @@ class Simulation:
             self.events,
             scenario.profile,
             self,
-            WorkerRules(system.queue_offers, scenario.chunks, accepted_tpot_s(scenario)),
+            WorkerRules(
+                system.queue_offers, scenario.chunks, accepted_tpot_s(scenario), scenario.chains
+            ),
             report_interval_s=system.report_interval_s,
             order=_index(system, self.rng),
             grouped=system.grouped,
@@ -134,6 +137,7 @@ class Simulation:
         self._handoffs: dict[SimSequence, _Handoff] = {}
         self._placements: dict[SimRequest, Placed] = {}
         self.fetches = Fetches(self.events, self.fleet, scenario.profile, self._stretch)
+        self.chains = Chains(self.events, self.fleet, scenario.profile)
         self._router = SimRouter(
             scenario,
             self.events,
@@ -151,7 +155,7 @@ class Simulation:
             self._refused,
             {},
             Connections(),
-            self.fetches.begin,
+            self._bring,
             Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
@@ -200,6 +204,10 @@ class Simulation:
             self.fleet.host.note_request()
         # To the scheduler and on to the workers.
         self.events.after(2 * self.fleet.message_s, Placing(self._desk, request, frozenset()).start)
+
+    def _bring(self, worker: SimWorker, sequence: SimSequence, source: PrefixSource) -> None:
+        way = self.chains if source.computes else self.fetches
+        way.begin(worker, sequence, source)
 
     # --- the way of a request ----------------------------------------------------------------
 

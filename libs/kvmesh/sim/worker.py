@@ -49,11 +49,13 @@ class WorkerRules:
         queue_offers: accept prompts beyond the slots into a local queue.
         chunks: tokens per step.
         tpot_s: longest mean time per token that requests accept; infinite for none.
+        chains: they compute parts of prompts for each other.
     """
 
     queue_offers: bool = False
     chunks: ChunkTokens = ChunkTokens()
     tpot_s: float = math.inf
+    chains: bool = False
 
 
 class WorkerListener(Protocol):
@@ -121,6 +123,14 @@ class SimWorker:
         self._num_reserved = 0
         self._load: WorkerLoad | None = None
         self._loop = None if host is None else host.sharing.loop
+        self._part_tokens = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may compute a part of a prompt that others wait for."""
+        return self.alive and not (
+            self._prefills or self._decodes or self._waiting or self._part_tokens
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -171,6 +181,7 @@ class SimWorker:
         if not self.alive:
             return Refusal(RefusalReason.LOST, "the worker is down")
         is_busy = bool(self._waiting) or len(self._prefills) >= self.info.prefill_slots
+        is_busy = is_busy or bool(self._part_tokens)
         if is_busy and not self._queue_offers:
             return Refusal(RefusalReason.BUSY, "all prefill slots are taken")
         if reserved in self._decodes:
@@ -236,6 +247,27 @@ class SimWorker:
             self.steps.seal(sequence)
         self._changed()
         self.steps.join(sequence)
+
+    def go_on_behind(self, sequence: SimSequence, num_tokens: int) -> None:
+        """Computes the rest of a prompt that was held; others have computed its beginning."""
+        sequence.num_computed = num_tokens
+        self.steps.seal(sequence)
+        self._changed()
+        self.steps.join(sequence)
+
+    def begin_part(self, num_tokens: int) -> None:
+        """Computes a part of a prompt for another worker."""
+        assert self.is_free, "such a worker has nothing else to do"
+        self._part_tokens = num_tokens
+        self._changed()
+
+    def end_part(self, num_tokens: int) -> None:
+        """The part is computed."""
+        self._part_tokens = 0
+        self.steps.computed_tokens += num_tokens
+        self._changed()
+        self._listener.on_opening()
+        self._admit_waiting()
 
     # --- what others read --------------------------------------------------------------------
 
@@ -387,7 +419,7 @@ class SimWorker:
         if self._load is None:
             num_preempted = self.steps.num_preempted
             self._load = WorkerLoad(
-                prefill_active=len(self._prefills) + len(self._waiting),
+                prefill_active=len(self._prefills) + len(self._waiting) + bool(self._part_tokens),
                 decode_running=len(self._decodes) - self._num_reserved - num_preempted,
                 decode_reserved=self._num_reserved,
                 decode_preempted=num_preempted,
@@ -416,7 +448,7 @@ class SimWorker:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that are accepted and not computed."""
-        tokens = 0
+        tokens = self._part_tokens
         # Read for each decision: a loop that makes nothing.
         for accepted in (self._prefills, self._waiting):
             for each in accepted:
@@ -427,6 +459,7 @@ class SimWorker:
     def fail(self) -> list[SimSequence]:
         """Dies; returns the sequences that were here, oldest first."""
         self.alive = False
+        self._part_tokens = 0
         self.steps.stop()
         lost = {*self._prefills, *self._decodes, *self._waiting}
         for sequence in lost:

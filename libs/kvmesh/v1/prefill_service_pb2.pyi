@@ -32,6 +32,7 @@ class PrefillOffer(_message.Message):
     TTFT_BUDGET_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    IS_PART_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -40,6 +41,10 @@ class PrefillOffer(_message.Message):
     """Time left to the first token, in milliseconds."""
     traceparent: _builtins.str
     """W3C trace context."""
+    is_part: _builtins.bool
+    """The sequence is the beginning of a prompt of which the receiver of its KV computes the rest at
+    the same time: it is computed in one step, and each layer's KV leaves when it is complete.
+    """
     @_builtins.property
     def sequence(self) -> _types_pb2.SequenceSpec:
         """What to compute."""
@@ -62,10 +67,11 @@ class PrefillOffer(_message.Message):
         ttft_budget_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         source: _types_pb2.PrefixSource | None = ...,
+        is_part: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "reservation", b"reservation", "sequence", b"sequence", "source", b"source", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_part", b"is_part", "request_id", b"request_id", "reservation", b"reservation", "sequence", b"sequence", "source", b"source", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -679,7 +679,7 @@ Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
 class PrefixSource(_message.Message):
-    """A worker that holds more of a prompt than the one that is to compute it."""
+    """A worker that holds more of a prompt than the one that is to compute it, or computes a part of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -687,15 +687,23 @@ class PrefixSource(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CONTROL_ENDPOINT_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    COMPUTES_FIELD_NUMBER: _builtins.int
+    UPSTREAM_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which worker."""
     incarnation: _builtins.int
     """Which life of it."""
     num_blocks: _builtins.int
     """Leading blocks that it is said to hold."""
+    computes: _builtins.bool
+    """It holds them not: it is asked to compute them at the same time, layer by layer."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Where its gRPC services are."""
+
+    @_builtins.property
+    def upstream(self) -> Global___PrefixSource:
+        """Who computes the beginning of these blocks, for the worker that computes the rest of them."""
 
     def __init__(
         self,
@@ -704,10 +712,12 @@ class PrefixSource(_message.Message):
         incarnation: _builtins.int = ...,
         control_endpoint: Global___Endpoint | None = ...,
         num_blocks: _builtins.int = ...,
+        computes: _builtins.bool = ...,
+        upstream: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "upstream", b"upstream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computes", b"computes", "control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "upstream", b"upstream", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,6 +745,7 @@ class WorkerInfo(_message.Message):
     UNPUBLISHED_FIELD_NUMBER: _builtins.int
     MISSING_NATIVE_FIELD_NUMBER: _builtins.int
     START_S_FIELD_NUMBER: _builtins.int
+    PAIR_SHARE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -759,6 +770,10 @@ class WorkerInfo(_message.Message):
     """The global index never hears of its blocks, so nobody asks there for them."""
     start_s: _builtins.float
     """Seconds from the start of its process until it could serve; 0: not told."""
+    pair_share: _builtins.float
+    """Work of attention to one position, as a share of a token's other work; 0: it takes no part in
+    prompts that several workers compute.
+    """
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Address of the worker's gRPC services."""
@@ -794,10 +809,11 @@ class WorkerInfo(_message.Message):
         unpublished: _builtins.bool = ...,
         missing_native: _abc.Iterable[_builtins.str] | None = ...,
         start_s: _builtins.float = ...,
+        pair_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.paced_link import FRONT, Pace, free_port, paced_link
 from benchmarks.prefix_links import targets
-from kvmesh.core.types import FetchReason
+from kvmesh.core.fetch_reason import FetchReason
 
 
 def row(share: float, reason: FetchReason, *, right: bool = True) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.kv.read_leases import ReadLeaseTable
+from kvmesh.runtime.chain_metrics import ChainMetrics
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.tier_metrics import TierCollector
@@ -56,6 +57,7 @@ def of_worker() -> dict[str, str]:
     leases = ReadLeaseTable(1, 1.0, max_leases=1, max_blocks=1)
     PoolMetrics(registry).watch_leases(leases.statistics)
     QueryMetrics(registry).watch(lambda: (0, 0))
+    ChainMetrics(registry)
     registry.register(TierCollector(lambda: ()))
     return exported(registry.collect())
 

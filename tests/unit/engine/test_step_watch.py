@@ -60,6 +60,19 @@ def test_more_positions_for_as_many_tokens_take_so_much_longer_at_most() -> None
     assert state.slowdown == pytest.approx(1.0), "it is no measure of how slow the engine is"
 
 
+def test_a_step_larger_than_all_before_may_take_as_much_longer() -> None:
+    steps = Steps()
+    steps.run(PROMPT, 3.0, MIN_KNOWN)
+    steps.watch.begin([chunk(20_000, 16_384)], steps.now)
+    state = steps.watch.state(steps.now + 90.0)
+    assert state.expected_s == pytest.approx(3.0 * 32)
+    assert state.slowdown == 0.0
+    steps.watch.end(steps.now)
+    steps.run(PROMPT, 0.001, 200)
+    steps.watch.begin([chunk(2000, 1024)], steps.now)
+    assert steps.watch.state(steps.now).expected_s >= 6.0
+
+
 def test_long_prompts_make_no_engine_slow() -> None:
     steps = Steps()
     steps.run(PROMPT, 3.0, MIN_KNOWN)

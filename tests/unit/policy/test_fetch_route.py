@@ -6,8 +6,8 @@ import dataclasses
 import random
 from typing import Any
 
+from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import (
-    FetchReason,
     Placement,
     Role,
     RouteCause,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import (
-    FetchReason,
     Placement,
     Refusal,
     RequestId,

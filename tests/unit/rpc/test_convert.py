@@ -61,10 +61,12 @@ INFO = WorkerInfo(
     8,
     64,
     missing_native=("kernels", "transfer"),
+    pair_share=2e-4,
 )
 ROOM = PaceRoom(StepPace(0.01, 1e-7), 5000, 0.03, 1.5)
 LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5, room=ROOM)
-SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7)
+FIRST_PART = PrefixSource(WorkerId("f"), 5, Endpoint("f", 3), 3, computes=True)
+SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7, computes=True, upstream=FIRST_PART)
 CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32, SOURCE)
 
 

@@ -1,0 +1,247 @@
+"""One prompt on several prefill workers: this one computes the end, another one the beginning.
+
+The other worker takes the beginning as any prompt, with a reservation of this worker's blocks for
+its KV, and computes it in one step. Each layer's KV comes as soon as it is complete, and this
+worker, one layer behind, lets its own positions attend to it. So this worker has all KV of the
+prompt in the end and hands it over as if it had computed it alone. A beginning that is refused, or
+does not come, is computed here. Why: docs/adr/0036-prompt-chains.md.
+Tests: tests/integration/test_prompt_chain.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import PrefixSource, Reservation, SamplingParams
+from kvmesh.engine.prefix_fill import PrefixFill
+from kvmesh.engine.protocol import UpstreamPart
+from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess
+from kvmesh.rpc.convert import reservation_to_proto, sequence_spec_to_proto
+from kvmesh.rpc.convert_route import prefix_source_to_proto
+from kvmesh.rpc.part_offer import PartOffer
+from kvmesh.runtime.arriving_kv import ArrivingKv
+from kvmesh.runtime.chain_metrics import ChainMetrics
+from kvmesh.runtime.layer_progress import LayerProgress
+from kvmesh.runtime.part_arrival import PartArrival
+from kvmesh.runtime.prefill_attempt import PrefillAttempt
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1 import prefill_service_pb2 as pb
+
+log = event_logger(__name__)
+
+ANSWER_S = 1.0
+"""A worker that does not answer an offer within this time is not waited for."""
+
+# The token behind the beginning of a prompt is the prompt's own: what is chosen is not used. It
+# must not end the sequence, since its KV would not be sent then.
+_UNUSED = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+
+class PromptChain:
+    """Lets other workers compute the beginnings of prompts.
+
+    Args:
+        arriving: takes their KV in.
+    """
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        arriving: ArrivingKv,
+        metrics: ChainMetrics,
+        access: MeshAccess = NO_ACCESS,
+    ) -> None:
+        self._parts = parts
+        self._arriving = arriving
+        self._access = access
+        self._metrics = metrics
+
+    async def begin(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
+        """Sees to it that a source computes the beginning of a prompt, if it will.
+
+        Args:
+            attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
+                It is to run when this returns.
+        """
+        sequence = attempt.sequence
+        assert sequence is not None, "admitted"
+        if sequence.state is SequenceState.GONE:
+            return
+        fill = self._parts.core.begin_fill(sequence)
+        fill.adopt()
+        part = ChainedPart(self._parts, self._arriving, attempt, fill, self._count)
+        outcome = "refused"
+        try:
+            reservation = part.open(min(source.num_blocks, len(fill.hashes)))
+            if reservation is None:
+                outcome = "held"
+                return
+            offer = self._offer(attempt, source, reservation)
+            await part.ask(PartOffer(source.control_endpoint, offer, self._access))
+            outcome = "accepted"
+        except (RefusedError, LostError) as error:
+            log.info("part_not_taken", upstream=source.worker_id, error=str(error))
+        finally:
+            attempt.span.event("prompt_part", upstream=source.worker_id, outcome=outcome)
+            self._count(outcome)
+            if outcome != "accepted":
+                part.close()
+                # A worker that accepted too late may be writing.
+                await part.quiet.wait()
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.parts.labels(outcome).inc()
+
+    def _offer(
+        self, attempt: PrefillAttempt, source: PrefixSource, reservation: Reservation
+    ) -> pb.PrefillOffer:
+        assert attempt.sequence is not None
+        spec = attempt.sequence.spec
+        size = self._parts.core.block_size
+        end = (reservation.num_cached_blocks + reservation.num_blocks) * size
+        beginning = replace(
+            spec, token_ids=spec.token_ids[:end], num_prompt_tokens=end, sampling=_UNUSED
+        )
+        upstream = source.upstream
+        return pb.PrefillOffer(
+            request_id=attempt.request_id,
+            attempt=attempt.attempt,
+            sequence=sequence_spec_to_proto(beginning),
+            reservation=reservation_to_proto(reservation),
+            ttft_budget_ms=reservation.lease_ms,
+            traceparent=attempt.span.traceparent,
+            source=None if upstream is None else prefix_source_to_proto(upstream),
+            is_part=True,
+        )
+
+
+class ChainedPart:
+    """The beginning of one prompt, from the room that is made for it until nobody writes there.
+
+    Attributes:
+        quiet: nobody writes into the blocks, or will.
+    """
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        arriving: ArrivingKv,
+        attempt: PrefillAttempt,
+        fill: PrefixFill,
+        count: Callable[[str], None],
+    ) -> None:
+        assert attempt.sequence is not None
+        self._parts = parts
+        self._arriving = arriving
+        self._attempt = attempt
+        self._sequence: Sequence = attempt.sequence
+        self._fill = fill
+        self._count = count
+        self._kv: PartArrival | None = None
+        self._is_filling = True
+        self._waits_to_run = False
+        self._watch: asyncio.Task[None] | None = None
+        self.quiet = asyncio.Event()
+
+    def open(self, num_blocks: int) -> Reservation | None:
+        """Makes room for KV of leading blocks; None if nothing is to come, or there is no room."""
+        size = self._parts.core.block_size
+        held = self._fill.num_held
+        # The last step's chunk has more than one token, or it would count as a decode step.
+        num_blocks = min(num_blocks, (len(self._sequence.tokens) - 2) // size)
+        blocks = self._fill.open(num_blocks) if num_blocks > held else None
+        if blocks is None:
+            self._fill.end()
+            self._is_filling = False
+            self.quiet.set()
+            return None
+        layout = self._parts.core.spec.layout
+        attempt = self._attempt
+        self._kv = PartArrival(
+            attempt.request_id, attempt.attempt, blocks, held, layout, self._is_quiet
+        )
+        return self._arriving.reserve_part(self._kv)
+
+    async def ask(self, offer: PartOffer) -> None:
+        """Lets the sequence run beside the part, if the offer is accepted.
+
+        Raises:
+            RefusedError, LostError: it is not; the caller closes this.
+        """
+        try:
+            await offer.accepted(ANSWER_S)
+        except BaseException:
+            await offer.close()
+            raise
+        kv, size = self._kv, self._parts.core.block_size
+        assert kv is not None
+        end = (kv.num_cached_blocks + len(kv.arriving)) * size
+        self._attempt.upstream = self
+        self._sequence.upstream = UpstreamPart(end, kv.gate, self._settle)
+        self._sequence.in_one_step = True
+        self._watch = asyncio.create_task(self._follow(offer))
+
+    async def _follow(self, offer: PartOffer) -> None:
+        try:
+            await offer.handed_off()
+        except (RefusedError, LostError) as error:
+            log.warning("part_lost", request_id=self._attempt.request_id, error=str(error))
+            self._stop()
+        finally:
+            await offer.close()
+
+    def close(self) -> None:
+        """Ends what is under way; `quiet` follows. May be called again."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._kv is not None and self._kv.reservation_id is not None:
+            self._kv.gate.close()
+            self._arriving.cancel_part(self._kv)
+
+    def _is_quiet(self) -> None:
+        """No writer is in the blocks: all has come, or the rest never will."""
+        assert self._kv is not None
+        self.quiet.set()
+        if not self._kv.is_complete:
+            self._end_fill(0)
+            self._run_alone()
+
+    def _settle(self, came: bool) -> None:
+        """The step beside the part has ended; see `UpstreamPart`."""
+        assert self._kv is not None
+        self._count("came" if came else "lost")
+        if came:
+            num_cached = self._sequence.num_cached
+            self._end_fill(len(self._kv.arriving))
+            # What another worker computes for this request was not cached before it.
+            self._sequence.num_cached = num_cached
+            return
+        self._waits_to_run = True
+        # Layers of this run may have left; those of the next differ in their last bits.
+        self._attempt.layers = LayerProgress()
+        self._stop()
+        self._run_alone()
+
+    def _end_fill(self, num_filled: int) -> None:
+        if self._is_filling:
+            self._is_filling = False
+            self._fill.close(num_filled)
+            self._fill.end()
+
+    def _run_alone(self) -> None:
+        """Computes all of the prompt here once nobody else writes into its blocks."""
+        if not self._waits_to_run or not self.quiet.is_set():
+            return
+        self._waits_to_run = False
+        self._end_fill(0)
+        if self._sequence.state is SequenceState.HELD:
+            self._parts.core.run(self._sequence)
+            self._parts.wake_engine()

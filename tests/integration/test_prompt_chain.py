@@ -1,0 +1,267 @@
+"""One prompt on several prefill workers: real models, real channels, the tokens of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import PrefixSource, Refusal, RefusalReason, SamplingParams, SequenceSpec
+from kvmesh.kv.hashing import root_hash
+from kvmesh.rpc.part_offer import PartOffer
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.transfer.frames import PutFrame
+from kvmesh.transfer.target import WriteGrant
+from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
+from tests.waiting import until
+from tests.worker_driver import Driver, Key, driving, running_worker, until_idle
+
+BLOCK = 16
+CHUNK = 32
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3", "olmo2"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint("llama-untied-sharded", tmp_path_factory.mktemp("llama"))
+
+
+def spec_of(tokens: list[int], sampling: SamplingParams = GREEDY) -> SequenceSpec:
+    sampling = replace(sampling, max_tokens=NEW_TOKENS)
+    return SequenceSpec(tuple(tokens), len(tokens), sampling, root_hash("test"))
+
+
+def long_prompt(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
+    """The longest one, with its tokens."""
+    pairs = zip(checkpoint.prompts, checkpoint.expected, strict=True)
+    return max(pairs, key=lambda pair: len(pair[0]))
+
+
+def part(worker: Worker, num_blocks: int, upstream: PrefixSource | None = None) -> PrefixSource:
+    info = worker._info
+    return PrefixSource(
+        info.worker_id,
+        info.incarnation,
+        info.control_endpoint,
+        num_blocks,
+        computes=True,
+        upstream=upstream,
+    )
+
+
+@asynccontextmanager
+async def mesh(
+    checkpoint: Checkpoint, num_prefill: int = 2, **options: Any
+) -> AsyncIterator[tuple[list[Worker], Worker, Driver]]:
+    """Prefill workers and one that decodes."""
+    engine = EngineSection(
+        model=str(checkpoint.folder),
+        num_blocks=512,
+        max_batch_tokens=CHUNK,
+        block_size=BLOCK,
+        dtype="float32",
+    )
+    async with AsyncExitStack() as stack:
+        prefill = [
+            await stack.enter_async_context(
+                running_worker(WorkerSection(id=f"p{number}", role="prefill", **options), engine)
+            )
+            for number in range(num_prefill)
+        ]
+        decode = await stack.enter_async_context(
+            running_worker(WorkerSection(id="d0", role="decode"), engine)
+        )
+        driver = await stack.enter_async_context(driving(*prefill, decode))
+        yield prefill, decode, driver
+
+
+def computed(worker: Worker) -> int:
+    return worker.core.statistics().computed_tokens_total
+
+
+def outcomes(worker: Worker) -> dict[str, float]:
+    found = worker.chain_metrics.parts.collect()
+    return {
+        sample.labels["outcome"]: sample.value
+        for metric in found
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+
+
+@pytest.mark.parametrize("channels", ["local", "shm", "tcp"])
+async def test_two_workers_give_the_tokens_of_one(checkpoint: Checkpoint, channels: str) -> None:
+    tokens, expected = long_prompt(checkpoint)
+    cut = len(tokens) // BLOCK // 2
+    async with mesh(checkpoint, channels=channels) as ((p0, p1), decode, driver):
+        found, cached = await driver.generate_from(part(p0, cut), p1, decode, spec_of(tokens))
+        assert found == expected
+        assert cached == 0
+        assert computed(p0) == cut * BLOCK
+        assert computed(p1) == len(tokens) - cut * BLOCK
+        assert outcomes(p1) == {"accepted": 1, "came": 1}
+        await until_idle(p0, p1, decode)
+
+
+async def test_three_workers_sampled(llama: Checkpoint) -> None:
+    tokens, _ = long_prompt(llama)
+    spec = spec_of(tokens, SAMPLED)
+    blocks = len(tokens) // BLOCK
+    async with mesh(llama, 3) as ((p0, p1, p2), decode, driver):
+        expected = await driver.generate(p0, decode, Key("alone"), spec)
+        await until_idle(p0, decode)
+        chain = part(p1, 2 * blocks // 3, part(p2, blocks // 3))
+        async with mesh(llama, 0) as (_, other, _):
+            await driver.connect(other)
+            # The decode worker of before holds the prompt.
+            fresh, _ = await driver.generate_from(chain, p0, other, spec)
+            assert fresh == expected
+            await until_idle(p0, p1, p2, other)
+
+
+async def test_what_is_cached_in_each_part_is_not_computed(llama: Checkpoint) -> None:
+    tokens, expected = long_prompt(llama)
+    cut = len(tokens) // BLOCK - 1
+    assert cut >= 3
+    async with mesh(llama) as ((p0, p1), decode, driver):
+        # One block is on the last worker, two on the first.
+        for worker, length in ((p1, BLOCK), (p0, 2 * BLOCK)):
+            spec = spec_of(tokens[: length + 1])
+            await driver.generate(worker, decode, Key(f"prime-{length}"), spec)
+            await until_idle(worker, decode)
+        before = computed(p0), computed(p1)
+        found, cached = await driver.generate_from(part(p0, cut), p1, decode, spec_of(tokens))
+        assert found == expected
+        assert cached == BLOCK
+        assert computed(p0) - before[0] == (cut - 2) * BLOCK
+        assert computed(p1) - before[1] == len(tokens) - cut * BLOCK
+        await until_idle(p0, p1, decode)
+
+
+async def test_a_worker_that_refuses_costs_an_answer(llama: Checkpoint) -> None:
+    tokens, expected = long_prompt(llama)
+    async with mesh(llama) as ((p0, p1), decode, driver):
+        p0.prefill.draining = True
+        found, _ = await driver.generate_from(part(p0, 2), p1, decode, spec_of(tokens))
+        assert found == expected
+        assert computed(p1) == len(tokens)
+        assert outcomes(p1) == {"refused": 1}
+        await until_idle(p0, p1, decode)
+
+
+def layer_by_layer(worker: Worker) -> None:
+    """Each PUT of a worker has one layer, however fast they are computed."""
+    worker.prefill._handover._is_past = lambda _: False
+
+
+def refuse_layer(worker: Worker, number: int) -> None:
+    """Lets a worker refuse one layer of what comes."""
+    plain, seen = worker.decode.arriving.begin_write, 0
+
+    def begin_write(put: PutFrame) -> WriteGrant | Refusal:
+        nonlocal seen
+        seen += 1
+        if seen > number:
+            return Refusal(RefusalReason.STALE, "gone")
+        return plain(put)
+
+    worker.decode.arriving.begin_write = begin_write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_part_that_is_lost_in_any_layer_is_computed_here(
+    llama: Checkpoint, number: int
+) -> None:
+    tokens, expected = long_prompt(llama)
+    async with mesh(llama, transfer_mode="layered") as ((p0, p1), decode, driver):
+        layer_by_layer(p0)
+        refuse_layer(p1, number)
+        found, _ = await driver.generate_from(part(p0, 2), p1, decode, spec_of(tokens))
+        assert found == expected
+        assert outcomes(p1) == {"accepted": 1, "lost": 1}
+        await until_idle(p0, p1, decode)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_part_that_stops_coming_is_computed_here_when_its_lease_ends(
+    llama: Checkpoint, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker hangs in a layer: it says nothing, and its stream stays open."""
+    tokens, expected = long_prompt(llama)
+    async with mesh(llama, lease_s=0.5) as ((p0, p1), decode, driver):
+        layer_by_layer(p0)
+        goes_on = asyncio.Event()
+        plain, seen = p0.prefill._channels.put, 0
+
+        async def put(*arguments: Any) -> None:
+            nonlocal seen
+            seen += 1
+            if seen > number:
+                await goes_on.wait()
+            await plain(*arguments)
+
+        monkeypatch.setattr(p0.prefill._channels, "put", put)
+        found, _ = await driver.generate_from(part(p0, 2), p1, decode, spec_of(tokens))
+        assert found == expected
+        assert outcomes(p1) == {"accepted": 1, "lost": 1}
+        goes_on.set()
+        await until_idle(p0, p1, decode)
+
+
+async def test_a_cancelled_prompt_ends_at_every_worker(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, _ = long_prompt(llama)
+    async with mesh(llama) as ((p0, p1), decode, driver):
+        never = asyncio.Event()
+
+        async def put(*_: Any) -> None:
+            await never.wait()
+
+        monkeypatch.setattr(p0.prefill._channels, "put", put)
+        key, spec = Key("cancelled"), spec_of(tokens)
+        reserved = await driver.reserve(decode, key, spec)
+        await driver.offer_from(part(p0, 2), p1, key, spec, reserved.reserved)
+        await until(lambda: bool(p1.core._in_flight), "the step waits for its first layer")
+        driver.cancel_prefill(p1, key)
+        driver.cancel_decode(decode, key)
+        await until_idle(p0, p1, decode)
+        assert outcomes(p1)["accepted"] == 1
+
+
+async def test_an_upstream_worker_whose_stream_ends_is_not_waited_for(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, expected = long_prompt(llama)
+    async with mesh(llama) as ((p0, p1), decode, driver):
+        layer_by_layer(p0)
+        came = asyncio.Event()
+        plain = p1.decode.arriving.end_write
+
+        def end_write(grant: WriteGrant, ok: bool) -> None:
+            plain(grant, ok)
+            came.set()
+
+        async def handed_off(self: PartOffer) -> None:
+            await came.wait()
+            raise LostError("the stream ended")
+
+        monkeypatch.setattr(p1.decode.arriving, "end_write", end_write)
+        monkeypatch.setattr(PartOffer, "handed_off", handed_off)
+        found, _ = await driver.generate_from(part(p0, 2), p1, decode, spec_of(tokens))
+        assert found == expected
+        assert outcomes(p1) == {"accepted": 1, "lost": 1}
+        await until_idle(p0, p1, decode)

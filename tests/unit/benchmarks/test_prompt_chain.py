@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from benchmarks.prompt_chain import LENGTHS, targets
+from benchmarks.result import Row
+
+
+def row(tokens: int, alone_ms: float, together_ms: float) -> Row:
+    return {
+        "tokens": tokens,
+        "alone_ms": {"median": alone_ms},
+        "together_ms": {"median": together_ms},
+    }
+
+
+def test_both_lengths_have_a_target() -> None:
+    short, long = min(LENGTHS), max(LENGTHS)
+    met = targets([row(short, 1000, 1000), row(long, 10_000, 5000)])
+    assert [each.value for each in met] == [2.0, 1.0]
+    assert all(each.met for each in met)
+    missed = targets([row(short, 1000, 1200), row(long, 10_000, 6000)])
+    assert not any(each.met for each in missed)
