@@ -22,8 +22,9 @@ from kvmesh.core.slots import SLOT_WIDTH
 
 # Slots in an entry are sorted, so that blocks with the same holders have equal strings: comparing
 # those is one pointer comparison in Lua, whatever the number of holders.
+# A call for each block of a prompt would be most of what a batch costs.
 _ENTRIES = f"""
-local W = {SLOT_WIDTH}
+local W, SLICE = {SLOT_WIDTH}, 128
 local function find(entry, slot)
   local low, high = 0, #entry / W
   while low < high do
@@ -40,20 +41,30 @@ local function has(entry, slot)
   local at = find(entry, slot)
   return string.sub(entry, at + 1, at + W) == slot
 end
-local function add(index, hash, slot)
-  local entry = redis.call('HGET', index, hash) or ''
+local function with(entry, slot)
+  if has(entry, slot) then return entry end
   local at = find(entry, slot)
-  redis.call('HSET', index, hash, string.sub(entry, 1, at) .. slot .. string.sub(entry, at + 1))
+  return string.sub(entry, 1, at) .. slot .. string.sub(entry, at + 1)
 end
-local function remove(index, hash, slot)
-  local entry = redis.call('HGET', index, hash) or ''
-  if not has(entry, slot) then return end
+local function without(entry, slot)
+  if not has(entry, slot) then return entry end
   local at = find(entry, slot)
-  local rest = string.sub(entry, 1, at) .. string.sub(entry, at + W + 1)
-  if rest == '' then
-    redis.call('HDEL', index, hash)
-  else
-    redis.call('HSET', index, hash, rest)
+  return string.sub(entry, 1, at) .. string.sub(entry, at + W + 1)
+end
+local function change_entries(index, hashes, change, slot)
+  for first = 1, #hashes, SLICE do
+    local last = math.min(first + SLICE - 1, #hashes)
+    local entries, kept, gone = redis.call('HMGET', index, unpack(hashes, first, last)), {{}}, {{}}
+    for at, old in ipairs(entries) do
+      local hash, entry = hashes[first + at - 1], change(old or '', slot)
+      if entry == '' then
+        gone[#gone + 1] = hash
+      elseif entry ~= old then
+        kept[#kept + 1], kept[#kept + 2] = hash, entry
+      end
+    end
+    if #kept > 0 then redis.call('HSET', index, unpack(kept)) end
+    if #gone > 0 then redis.call('HDEL', index, unpack(gone)) end
   end
 end
 """
@@ -150,14 +161,18 @@ local facts = redis.call('HMGET', record, 'live', 'sequence', 'namespace', 'work
 if facts[1] ~= live then return 'unknown' end
 if live == '1' and tonumber(facts[2]) + 1 ~= tonumber(sequence) then return 'gap' end
 local index, held = prefix .. 'index:' .. facts[3], prefix .. 'held:' .. slot
-for at = 1, #stored, 16 do
-  local hash = string.sub(stored, at, at + 15)
-  if redis.call('SADD', held, hash) == 1 then add(index, hash, slot) end
+local function take(joined, command, change)
+  for first = 1, #joined, 16 * SLICE do
+    local hashes = {}
+    for at = first, math.min(first + 16 * SLICE, #joined + 1) - 1, 16 do
+      hashes[#hashes + 1] = string.sub(joined, at, at + 15)
+    end
+    redis.call(command, held, unpack(hashes))
+    change_entries(index, hashes, change, slot)
+  end
 end
-for at = 1, #removed, 16 do
-  local hash = string.sub(removed, at, at + 15)
-  if redis.call('SREM', held, hash) == 1 then remove(index, hash, slot) end
-end
+take(stored, 'SADD', with)
+take(removed, 'SREM', without)
 redis.call('PEXPIRE', lease, lease_ms)
 if stored ~= '' or removed ~= '' then
   log(prefix, slot, 'stored', stored, 'removed', removed)
@@ -198,7 +213,6 @@ return 1
 MATCH = (
     _ENTRIES
     + """
-local SLICE = 128
 local prefix, namespace, hashes = unpack(ARGV)
 local index, total = prefix .. 'index:' .. namespace, #hashes / 16
 local active, lengths, previous, position = nil, {}, nil, 0
@@ -268,7 +282,7 @@ local record, held = prefix .. 'slot:' .. slot, prefix .. 'held:' .. slot
 local facts = redis.call('HMGET', record, 'namespace', 'worker')
 if redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 or not facts[1] then return {0, 1} end
 local hashes = redis.call('SPOP', held, count)
-for _, hash in ipairs(hashes) do remove(prefix .. 'index:' .. facts[1], hash, slot) end
+change_entries(prefix .. 'index:' .. facts[1], hashes, without, slot)
 if redis.call('EXISTS', held) == 1 then return {#hashes, 0} end
 redis.call('DEL', record)
 redis.call('SREM', prefix .. 'slots', slot)
