@@ -84,15 +84,7 @@ def plan_route(
     """
     # Sorted, so that the order of the view decides nothing.
     by_id = sorted(view.workers, key=_WORKER_ID)
-    needed = query.num_tokens
-    able = [
-        worker
-        for worker in by_id
-        if worker.info.model == query.model
-        and not worker.load.draining
-        and worker.info.max_model_len >= needed
-        and worker.info.num_blocks * worker.info.layout.block_size >= needed
-    ]
+    able = [worker for worker in by_id if _is_able(worker, query)]
     if not able:
         return _nobody(query, by_id)
     call = Call(view, query, matches, now, rng, policy)
@@ -120,6 +112,17 @@ def plan_route(
     )
     assert plan is not None, "a default pair exists, so a pair does"
     return plan
+
+
+def _is_able(worker: WorkerView, query: RouteQuery) -> bool:
+    """Whether a worker serves the model, takes work and has room for all tokens of a request."""
+    info, needed = worker.info, query.num_tokens
+    return (
+        info.model == query.model
+        and not worker.load.draining
+        and info.max_model_len >= needed
+        and info.num_blocks * info.layout.block_size >= needed
+    )
 
 
 def _lenders(call: Call, workers: Sequence[WorkerView]) -> list[Seat]:
