@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from kvmesh.core.config import default_environment
+from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.vllm_check import engine_environment, installation_problems
 from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
 
@@ -29,7 +32,39 @@ def write_vllm_checkpoint(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def load_vllm(folder: Path, *, num_blocks: int, dtype: str, max_tokens: int = 512) -> VllmRunner:
+def write_adapter(
+    folder: Path, seed: int, *, hidden: int, queries: int, values: int, layers: int
+) -> Path:
+    """A random LoRA adapter of all layers' queries and values, as PEFT writes one.
+
+    Args:
+        hidden, queries, values: widths of the model and of what its projections give.
+    """
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(seed)
+    rank = 4
+    weights = {}
+    for layer in range(layers):
+        for name, width in (("q_proj", queries), ("v_proj", values)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=draw)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, rank, generator=draw)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load_vllm(
+    folder: Path, *, num_blocks: int, dtype: str, max_tokens: int = 512, lora: str = ""
+) -> VllmRunner:
     """The runner, on one thread."""
     default_environment(engine_environment(1))
     from kvmesh.engine.vllm_internals import EngineRequest
@@ -43,5 +78,6 @@ def load_vllm(folder: Path, *, num_blocks: int, dtype: str, max_tokens: int = 51
         max_model_len=0,
         max_tokens=max_tokens,
         max_sequences=64,
+        adapters=read_adapters(lora),
     )
     return VllmRunner.load(request, "tiny")

@@ -42,6 +42,7 @@ class ModelConfig:
         "folder with tokenizer.json and the chat template, or org/name on the Hugging Face hub",
     )
     served_name: str = option("", "name that clients use; default: name of the folder, or org/name")
+    aliases: str = option("", "further names that clients may use for it, comma-separated")
     use_generation_config: bool = option(
         False, "take sampling defaults from generation_config.json"
     )
@@ -60,6 +61,12 @@ class ModelConfig:
     def name(self) -> str:
         """The name that clients use."""
         return self.served_name or served_name(self.path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use, its own first."""
+        aliases = [each.strip() for each in self.aliases.split(",")]
+        return tuple(dict.fromkeys([self.name, *filter(None, aliases)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,12 @@ from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.rpc.convert import limit_from_ms
-from services.gateway.api.model_checks import check_call, check_prompt, choice_sampling
+from services.gateway.api.model_checks import (
+    ServedNames,
+    check_call,
+    check_prompt,
+    choice_sampling,
+)
 from services.gateway.api.openai import ApiCall
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.request.choice import Caller, Choice, Delivered, going_on
@@ -42,7 +47,7 @@ class Frontend:
     """Admits, prepares and runs calls.
 
     Args:
-        served_name: the model's name for clients.
+        names: of the model for clients, its own first.
 
     Attributes:
         limits: of one request.
@@ -53,7 +58,7 @@ class Frontend:
         self,
         mesh: Mesh,
         tokenizer: TextTokenizer,
-        served_name: str,
+        names: tuple[str, ...],
         keys: KeyRing,
         admission: Admission,
         journal: Journal | None = None,
@@ -62,10 +67,20 @@ class Frontend:
         self._keys = keys
         self._admission = admission
         self.tokenizer = tokenizer
-        self.served_name = served_name
+        self._names = names
         self.journal = journal
         self.limits = mesh.limits
         self.metrics = mesh.metrics
+
+    @property
+    def served_name(self) -> str:
+        """The model's own name."""
+        return self._names[0]
+
+    @property
+    def served(self) -> ServedNames:
+        """What clients may name as a model now."""
+        return ServedNames(self._names, self._mesh.router.adapters)
 
     @property
     def not_ready(self) -> str:
@@ -158,7 +173,7 @@ class Frontend:
         )
 
     def _checkpoints(
-        self, call: ApiCall, caller: Caller, delivered: Delivered | None
+        self, call: ApiCall, caller: Caller, delivered: Delivered | None, adapter: str
     ) -> tuple[str, ...]:
         """Which checkpoint serves each choice, at first the same; empty while none is known.
 
@@ -170,7 +185,7 @@ class Frontend:
             if len(delivered.checkpoints) != num_choices:
                 raise GoneError("that stream has another number of choices")
             return delivered.checkpoints
-        served = self._mesh.router.served(caller.scenario, self._mesh.rng.random())
+        served = self._mesh.router.served(caller.scenario, self._mesh.rng.random(), adapter)
         return ("" if served is None else served.group.fingerprint,) * num_choices
 
     async def prepare(
@@ -187,7 +202,7 @@ class Frontend:
             StageRefusedError: too many requests wait for this one to be served in time.
             GoneError: the delivered part does not belong to this call.
         """
-        check_call(call, self.served_name, self.limits, self.tokenizer.vocab_size)
+        adapter = check_call(call, self.served, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # others do not wait behind the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
         seed = call.seed if delivered is None else delivered.seed
@@ -200,7 +215,7 @@ class Frontend:
         tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
         ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
-        checkpoints = self._checkpoints(call, caller, delivered)
+        checkpoints = self._checkpoints(call, caller, delivered, adapter)
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
@@ -225,6 +240,7 @@ class Frontend:
                     rank=call.priority,
                     checkpoint=checkpoints[index],
                     tpot_s=tpot_s,
+                    adapter=adapter,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         if delivered is not None:

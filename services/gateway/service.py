@@ -64,6 +64,7 @@ class Gateway:
     """
 
     http_port: int
+    frontend: Frontend
     sessions: WorkerSessions
     admission: Admission
     metrics: GatewayMetrics
@@ -117,14 +118,14 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     redis = open_redis(config, context)
     keys, admission = await open_tenancy(config, context, redis)
     journal = open_journal(config, context, metrics)
-    frontend = Frontend(mesh, tokenizer, served_name, keys, admission, journal)
+    frontend = Frontend(mesh, tokenizer, config.model.names, keys, admission, journal)
     context.on_drain(admission.drain)
     servicer = InferenceServicer(frontend)
     context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
     front = HttpFront(frontend, config.http, int(time.time()))
     http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, sessions, admission, metrics, mesh.lanes)
+    return Gateway(http_port, frontend, sessions, admission, metrics, mesh.lanes)
 
 
 def _add_metrics(served_name: str, context: ServiceContext) -> GatewayMetrics:

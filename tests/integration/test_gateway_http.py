@@ -14,9 +14,10 @@ import pytest
 
 from kvmesh.core.types import Placement
 from kvmesh.kv.hashing import chain_hashes, root_hash
+from services.gateway.config import ModelConfig
 from tests.integration.gateway_fake_worker import LAYOUT, MODEL
 from tests.integration.gateway_fakes import draining
-from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack
 from tests.unit.gateway.tiny_model import EOS
 from tests.waiting import until
 
@@ -390,3 +391,28 @@ async def test_ready_needs_both_roles(tmp_path: Path) -> None:
                     break
         async with session.get("/health") as response:
             assert response.status == 200
+
+
+async def test_adapters_and_aliases_are_models(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path), served_name=MODEL, aliases="gpt-4o, small")
+    async with gateway_stack(tmp_path, model=model) as stack:
+        for worker in stack.mesh.workers.values():
+            worker.info = replace(worker.info, adapters=("sql",))
+        stack.mesh.changed.set()
+        await stack.mesh.until(lambda: stack.gateway.frontend.served.adapters == ["sql"])
+        listed = [each async for each in stack.client.models.list()]
+        assert [each.id for each in listed] == [MODEL, "gpt-4o", "small", "sql"]
+        parents = [(each.to_dict()["root"], each.to_dict()["parent"]) for each in listed]
+        assert parents == [(MODEL, None)] * 3 + [("sql", MODEL)]
+        sent = stack.mesh.workers["p1"].specs
+        names = []
+        for name in (MODEL, "gpt-4o", "sql"):
+            answer = await stack.client.chat.completions.create(**{**CHAT, "model": name})
+            names.append(answer.model)
+        assert names == [MODEL, MODEL, "sql"]
+        assert [spec.adapter for spec in sent] == ["", "", "sql"]
+        plain, alias, adapter = (spec.root_hash for spec in sent)
+        assert plain == alias != adapter  # no prefix is shared with it
+        with pytest.raises(openai.NotFoundError, match="served: tiny, gpt-4o, small, sql"):
+            await stack.client.chat.completions.create(**{**CHAT, "model": "other"})
+        await stack.idle()

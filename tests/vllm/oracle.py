@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def some_prompts(count: int, longest: int, seed: int = 1) -> list[list[int]]:
 class VllmAlone:
     """`vllm.LLM` as its users have it, on one thread."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, **more: Any) -> None:
         default_environment(engine_environment(1))
         import vllm
 
@@ -44,17 +45,27 @@ class VllmAlone:
             block_size=BLOCK_SIZE,
             kv_cache_memory_bytes=1 << 28,
             seed=0,
+            **more,
         )
         self._sampling = vllm.SamplingParams
 
-    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """`count` tokens after each prompt."""
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], count: int, adapter: Path | None = None
+    ) -> list[list[int]]:
+        """`count` tokens after each prompt.
+
+        Args:
+            adapter: whose weights are added.
+        """
+        from vllm.lora.request import LoRARequest
+
+        number = 0 if adapter is None else zlib.crc32(str(adapter).encode()) >> 1
+        lora = None if adapter is None else LoRARequest(adapter.name, number, str(adapter))
         sampling = self._sampling(
             temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
         )
-        found = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False
-        )
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        found = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return [list(each.outputs[0].token_ids) for each in found]
 
 
@@ -65,18 +76,23 @@ def generated(
     *,
     max_tokens: int = 512,
     num_blocks: int = 0,
+    adapters: Sequence[str] = (),
 ) -> list[list[int]]:
     """Tokens after each prompt, all of them at once under our scheduler.
 
     Args:
         max_tokens: of one step.
         num_blocks: that it may use; 0 for all.
+        adapters: of each prompt; empty for none at all.
     """
     blocks = num_blocks or runner.kv.num_blocks
     core = EngineCore(runner.spec, blocks, BatchLimits(max_tokens=max_tokens), growth_tokens=0)
     found: list[list[int]] = [[] for _ in prompts]
     waiting = [
-        SequenceSpec(tuple(prompt), len(prompt), sampling, root_hash("")) for prompt in prompts
+        SequenceSpec(
+            tuple(prompt), len(prompt), sampling, root_hash("", adapter=name), adapter=name
+        )
+        for prompt, name in zip(prompts, adapters or [""] * len(prompts), strict=True)
     ]
     admitted = 0
     while admitted < len(waiting) or core.has_work:

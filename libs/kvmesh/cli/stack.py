@@ -60,6 +60,8 @@ class StackOptions:
         num_threads: computing threads of each engine.
         drain_s: how long a service may finish running work when it is stopped.
         num_spare: workers that wait for the place of one that is lost.
+        aliases: further names of the model, comma-separated.
+        lora: see `read_adapters`; folders are absolute.
     """
 
     model: Path
@@ -81,6 +83,8 @@ class StackOptions:
     grpc_port: int = 0
     remote: RemoteOptions | None = None
     num_spare: int = 0
+    aliases: str = ""
+    lora: str = ""
 
     @property
     def num_workers(self) -> int:
@@ -231,6 +235,7 @@ class _Planner:
             "engine.kind": options.engine,
             "engine.model": options.model,
             "engine.model-name": options.model_name,
+            "engine.lora": options.lora,
             "engine.dtype": options.dtype,
             "engine.device": options.device,
             "engine.num-blocks": options.num_blocks,
@@ -320,6 +325,7 @@ def plan_stack(
         "http.port": http.port,
         "model.path": options.model,
         "model.served-name": options.model_name,
+        "model.aliases": options.aliases,
     }
     member, grpc = planner.service(
         "gateway", flags, probe=Probe("http", asked), port=options.grpc_port

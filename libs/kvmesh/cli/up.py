@@ -46,6 +46,7 @@ from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.core.types import Endpoint
+from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.model_source import find_model, is_hub_name, served_name
 from kvmesh.engine.vllm_check import read_vllm_model
@@ -72,7 +73,8 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
     """What to start, with all defaults filled in.
 
     Raises:
-        ConfigError: no model was named and none is embedded.
+        ConfigError: no model was named and none is embedded, or adapters are malformed.
+        CheckpointError: an adapter is not there.
     """
     embedded = not arguments.model
     if embedded:
@@ -104,7 +106,16 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         if arguments.remote
         else None,
         num_spare=arguments.spare,
+        aliases=arguments.aliases,
+        lora=_adapters(arguments.lora, arguments.engine),
     )
+
+
+def _adapters(text: str, engine: str) -> str:
+    """The same with folders that hold wherever a worker starts."""
+    if text and engine != "vllm":
+        raise ConfigError("--lora: adapters are served by --engine vllm")
+    return ",".join(f"{each.name}={each.folder}" for each in read_adapters(text))
 
 
 def _next_port(options: StackOptions) -> Callable[[], int]:

@@ -35,10 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "stopped before it was ready, or before --run had ended; 2 wrong usage, or something\n"
         "was wrong before any process was started",
     )
-    text = "model folder, or org/name on the Hugging Face hub; default: the embedded model"
-    add_flag(made, "--model", "", text, metavar="MODEL")
-    text = "name that clients use; default: name of the folder, or org/name"
-    add_flag(made, "--model-name", "", text)
+    _add_model_flags(made)
     text = "prefill workers; 0: those of --decode are hybrid and do both"
     add_flag(made, "--prefill", 2, text, kind=count)
     add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
@@ -80,3 +77,12 @@ def parser() -> argparse.ArgumentParser:
     text = "end with the first process that ends or hangs; implied by --run"
     add_switch(made, "--no-restart", text)
     return made
+
+
+def _add_model_flags(made: argparse.ArgumentParser) -> None:
+    text = "model folder, or org/name on the Hugging Face hub; default: the embedded model"
+    add_flag(made, "--model", "", text, metavar="MODEL")
+    text = "name that clients use; default: name of the folder, or org/name"
+    add_flag(made, "--model-name", "", text)
+    add_flag(made, "--aliases", "", "further names that clients may use, comma-separated")
+    add_flag(made, "--lora", "", "LoRA adapters as NAME=FOLDER, comma-separated; engine vllm")

@@ -233,6 +233,7 @@ class SequenceSpec:
         num_prompt_tokens: how many of them are the client's prompt.
         root_hash: parent of the first block hash; model, tenant salt and adapter are in it.
         fingerprint: of the checkpoint that all its tokens come from; empty: any.
+        adapter: LoRA adapter whose weights are added; empty: none.
     """
 
     token_ids: tuple[int, ...]
@@ -240,6 +241,7 @@ class SequenceSpec:
     sampling: SamplingParams
     root_hash: BlockHash
     fingerprint: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +329,7 @@ class WorkerInfo:
     missing_native: tuple[str, ...] = ()
     start_s: float = 0.0
     pair_share: float = 0.0
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,8 @@ class EngineCore:
         if spec.fingerprint not in ("", here):
             text = f"its checkpoint is {spec.fingerprint}, this worker's is {here}"
             return Refusal(RefusalReason.STALE, text)
+        if spec.adapter and spec.adapter not in self.spec.adapters:
+            return Refusal(RefusalReason.STALE, f"the adapter {spec.adapter} is not loaded here")
         if num_tokens + 1 > self.max_model_len:
             limit = self.max_model_len
             text = f"{num_tokens} tokens leave no room to generate in a context of {limit}"
@@ -322,6 +324,7 @@ class EngineCore:
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
             remote=sequence.remote,
             upstream=upstream,
+            adapter=sequence.spec.adapter,
         )
 
     def _num_reusable_again(self, sequence: Sequence) -> int:

@@ -28,6 +28,7 @@ class ModelSpec:
     Attributes:
         eos_token_ids: tokens that end generation unless `ignore_eos`.
         groups: what its layers keep.
+        adapters: names of LoRA adapters that sequences may ask for.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelSpec:
     eos_token_ids: frozenset[int]
     layout: KvLayout
     groups: KvGroups = KvGroups()
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class SequenceChunk:
         remote: blocks of the prefix that are holes in `block_table`, and whom to ask instead.
         upstream: positions before `start` that arrive while this chunk is computed, alone in its
             step: each layer waits for its own part of them.
+        adapter: of `ModelSpec.adapters`; empty is none.
     """
 
     sequence_id: int
@@ -152,6 +155,7 @@ class SequenceChunk:
     on_layers: Callable[[int], None] | None = None
     remote: RemotePrefix | None = None
     upstream: UpstreamPart | None = None
+    adapter: str = ""
 
     @property
     def num_scored(self) -> int:

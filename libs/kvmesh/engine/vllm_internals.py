@@ -8,7 +8,7 @@ release asks for and we do not give. Tests: tests/vllm/test_internals.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmSampling
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
@@ -25,9 +26,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.outputs import SamplerOutput
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.adapters import Adapter
 
 ORDER = "BLHNC"
 """Physical order of the pool: a block is one range over all layers, and each layer a part of it."""
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM makes room for."""
 
 _NEW = frozenset(
     {
@@ -111,6 +116,7 @@ class EngineRequest:
     max_model_len: int
     max_tokens: int
     max_sequences: int
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +126,14 @@ class NewSequence:
     Attributes:
         name: used for no other.
         start: positions before it have KV in the blocks.
+        adapter: its name; empty is none.
     """
 
     name: str
     token_ids: list[int]
     blocks: list[int]
     start: int
+    adapter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +231,13 @@ class VllmExecutor:
         self._runner: Any = self._executor.driver_worker.worker.model_runner
         self._choice = _OurChoice()
         self._runner.sampler = self._choice
+        if request.adapters:
+            _empty_last_place(self._runner)
+        # vLLM knows adapters by numbers from 1 on.
+        self._adapters = {
+            each.name: LoRARequest(each.name, number, str(each.folder))
+            for number, each in enumerate(request.adapters, 1)
+        }
         self._sampling = VllmSampling(temperature=0.0, max_tokens=1, ignore_eos=True)
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
@@ -280,7 +295,8 @@ class VllmExecutor:
         """
         # As vLLM's own loop does; on a device tensors come from inference mode.
         with torch.inference_mode():
-            told = self._executor.execute_model(_scheduler_output(step, self._sampling))
+            output = _scheduler_output(step, self._sampling, self._adapters)
+            told = self._executor.execute_model(output)
             assert told is None, "vLLM's runner sampled by itself"
             state = self._runner.execute_model_state
             names = list(self._runner.input_batch.req_ids)
@@ -320,7 +336,26 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         enforce_eager=True,
         disable_log_stats=True,
         distributed_executor_backend="uni",
+        **_lora_arguments(request.adapters),
     )
+
+
+def _lora_arguments(adapters: Sequence[Adapter]) -> dict[str, Any]:
+    if not adapters:
+        return {}
+    longest = max(each.rank for each in adapters)
+    rank = next((each for each in _LORA_RANKS if each >= longest), 0)
+    if not rank:
+        raise ConfigError(f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, one has {longest}")
+    # A step may hold sequences of all of them; the last place stays empty (`_empty_last_place`).
+    return {"enable_lora": True, "max_loras": len(adapters) + 1, "max_lora_rank": rank}
+
+
+def _empty_last_place(runner: Any) -> None:
+    """Sequences without an adapter are given -1 as its place, and vLLM on a CPU takes the last."""
+    adapters = runner.lora_manager._adapter_manager
+    for module in adapters.modules.values():
+        module.reset_lora(adapters.lora_slots - 1)
 
 
 def _allow_order_on_cpu() -> None:
@@ -339,7 +374,9 @@ def _kernel_code(attention: Any) -> str:
     return str(getattr(builder, "isa", attention.backend.get_name()))
 
 
-def _scheduler_output(step: VllmStep, sampling: VllmSampling) -> SchedulerOutput:
+def _scheduler_output(
+    step: VllmStep, sampling: VllmSampling, adapters: Mapping[str, LoRARequest]
+) -> SchedulerOutput:
     known = CachedRequestData(
         req_ids=[each.name for each in step.known],
         resumed_req_ids=set(),
@@ -350,7 +387,9 @@ def _scheduler_output(step: VllmStep, sampling: VllmSampling) -> SchedulerOutput
         num_output_tokens=[each.num_sampled for each in step.known],
     )
     return SchedulerOutput(
-        scheduled_new_reqs=[_new_request(each, sampling) for each in step.new],
+        scheduled_new_reqs=[
+            _new_request(each, sampling, adapters.get(each.adapter)) for each in step.new
+        ],
         scheduled_cached_reqs=known,
         num_scheduled_tokens=step.num_tokens,
         total_num_scheduled_tokens=sum(step.num_tokens.values()),
@@ -362,7 +401,9 @@ def _scheduler_output(step: VllmStep, sampling: VllmSampling) -> SchedulerOutput
     )
 
 
-def _new_request(new: NewSequence, sampling: VllmSampling) -> NewRequestData:
+def _new_request(
+    new: NewSequence, sampling: VllmSampling, adapter: LoRARequest | None
+) -> NewRequestData:
     return NewRequestData(
         req_id=new.name,
         prompt_token_ids=new.token_ids,
@@ -371,5 +412,5 @@ def _new_request(new: NewSequence, sampling: VllmSampling) -> NewRequestData:
         pooling_params=None,
         block_ids=(new.blocks,),
         num_computed_tokens=new.start,
-        lora_request=None,
+        lora_request=adapter,
     )

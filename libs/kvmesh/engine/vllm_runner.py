@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import DTYPE_BYTES, KvLayout, TokenLogprobs
+from kvmesh.engine.adapters import adapters_identity
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
@@ -98,6 +99,7 @@ class VllmRunner:
             max_model_len=facts.max_model_len,
             eos_token_ids=stop_tokens(request.folder),
             layout=layout,
+            adapters=tuple(each.name for each in request.adapters),
         )
         return cls(spec, executor, pool)
 
@@ -157,7 +159,7 @@ class VllmRunner:
             told = _Told(f"{chunk.sequence_id}.{next(self._names)}", 0, 0, 0, len(chunk.token_ids))
             self._told[chunk.sequence_id] = told
             tokens, blocks = list(chunk.token_ids), list(chunk.block_table)
-            step.new.append(NewSequence(told.name, tokens, blocks, chunk.start))
+            step.new.append(NewSequence(told.name, tokens, blocks, chunk.start, chunk.adapter))
         told.end = chunk.end
         told.num_blocks, told.last_block = len(chunk.block_table), chunk.block_table[-1]
         step.num_tokens[told.name] = chunk.end - chunk.start
@@ -231,6 +233,8 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
     if facts.kv_dtype not in DTYPE_BYTES or facts.content % 2:
         raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
     bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype}"
+    if request.adapters:  # a request for one is for workers that have it, and the same one
+        bytes_in += f" {adapters_identity(request.adapters)}"
     layout = KvLayout(
         model_fingerprint=file_identity(request.folder, bytes_in),
         dtype=facts.kv_dtype,

@@ -146,6 +146,7 @@ def fill_sequence_spec(message: types_pb2.SequenceSpec, spec: SequenceSpec) -> N
     fill_sampling_params(message.sampling, spec.sampling)
     message.root_hash = spec.root_hash
     message.model_fingerprint = spec.fingerprint
+    message.adapter = spec.adapter
 
 
 def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
@@ -170,6 +171,7 @@ def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
         sampling=sampling_params_from_proto(message.sampling),
         root_hash=BlockHash(message.root_hash),
         fingerprint=message.model_fingerprint,
+        adapter=message.adapter,
     )
 
 

@@ -69,6 +69,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         missing_native=info.missing_native,
         start_s=info.start_s,
         pair_share=info.pair_share,
+        adapters=info.adapters,
     )
 
 
@@ -98,6 +99,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         missing_native=tuple(message.missing_native),
         start_s=message.start_s,
         pair_share=message.pair_share,
+        adapters=tuple(message.adapters),
     )
 
 

@@ -262,6 +262,7 @@ class Worker:
             missing_native=self._missing_native(),
             start_s=time.time() - psutil.Process().create_time(),
             pair_share=self._runner.pair_share,
+            adapters=spec.adapters,
         )
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:

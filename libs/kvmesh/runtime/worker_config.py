@@ -63,6 +63,7 @@ class EngineSection:
     model_name: str = option(
         "", "name under which the model is served; default: folder name, or org/name"
     )
+    lora: str = option("", "LoRA adapters as NAME=FOLDER, comma-separated; with the engine vllm")
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option("cpu", "cpu or cuda")
     num_blocks: int = positive(1024, "KV blocks")

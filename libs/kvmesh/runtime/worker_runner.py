@@ -12,6 +12,7 @@ from pathlib import Path
 from kvmesh.core.config import default_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.device_names import require_named_device
 from kvmesh.engine.fake import FakeDevice, FakeRunner
@@ -43,6 +44,11 @@ def find_folder(config: EngineSection) -> Path | None:
         ConfigError: an unknown kind, no such device, or no model is named.
         CheckpointError: the model is nowhere, damaged or not supported.
     """
+    if config.lora and config.kind != "vllm":
+        raise ConfigError(
+            f"engine.lora names adapters, and the engine {config.kind} has none: set engine.kind "
+            "vllm, or merge the adapter into the checkpoint (merge_and_unload of PEFT)"
+        )
     if config.kind == "fake":
         return find_model(config.model, has_weights=False) if config.model else None
     if config.kind not in {"kvmesh", "vllm"}:
@@ -53,6 +59,7 @@ def find_folder(config: EngineSection) -> Path | None:
     if config.kind == "vllm":
         folder = find_model(config.model, is_ours=False)
         require_vllm(folder, device=config.device, block_size=config.block_size)
+        read_adapters(config.lora)
         return folder
     folder = find_model(config.model)
     load_model_config(folder)
@@ -115,6 +122,7 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
         max_model_len=config.max_model_len,
         max_tokens=config.max_batch_tokens,
         max_sequences=BatchLimits().max_sequences,
+        adapters=read_adapters(config.lora),
     )
     return VllmRunner.load(request, name)
 

@@ -536,12 +536,15 @@ class SequenceSpec(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     ROOT_HASH_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the client's prompt."""
     root_hash: _builtins.bytes
     """Parent of the first block hash: model, tenant salt and adapter are in it."""
     model_fingerprint: _builtins.str
     """Fingerprint of the checkpoint that its tokens come from; a worker of another one refuses it."""
+    adapter: _builtins.str
+    """LoRA adapter whose weights are added; empty is none. A worker without it refuses."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The client's prompt and, for a stream that moved, the tokens generated before."""
@@ -558,10 +561,11 @@ class SequenceSpec(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         root_hash: _builtins.bytes = ...,
         model_fingerprint: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "root_hash", b"root_hash", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "root_hash", b"root_hash", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,6 +750,7 @@ class WorkerInfo(_message.Message):
     MISSING_NATIVE_FIELD_NUMBER: _builtins.int
     START_S_FIELD_NUMBER: _builtins.int
     PAIR_SHARE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -790,6 +795,10 @@ class WorkerInfo(_message.Message):
     def missing_native(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Libraries of native code that it runs without, slower: "kernels", "transfer"."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA adapters that it has loaded, by the names that clients use as models."""
+
     def __init__(
         self,
         *,
@@ -810,10 +819,11 @@ class WorkerInfo(_message.Message):
         missing_native: _abc.Iterable[_builtins.str] | None = ...,
         start_s: _builtins.float = ...,
         pair_share: _builtins.float = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,7 +144,7 @@ class Answer:
         self.responses = Responses(
             call,
             request_id,
-            frontend.served_name,
+            choices[0].model_name,
             created,
             tokenizer.token_bytes,
             thinking,

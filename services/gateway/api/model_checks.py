@@ -5,7 +5,8 @@ Pure. Tests: tests/unit/gateway/api/test_openai.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
@@ -17,18 +18,42 @@ from services.gateway.config import LimitsConfig
 _SEED_MASK = 2**64 - 1
 
 
-def check_model(name: str, served_name: str) -> None:
-    """Checks that the model is the served one; an empty name means it too.
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """What clients may name as a model.
+
+    Attributes:
+        model: names of the model, its own first.
+        adapters: names of LoRA adapters, each of which is the model with other weights.
+    """
+
+    model: tuple[str, ...]
+    adapters: Sequence[str] = ()
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All names."""
+        return (*self.model, *self.adapters)
+
+
+def check_model(name: str, served: ServedNames) -> str:
+    """Checks that a model is served; an empty name takes the model itself.
+
+    Returns:
+        The adapter that is asked for; empty for none.
 
     Raises:
         ModelNotFoundError: it is not.
     """
-    if name not in ("", served_name):
-        raise ModelNotFoundError(
-            f"the model {name!r} does not exist here; served: {served_name}",
-            "model",
-            "model_not_found",
-        )
+    if not name or name in served.model:  # an adapter of such a name is hidden by it
+        return ""
+    if name in served.adapters:
+        return name
+    raise ModelNotFoundError(
+        f"the model {name!r} does not exist here; served: {', '.join(served.every)}",
+        "model",
+        "model_not_found",
+    )
 
 
 def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -51,14 +76,17 @@ def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
     return room
 
 
-def check_call(call: ApiCall, served_name: str, limits: LimitsConfig, vocab_size: int) -> None:
-    """Checks all of a call that needs no tokenised prompt.
+def check_call(call: ApiCall, served: ServedNames, limits: LimitsConfig, vocab_size: int) -> str:
+    """Checks all that can be said of a call before its prompts are tokens.
+
+    Returns:
+        The adapter that is asked for; empty for none.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
         ModelNotFoundError: another model is asked for.
     """
-    check_model(call.model, served_name)
+    adapter = check_model(call.model, served)
     check_limits(call, limits)
     sampling = call.sampling
     if sampling.logit_bias:
@@ -68,6 +96,7 @@ def check_call(call: ApiCall, served_name: str, limits: LimitsConfig, vocab_size
     for prompt in call.prompts:
         if isinstance(prompt, TokenPrompt):  # other prompts get their ids from the tokenizer
             check_known(prompt.token_ids, vocab_size, call.prompt_field)
+    return adapter
 
 
 def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> SamplingParams:

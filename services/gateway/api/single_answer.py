@@ -126,7 +126,7 @@ class SingleAnswer(Generic[BodyT]):
             None if thinking is None else Thoughts(thinking),
             None if call.tools is None else ToolReader(call.tools, request_id),
         )
-        generation = Generation(request_id, frontend.served_name, int(time.time()), reader)
+        generation = Generation(request_id, choice.model_name, int(time.time()), reader)
         self._output = form.output(body, generation)
         self._num_prompt = len(choice.request.prompt_ids)
         self._token_ids: list[int] = []

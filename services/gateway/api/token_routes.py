@@ -55,7 +55,7 @@ async def tokenize(frontend: Frontend, body: TokenizeBody) -> str:
         InvalidRequestError: not exactly one of prompt and messages, or the template refuses.
         ModelNotFoundError: another model is asked for.
     """
-    check_model(body.model or "", frontend.served_name)
+    check_model(body.model or "", frontend.served)
     token_ids = await encode_prompt(frontend.tokenizer, _prompt(body))
     tokens, texts = await json_list(token_ids, int), "null"
     if body.return_token_strs:
@@ -71,7 +71,7 @@ async def count_tokens(frontend: Frontend, call: ApiCall) -> int:
         InvalidRequestError: the template refuses it.
         ModelNotFoundError: another model is asked for.
     """
-    check_model(call.model, frontend.served_name)
+    check_model(call.model, frontend.served)
     (prompt,) = call.prompts
     return len(await encode_prompt(frontend.tokenizer, prompt))
 
@@ -111,6 +111,6 @@ async def detokenize(frontend: Frontend, body: DetokenizeBody) -> dict[str, Any]
         InvalidRequestError: a token is outside the vocabulary.
         ModelNotFoundError: another model is asked for.
     """
-    check_model(body.model or "", frontend.served_name)
+    check_model(body.model or "", frontend.served)
     check_known(body.tokens, frontend.tokenizer.vocab_size, "tokens")
     return {"prompt": await frontend.tokenizer.decode(body.tokens)}

@@ -84,8 +84,9 @@ class InferenceServicer(InferenceServiceServicer):
         except KvMeshError as error:
             await _abort(context, error)
         frontend = self._frontend
-        model = Model(name=frontend.served_name, max_model_len=frontend.max_model_len)
-        return ListModelsResponse(models=[model])
+        longest = frontend.max_model_len
+        models = [Model(name=name, max_model_len=longest) for name in frontend.served.every]
+        return ListModelsResponse(models=models)
 
     async def _prepare(self, request: GenerateRequest, caller: Caller) -> Choice:
         chat = self._frontend.tokenizer.chat

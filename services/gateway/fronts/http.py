@@ -210,21 +210,27 @@ class HttpFront:
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
         self._frontend.check_key(_authorization(request))
-        return web.json_response({"object": "list", "data": [self._model_card()]}, dumps=dumps)
+        data = [self._model_card(name) for name in self._frontend.served.every]
+        return web.json_response({"object": "list", "data": data}, dumps=dumps)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}."""
         self._frontend.check_key(_authorization(request))
-        check_model(request.match_info["model"], self._frontend.served_name)
-        return web.json_response(self._model_card(), dumps=dumps)
+        name = request.match_info["model"]
+        check_model(name, self._frontend.served)
+        return web.json_response(self._model_card(name), dumps=dumps)
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
+        frontend = self._frontend
+        is_adapter = bool(check_model(name, frontend.served))
         return {
-            "id": self._frontend.served_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvmesh",
-            "max_model_len": self._frontend.max_model_len,
+            "max_model_len": frontend.max_model_len,
+            "root": name if is_adapter else frontend.served_name,
+            "parent": frontend.served_name if is_adapter else None,
         }
 
     # --- operations ---

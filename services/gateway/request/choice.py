@@ -101,6 +101,11 @@ class Choice:
     behind: Behind | None = None
 
     @property
+    def model_name(self) -> str:
+        """What answers call the model: the adapter's name, if it is for one."""
+        return self.request.adapter or self.request.model
+
+    @property
     def is_open(self) -> bool:
         """Whether there are tokens left to generate."""
         return self.behind is None or not self.behind.is_complete

@@ -82,11 +82,13 @@ class Served:
     Attributes:
         group: their group over all clusters; the scheduler's plan chooses the cluster.
         num_awake: workers that accept new requests; 0 also if prefill or decode has none.
+        adapters: LoRA adapters that all of them have.
     """
 
     group: GroupKey
     facts: ModelFacts
     num_awake: int
+    adapters: frozenset[str] = frozenset()
 
 
 def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[Served]]:
@@ -116,7 +118,8 @@ def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[S
         awake = sum(not worker.load.draining for worker in members)
         is_able = not missing_role(members, model)
         group = GroupKey(model, fingerprint, label, "")
-        found.append(Served(group, facts, awake if is_able else 0))
+        adapters = frozenset.intersection(*(frozenset(each.info.adapters) for each in members))
+        found.append(Served(group, facts, awake if is_able else 0, adapters))
     return found
 
 
@@ -184,14 +187,24 @@ class Router:
         self._look()
         return self._facts
 
-    def served(self, scenario: str, draw: float) -> Served | None:
+    @property
+    def adapters(self) -> list[str]:
+        """LoRA adapters that clients may ask for, in the order of their names."""
+        self._look()
+        every = [each.adapters for found in self._served.values() for each in found]
+        return sorted(frozenset[str]().union(*every))
+
+    def served(self, scenario: str, draw: float, adapter: str = "") -> Served | None:
         """The workers for a new request; None while no worker is known.
 
         Args:
             draw: random, from 0 to 1; chooses a checkpoint in proportion to its workers.
+            adapter: LoRA adapter that they must have; empty: none.
         """
         self._look()
         found = self._served.get(serving_label(scenario, self._served), [])
+        if adapter:
+            found = [each for each in found if adapter in each.adapters]
         able = [each for each in found if each.num_awake] or found
         place = draw * sum(each.num_awake for each in able)
         for each in able:

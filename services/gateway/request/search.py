@@ -158,12 +158,13 @@ class Search:
         """What workers are asked to work on."""
         if self._spec is None:
             assert self._served is not None, "a plan comes before its sequence is sent"
-            root = root_hash(self.fingerprint, cache_salt=self._request.cache_salt)
+            salt, adapter = self._request.cache_salt, self._request.adapter
+            root = root_hash(self.fingerprint, cache_salt=salt, adapter=adapter)
             prompt, sampling = self._request.prompt_ids, self._request.sampling
             if len(self._token_ids) > len(prompt):  # the client has the prompt's scores already
                 sampling = replace(sampling, num_prompt_logprobs=-1)
             self._spec = SequenceSpec(
-                self._token_ids, len(prompt), sampling, root, self.fingerprint
+                self._token_ids, len(prompt), sampling, root, self.fingerprint, adapter
             )
         return self._spec
 
@@ -178,7 +179,8 @@ class Search:
         found = router.served_as_before(scenario, self.fingerprint)
         is_free = not (self._is_bound and self.fingerprint)
         if is_free and (found is None or not found.num_awake):
-            found = router.served(scenario, self._mesh.rng.random())
+            draw, adapter = self._mesh.rng.random(), self._request.adapter
+            found = router.served(scenario, draw, adapter)
         if found is None or self._served is None or found.facts != self._served.facts:
             self._spec = self._block_hashes = None
         self._served = found

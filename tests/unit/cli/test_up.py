@@ -31,6 +31,8 @@ DEFAULTS: dict[str, Any] = {
     "spare": 0,
     "link_mbit": 200,
     "threshold": 512,
+    "aliases": "",
+    "lora": "",
 }
 PORTS = ApiPorts(8001, 8002)
 

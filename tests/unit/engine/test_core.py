@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,13 @@ def test_preemption_does_not_break_a_structure(tmp_path: Path) -> None:
     assert len(undisturbed) > 20
     assert said(17) == undisturbed
     compiler.close()
+
+
+def test_an_adapter_that_is_not_loaded_is_refused() -> None:
+    core = Bench().core
+    spec = replace(make_spec(prompt(20), 4), adapter="sql")
+    refusal = core.admit_decode(spec)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.message) == (
+        *(RefusalReason.STALE, "the adapter sql is not loaded here"),
+    )

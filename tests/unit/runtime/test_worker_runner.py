@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.runtime import worker_runner
 from kvmesh.runtime.worker_config import EngineSection
-from kvmesh.runtime.worker_runner import load_runner
+from kvmesh.runtime.worker_runner import find_folder, load_runner
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
@@ -69,3 +70,9 @@ def test_a_damaged_file_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert "truncated, 1000 of" in done.stderr
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+
+
+def test_adapters_are_refused_by_engines_that_have_none() -> None:
+    for kind in ("kvmesh", "fake"):
+        with pytest.raises(ConfigError, match=r"engine\.kind vllm"):
+            find_folder(EngineSection(kind=kind, model="m", lora="sql=folder"))

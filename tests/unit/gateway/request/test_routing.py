@@ -174,3 +174,20 @@ def test_while_a_checkpoint_is_replaced_each_gets_requests_by_its_workers() -> N
     assert router.served_as_before("", "fp") is None
     fleet.workers = (worker("p", Role.PREFILL), *newer)
     assert drawn() == ["newer"] * 8, "alone it can finish nothing"
+
+
+def test_adapters_are_asked_of_workers_that_have_them() -> None:
+    other = replace(LAYOUT, model_fingerprint="with")
+    having = [
+        worker(f"with-{role.value}", role, layout=other, adapters=("py", "sql"))
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    router = Router("tiny", Fleet((P, D, *having)), Source(None), dict, 1.0)
+    assert router.adapters == ["py", "sql"]
+    for draw in (0.0, 0.4, 0.9):
+        served = router.served("", draw, "sql")
+        assert served is not None
+        assert served.group.fingerprint == "with"
+    anybody = [router.served("", draw) for draw in (0.0, 0.9)]
+    assert {each.group.fingerprint for each in anybody if each} == {"fp", "with"}
+    assert router.served("", 0.5, "unknown") is None

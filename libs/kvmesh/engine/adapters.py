@@ -1,0 +1,73 @@
+"""LoRA adapters in folders as PEFT writes them: what can be said before one is loaded. Torch-free.
+
+Tests: tests/unit/engine/test_adapters.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.engine.json_fields import Fields, read_json
+from kvmesh.engine.weight_files import identity_of
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_HOW = "engine.lora is NAME=FOLDER, comma-separated"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter.
+
+    Attributes:
+        name: that clients use as a model.
+        rank: of its matrices.
+    """
+
+    name: str
+    folder: Path
+    rank: int
+
+
+def read_adapters(text: str) -> tuple[Adapter, ...]:
+    """Reads what `engine.lora` names, in the order of the names.
+
+    Raises:
+        ConfigError: it is malformed, or names one twice.
+        CheckpointError: a folder holds no adapter.
+    """
+    found: dict[str, Adapter] = {}
+    for each in filter(None, (part.strip() for part in text.split(","))):
+        name, _, folder = (part.strip() for part in each.partition("="))
+        if not (name and folder):
+            raise ConfigError(f"{_HOW}; got {each!r}")
+        if name in found:
+            raise ConfigError(f"{_HOW}; the name {name} comes twice")
+        found[name] = _read(name, Path(folder))
+    return tuple(found[name] for name in sorted(found))
+
+
+def _read(name: str, folder: Path) -> Adapter:
+    for needed in (CONFIG, WEIGHTS):
+        if not (folder / needed).is_file():
+            raise CheckpointError(f"the adapter {name}: {folder} has no {needed}")
+    config = read_json(folder / CONFIG)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"the adapter {name}: peft_type is {kind!r}, and LORA is served")
+    rank = Fields(config, str(folder / CONFIG)).number("r", int)
+    return Adapter(name, folder.resolve(), rank)
+
+
+def adapters_identity(adapters: Sequence[Adapter]) -> str:
+    """Part of a checkpoint's identity: workers with other adapters are other workers."""
+    return " ".join(f"{each.name}={_identity(each)}" for each in adapters)
+
+
+def _identity(adapter: Adapter) -> str:
+    config = read_json(adapter.folder / CONFIG)
+    return identity_of(repr(config), (adapter.folder / WEIGHTS,))
