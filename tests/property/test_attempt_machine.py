@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -356,7 +357,7 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         assert not any(job.is_open or job.is_renewed for job in self.jobs.values())
 
 
-TestAttemptMachine = AttemptMachine.TestCase
+TestAttemptMachine = pytest.mark.timeout(300)(AttemptMachine.TestCase)
 TestAttemptMachine.settings = settings(
     max_examples=300, stateful_step_count=40, report_multiple_bugs=False
 )

@@ -42,7 +42,7 @@ def test_all_experiments_write_their_results(
     assert main(["--out", str(out), "--size", "0.02", "--trace", str(trace)]) == 0
     result = json.loads((out / "policies.json").read_text())
     names = {row["experiment"] for row in result["rows"]}
-    assert len(names) == 14
+    assert len(names) == 15
     assert "Composition: trace" in names
     assert all(target["met"] in (True, False) for target in result["targets"])
     assert "| experiment |" in (out / "policies.md").read_text()
