@@ -84,7 +84,10 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[pb.WatchPrefixesResponse]:
         await context.send_initial_metadata(())
-        first = await anext(incoming(request_iterator), None)
+        try:
+            first = await anext(incoming(request_iterator), None)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if first is None:
             return
         if first.WhichOneof("message") != "start":

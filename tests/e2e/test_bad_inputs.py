@@ -140,7 +140,7 @@ def _locked_redis(place: Place) -> tuple[str, ...]:
 
 CASES = {
     "unknown-flag": Case(r"did you mean --prefill\?", ("--prefil", "3")),
-    "no-workers": Case("--prefill: 0 is less than 1", ("--prefill", "0")),
+    "no-workers": Case("--decode: 0 is less than 1", ("--decode", "0")),
     "not-a-number": Case("--decode: 'x' is not a whole number", ("--decode", "x")),
     "no-port": Case("99999 is not a port", ("--port", "99999")),
     "no-time": Case("0 is not above 0", ("--start-timeout", "0")),
