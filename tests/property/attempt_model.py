@@ -31,6 +31,7 @@ LIMITS = Limits(answer_s=2.0, prefill_s=10.0, stall_s=5.0)
 DEADLINE_S = 40.0
 WORKERS = [Candidate(WorkerId(name), 1, Endpoint("host", 1)) for name in "abcd"]
 NEVER = (RefusalReason.TOO_LONG, RefusalReason.INVALID)
+UNANSWERED = (RefusalReason.LOST, RefusalReason.DEADLINE)
 REASONS = (RefusalReason.BUSY, RefusalReason.LOST, *NEVER)
 
 
@@ -320,7 +321,7 @@ class AttemptModel:
         if reason in NEVER:
             self.unfit.add(job.worker_id)
         if job.blocks is not None:
-            gives_up = reason is RefusalReason.LOST or job.blocks.kind is Kind.START
+            gives_up = reason in UNANSWERED or job.blocks.kind is Kind.START
             if gives_up:
                 self.held = None
                 self.round.to_reserve = list(self.round.holders)

@@ -115,6 +115,10 @@ MUTATIONS = {
         "if by is reservation or is_lost or reservation.kind is Kind.START:",
         "if by is reservation or reservation.kind is Kind.START:",
     ),
+    "OFFERING, no answer when the search ends: the blocks stay": (
+        "is_lost = refusal.reason in _UNANSWERED",
+        "is_lost = refusal.reason is RefusalReason.LOST",
+    ),
     "OFFERING, refused: the blocks are given up": (
         "if by is reservation or is_lost or reservation.kind is Kind.START:",
         "if True:",

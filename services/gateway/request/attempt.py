@@ -18,7 +18,7 @@ not open any more.
     RES., STA. refused or failed                       IDLE       Cancel decode, Refuse, ask next
     OFFERING   accepted                                PREFILL    Taken
     OFFERING   refused or failed by prefill            HELD       Cancel prefill, Refuse, ask next
-    OFFERING   the same with LOST, or chained          IDLE       Cancel both, Refuse, ask next
+    OFFERING   the same, LOST, DEADLINE or chained     IDLE       Cancel both, Refuse, ask next
     OFFERING   failed by decode                        IDLE       Cancel both, Refuse, ask next
     HELD       failed by decode                        IDLE       Cancel decode, Refuse
     RES.-OFF.  no answer in `answer_s`                 as refused with LOST
@@ -49,8 +49,8 @@ rows from DONE to CANCELLED are outcomes; the state is OVER then. Four ways lead
 - pooled: any of these with a candidate that names a source of the prompt's prefix. The question
   carries the source; the attempt does not look at it.
 
-A reservation is given up if a prefill worker was offered it and was lost: that worker may still be
-writing into its blocks.
+A reservation is given up if a prefill worker was offered it and was lost, or had not answered when
+the search ended: that worker may still be writing into its blocks.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back.
 Why: docs/adr/0024-one-attempt.md. Tests: tests/property/test_attempt_machine.py,
@@ -78,6 +78,7 @@ from services.gateway.wire.worker_events import FirstToken, Tokens
 
 _ASKS = {Kind.RESERVE: State.RESERVING, Kind.OFFER: State.OFFERING, Kind.START: State.STARTING}
 _ASKING = frozenset(_ASKS.values())
+_UNANSWERED = frozenset({RefusalReason.LOST, RefusalReason.DEADLINE})
 _GENERATING = frozenset({State.PREFILL, State.HANDOFF, State.DECODE})
 
 
@@ -225,8 +226,8 @@ class Attempt:
             self._candidates.exclude(by.worker_id)
         self.num_offers += offer is not None or side is Side.PREFILL
         self._cancel_prefill(out)
-        # A lost prefill worker may be writing into the blocks; chained, both sides are one worker.
-        is_lost = refusal.reason is RefusalReason.LOST
+        # Who did not answer may be writing into the blocks; chained, both sides are one worker.
+        is_lost = refusal.reason in _UNANSWERED
         if by is reservation or is_lost or reservation.kind is Kind.START:
             self._cancel_decode(out)
             if offer is not None:
