@@ -274,7 +274,7 @@ def _cpu(count: int, front: float, everything: float) -> Row:
 
 
 def _limited(replies: Sequence[Reply], limit_ms: float, seconds: float, cpu: Row) -> Row:
-    """What became of requests with a limit on their first token, sent in so many seconds."""
+    """A row for requests that had a limit on their first token: served, late, refused, failed."""
     done = [reply for reply in replies if reply.ok]
     refused = [reply for reply in replies if reply.status in (429, 503)]
     in_time = [reply for reply in done if reply.ttft_s * 1000 <= limit_ms]

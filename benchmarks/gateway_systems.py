@@ -36,7 +36,7 @@ class Load(Enum):
 
 
 PLAIN = frozenset({Load.REQUESTS, Load.FIRST_TOKEN, Load.TOKENS})
-"""What can be asked of a worker without a front as well."""
+"""Loads that a worker serves without a gateway or router before it."""
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ PERSON = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked, whatever the chat.
+    """The fields of a chat request other than its messages.
 
     Attributes:
         headers: further header lines, each with its end.

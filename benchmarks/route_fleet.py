@@ -54,7 +54,7 @@ def document(number: int) -> tuple[BlockHash, ...]:
 
 @dataclass
 class Holder:
-    """What a worker tells its publisher."""
+    """Block events of a simulated worker, as its publisher collects them."""
 
     stored: list[BlockHash]
 

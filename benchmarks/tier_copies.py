@@ -34,7 +34,7 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What is copied: KV of `num_blocks`, from a pool of as many."""
+    """The size of a copy: a pool of `num_blocks` blocks, all of which are copied."""
 
     num_blocks: int
     block_bytes: int

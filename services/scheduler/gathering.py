@@ -70,6 +70,9 @@ class JointDecisions:
         seat = self._gathering.arrive()
         try:
             waiting = await lookup
+            # An index answers at once: all queries of this turn of the loop arrive before one is
+            # ready.
+            await asyncio.sleep(0)
             opened = _Open(waiting, loop.create_future())
             self._gathering.ready(seat, opened, loop.time())
             self._go_on(loop.time())

@@ -5,7 +5,6 @@ Tests: tests/unit/scheduler/test_router.py.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -130,8 +129,6 @@ class Router:
 
     async def _looked_up(self, query: RouteQuery) -> Waiting:
         known = await self._knowledge.of(query)
-        # The index answers at once: so that queries that came together meet all the same.
-        await asyncio.sleep(0)
         return Waiting(query, known, time.perf_counter())
 
     def _decide(self, waiting: Waiting) -> RoutePlan | Refusal:

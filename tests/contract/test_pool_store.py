@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio as redis
@@ -12,7 +12,6 @@ from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata.pool_store import MemoryPoolStore, PoolStore, RedisPoolStore
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
-from tests.redis_server import redis_url
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -47,12 +46,6 @@ class Redis:
     async def close(self) -> None:
         await self._raw.aclose()
         await self._client.close()
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_url(tmp_path_factory.mktemp("redis")) as found:
-        yield found
 
 
 @pytest.fixture(params=["memory", "redis"])

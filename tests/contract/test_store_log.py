@@ -5,40 +5,24 @@ between. For both homes of `MetadataStore`.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
 from kvmesh.metadata.store import MetadataStore
 from kvmesh.policy.slot_index import SlotIndex
-from tests.contract.test_metadata_store import (
+from tests.contract.metadata_homes import (
     EVERYTHING,
     NAMESPACE,
     Home,
-    Memory,
     Redis,
     block,
     blocks,
     publisher,
 )
-from tests.redis_server import redis_url
 
 WORKERS = ("a", "b", "c")
 CHAIN = 12
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_url(tmp_path_factory.mktemp("redis")) as found:
-        yield found
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def home(request: pytest.FixtureRequest) -> AsyncIterator[Home]:
-    made: Home = Memory() if request.param == "memory" else Redis(request.getfixturevalue("url"))
-    yield made
-    await made.close()
 
 
 class Follower:
