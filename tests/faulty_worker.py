@@ -1,7 +1,7 @@
 """A worker whose engine can be made ill: `python -m tests.faulty_worker FILE decode --...`.
 
 What is wrong with it is the content of the file, looked at in every step: nothing while there is
-none, `hang`, or `slow N` for steps that take N times as long.
+none, `hang`, `slow N` for steps that take N times as long, or `nan` for logits that are no numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.engine.protocol import SequenceChunk, StepResult
+from kvmesh.engine.protocol import SampledToken, SequenceChunk, StepResult
 
 _execute = FakeRunner.execute
 
@@ -29,6 +29,9 @@ def _fall_ill(file: Path) -> None:
             threading.Event().wait()
         if word == "slow":
             time.sleep((float(factor) - 1) * took_s)
+        if word == "nan":
+            damaged = [each and SampledToken(0, damaged=True) for each in result.tokens]
+            return StepResult(damaged, result.prompt_logprobs, result.lost)
         return result
 
     FakeRunner.execute = execute  # type: ignore[assignment,method-assign]

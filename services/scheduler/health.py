@@ -23,7 +23,7 @@ JUDGE_S = 0.25
 
 
 class FleetHealth:
-    """What workers report and gateways lose, and what becomes of it.
+    """What workers report, gateways lose and are refused, and what becomes of it.
 
     Args:
         decisions: takes each change of a level.
@@ -35,8 +35,8 @@ class FleetHealth:
         self._decisions = decisions
         self._clock = clock
         self._board = HealthBoard()
-        # Requests whose losses were counted, and when.
-        self._lost: dict[tuple[RequestId, WorkerId], float] = {}
+        # Requests whose losses and refusals were counted, and when.
+        self._told: dict[tuple[RequestId, WorkerId, bool], float] = {}
 
     async def run(self) -> None:
         """Judges all the time, until cancelled."""
@@ -46,12 +46,14 @@ class FleetHealth:
             self._feed.changed()
 
     def note_query(self, query: RouteQuery, now: float) -> None:
-        """A gateway asks, and says at which workers it lost the request before."""
-        for worker_id in query.lost:
-            name = (query.request_id, worker_id)
-            if name not in self._lost:
-                self._board.note_lost(worker_id, now)
-            self._lost[name] = now
+        """A gateway asks, and says which workers lost the request before, or refused it."""
+        for worker_id in query.lost | query.avoid:
+            is_lost = worker_id in query.lost
+            name = (query.request_id, worker_id, is_lost)
+            if name not in self._told:
+                note = self._board.note_lost if is_lost else self._board.note_refused
+                note(worker_id, now)
+            self._told[name] = now
 
     def judge(self, now: float) -> None:
         """Takes stock."""
@@ -68,4 +70,4 @@ class FleetHealth:
             counts[verdict.level] += 1
         for level, count in counts.items():
             metrics.WORKER_HEALTH.labels(level.name.lower()).set(count)
-        self._lost = {name: at for name, at in self._lost.items() if at > now - 10 * LOST_WINDOW_S}
+        self._told = {name: at for name, at in self._told.items() if at > now - 10 * LOST_WINDOW_S}

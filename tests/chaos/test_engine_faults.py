@@ -31,6 +31,31 @@ def ejections(mesh: Mesh) -> list[tuple[str, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ill", ["prefill-0", "decode-0"])
+async def test_a_worker_that_computes_no_numbers_is_ejected_and_others_answer(
+    tmp_path: Path, ill: str
+) -> None:
+    flags = {"prefill": STEP, "decode": STEP}
+    async with (
+        running_mesh(tmp_path, 2, 2, flags=flags, faulty=[ill]) as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        async with under_load(client) as load:
+            began = time.time()
+            mesh.fault(ill, "nan")
+            await until(lambda: ejections(mesh), f"{ill} is ejected")
+            await load.more(20)
+        (name, at), *others = ejections(mesh)
+        assert (name, others) == (ill, [])
+        assert at - began <= EJECTED_WITHIN_S
+        load.check_all_ok()
+        reasons = [each["fault"] for each in mesh["scheduler"].events() if "fault" in each]
+        assert reasons[-1] == "it computes logits that are not numbers"
+        gateway = await mesh["gateway"].metrics()
+        assert 1 <= gateway.value("kvmesh_gateway_moves_total") <= 2 * SLOTS
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", pytest.param("slow 10", marks=pytest.mark.long)])
 async def test_an_ill_engine_is_ejected_within_three_seconds(tmp_path: Path, fault: str) -> None:
     flags = {"prefill": STEP, "decode": STEP}

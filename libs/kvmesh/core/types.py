@@ -349,6 +349,7 @@ class WorkerLoad:
         step_expected_s: what steps like that have taken before; 0: not known.
         slowdown: time of the latest steps over what such steps have taken before; 0: not known.
         room: what it can take of requests that limit their time per token.
+        damaged_total: sequences of which the engine computed logits that are not numbers.
     """
 
     prefill_active: int = 0
@@ -371,6 +372,7 @@ class WorkerLoad:
     step_expected_s: float = 0.0
     slowdown: float = 0.0
     room: PaceRoom = PaceRoom()
+    damaged_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

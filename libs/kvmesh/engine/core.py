@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import (
@@ -34,6 +33,7 @@ from kvmesh.engine.protocol import (
 from kvmesh.engine.remote import come_back
 from kvmesh.engine.running import RunningSequences
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.engine.statistics import EngineStatistics
 from kvmesh.engine.swap_space import SwapSpace, SwapStatistics
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
@@ -47,22 +47,7 @@ from kvmesh.kv.hashing import HashChain
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 from kvmesh.policy.batching import BatchLimits
 
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """Counters since start and what is there now."""
-
-    num_running: int
-    num_held: int
-    num_preempted: int
-    blocks_free: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    computed_tokens_total: int
-    generated_tokens_total: int
-    preemptions_total: int
-    steps_total: int
-    swap: SwapStatistics
+_NOT_NUMBERS = "the engine computed logits that are not numbers"
 
 
 class EngineCore:
@@ -116,7 +101,7 @@ class EngineCore:
         self._released_in_flight: list[Sequence] = []
         self._prompt_tokens = self._cached_tokens = 0
         self._computed_tokens = self._generated_tokens = 0
-        self._steps = 0
+        self._steps = self._damaged = 0
 
     # --- admission ---------------------------------------------------------------------------
 
@@ -351,7 +336,11 @@ class EngineCore:
                 continue
             known = len(sequence.prompt_logprobs) - chunk.start  # computed again after preemption
             sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
-            if sequence.state is SequenceState.RUNNING:
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if token is not None and token.damaged:
+                notify += self._damage(sequence)
+            else:
                 notify += self._advance(sequence, chunk.end, token)
         released, self._released_in_flight = self._released_in_flight, []
         for sequence in released:
@@ -395,6 +384,18 @@ class EngineCore:
             sequence.state = SequenceState.HELD
             self._held.add(sequence)
         # Bound now: a listener may be exchanged while the calls before it run.
+        listener = sequence.on_emission
+        return [lambda: listener(emission)]
+
+    def _damage(self, sequence: Sequence) -> list[Callable[[], None]]:
+        """Ends a sequence that the engine computed wrongly, and forgets its KV."""
+        self._damaged += 1
+        self.release(sequence)
+        cached = self.pool.evict_first(sequence.chain.hashes)
+        # States are cached by other hashes: where there are some, all that is cached goes.
+        self.pool.clear_cached(cached if self.spec.groups.is_plain else None)
+        reason, position = FinishReason.ERROR, len(sequence.tokens)
+        emission = Emission(0, position, None, reason, _NOT_NUMBERS, damaged=True)
         listener = sequence.on_emission
         return [lambda: listener(emission)]
 
@@ -473,6 +474,7 @@ class EngineCore:
             generated_tokens_total=self._generated_tokens,
             preemptions_total=self._running.num_preemptions,
             steps_total=self._steps,
+            damaged_total=self._damaged,
             swap=self._swap.statistics() if self._swap is not None else SwapStatistics(),
         )
 

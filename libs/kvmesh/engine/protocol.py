@@ -171,11 +171,13 @@ class SampledToken:
 
     Attributes:
         error: why no token could be chosen; the sequence ends.
+        damaged: the logits were not numbers: the engine is at fault, and not the request.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str = ""
+    damaged: bool = False
 
 
 @dataclass(slots=True)

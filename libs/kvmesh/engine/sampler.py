@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ _TOP_P_CANDIDATES = 1024
 _NOTHING_ALLOWED = "the request forbids every token that could come next"
 # Logits divided by less would be infinite, and the first of several infinite ones be chosen.
 _LEAST_DIVISOR = 1e-20
+DAMAGED = -1
+"""Stands for the token of a row whose logits are not numbers."""
 
 
 def divisor_of(params: SamplingParams) -> float:
@@ -47,7 +49,7 @@ class Chosen:
     """What was chosen, on the device; nothing of it was looked at yet.
 
     Attributes:
-        tokens: [rows] int64.
+        tokens: [rows] int64, `DAMAGED` where the logits were not numbers.
         reported: rows whose log-probabilities are told.
         logprobs: of these rows the token's own [reported], and the best ones' values and ids, both
             [reported, best]; None when there are no such rows.
@@ -89,6 +91,9 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
         raw = torch.log_softmax(logits.index_select(0, told), dim=-1)
     errors: dict[int, str] = {}
     shaped = [row for row, chunk in enumerate(chunks) if shapes_row(chunk)]
+    own_best = None
+    if shaped:  # before requests may make them infinite
+        own_best = logits.index_select(0, sent(shaped, torch.int64, device)).amax(dim=-1)
     for row in shaped:
         try:
             shape_row(logits[row], chunks[row])
@@ -106,17 +111,21 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
             logits.index_copy_(0, rows, filter_rows(logits.index_select(0, rows), params))
     keys = {row: stream_key(chunks[row].sampling.seed, chunks[row].end) for row in random}
     tokens = draw(logits, keys)
+    fine = _chosen_from_numbers(logits, tokens)
+    if own_best is not None:
+        fine.index_copy_(0, sent(shaped, torch.int64, device), own_best < math.inf)
+    tokens = torch.where(fine, tokens, DAMAGED)
     if raw is None or told is None:
         return Chosen(tokens, reported, None, errors, shaped, best)
     count = max(chunks[row].sampling.num_logprobs for row in reported)
     top = raw.topk(min(count, raw.shape[1]), dim=-1)
-    own = raw.gather(1, tokens.index_select(0, told)[:, None])[:, 0]
+    own = raw.gather(1, tokens.index_select(0, told).clamp(min=0)[:, None])[:, 0]
     return Chosen(tokens, reported, (own, top.values, top.indices), errors, shaped, best)
 
 
 def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
     """What `choose` gave, once the device is done."""
-    tokens = [SampledToken(token) for token in chosen.tokens.tolist()]
+    tokens = [sampled(token) for token in chosen.tokens.tolist()]
     if chosen.logprobs is not None:
         own, values, ids = (each.tolist() for each in chosen.logprobs)
         for place, row in enumerate(chosen.reported):
@@ -124,7 +133,7 @@ def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[Sampled
             told = TokenLogprobs(
                 own[place], tuple(ids[place][:count]), tuple(values[place][:count])
             )
-            tokens[row] = SampledToken(tokens[row].token_id, told)
+            tokens[row] = replace(tokens[row], logprobs=told)
     errors = chosen.errors
     if chosen.best is not None:
         shaped = zip(chosen.shaped, chosen.best.tolist(), strict=True)
@@ -132,6 +141,33 @@ def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[Sampled
     for index, message in errors.items():
         tokens[index] = SampledToken(tokens[index].token_id, error=message)
     return tokens
+
+
+def marked(logits: Tensor, drawn: Tensor) -> Tensor:
+    """Tokens drawn from logits, `DAMAGED` in rows of which one is not a number, or infinite.
+
+    Args:
+        logits: [rows, vocab] fp32, the model's own.
+        drawn: [rows] int64.
+    """
+    return torch.where(_chosen_from_numbers(logits, drawn), drawn, DAMAGED)
+
+
+def _chosen_from_numbers(logits: Tensor, drawn: Tensor) -> Tensor:
+    """Whether a row's highest logit is a number; [rows] bool. -inf is: it forbids a token.
+
+    On a CPU whatever is no number was drawn, so the drawn one tells. Waits for nothing.
+    """
+    if looks_at_values(logits):
+        highest = logits.gather(1, drawn[:, None])[:, 0]
+    else:
+        highest = logits.amax(dim=-1)
+    return highest < math.inf
+
+
+def sampled(token: int) -> SampledToken:
+    """What `marked` says of a row."""
+    return SampledToken(0, damaged=True) if token == DAMAGED else SampledToken(token)
 
 
 def filter_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -36,6 +36,7 @@ class Emission:
     Attributes:
         position: of the token among all of the sequence's tokens, prompt included.
         error: why generation ended without a token (finish_reason ERROR).
+        damaged: the engine is at fault: another worker can go on.
         prompt_logprobs: with the first token when asked for, of all prompt tokens but the first.
     """
 
@@ -45,6 +46,7 @@ class Emission:
     finish_reason: FinishReason | None
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    damaged: bool = False
 
 
 def _no_emission(_: Emission) -> None:

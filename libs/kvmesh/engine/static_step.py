@@ -20,7 +20,7 @@ from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.model import DecoderModel
 from kvmesh.engine.noise import draw_rows
 from kvmesh.engine.protocol import SampledToken, SequenceChunk
-from kvmesh.engine.sampler import is_plain_draw, sample
+from kvmesh.engine.sampler import is_plain_draw, marked, sample, sampled
 from kvmesh.engine.static_inputs import StaticInputs
 from kvmesh.engine.step_graphs import StepGraphs
 from kvmesh.kernels.static_decode import StaticAttention, StaticLatent, StaticStates
@@ -90,7 +90,7 @@ class StaticStep:
             chosen = sample(logits, [chunks[index] for index in others])
         drawn = self._read(bucket)
         tokens: list[SampledToken | None] = [
-            SampledToken(drawn[row]) if chunk.sample else None
+            sampled(drawn[row]) if chunk.sample else None
             for row, chunk in zip(rows, chunks, strict=True)
         ]
         for index, token in zip(others, chosen, strict=True):
@@ -107,7 +107,8 @@ class StaticStep:
         self._logits[:bucket] = logits
         bent = self._model.bent(logits.float())
         temperature, low, high, is_random = inputs.sampling(bucket)
-        self._drawn[:bucket] = draw_rows(bent / temperature, low, high, is_random)
+        drawn = draw_rows(bent / temperature, low, high, is_random)
+        self._drawn[:bucket] = marked(bent, drawn)
 
     def _memory(self, bucket: int) -> StepMemory:
         inputs, kv, plan = self._inputs, self._kv, self._plan

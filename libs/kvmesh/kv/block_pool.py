@@ -347,9 +347,9 @@ class BlockPool:
         if self.on_lowered is not None and _is_announced(key):
             self.on_lowered(key)
 
-    def clear_cached(self) -> int:
-        """Empties all evictable blocks and returns how many there were."""
-        return self._evict(len(self._evictable))
+    def clear_cached(self, num: int | None = None) -> int:
+        """Empties evictable blocks, the next `num` to evict or all; returns how many."""
+        return self._evict(len(self._evictable) if num is None else num)
 
     @property
     def has_events(self) -> bool:

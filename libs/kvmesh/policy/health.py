@@ -45,6 +45,15 @@ LOST_WINDOW_S = 5.0
 MIN_LOST = 3
 """Requests that gateways lost at a worker in the window."""
 
+MIN_DAMAGED = 2
+"""Sequences in the window whose logits were not numbers: one may be the request's fault."""
+
+MIN_REFUSED = 5
+"""Requests in the window that a worker refused that has stood idle for a while."""
+
+IDLE_S = 1.0
+"""After so long nothing of what it held before can be why it refuses."""
+
 EJECTED_SHARE = 0.25
 """Of a cluster's workers are ejected at a time, one at least."""
 
@@ -60,6 +69,8 @@ class HealthReason(enum.Enum):
     HANGS = "its step does not end"
     SLOW = "its steps take much longer than they did"
     LOSES = "gateways lose requests there"
+    DAMAGED = "it computes logits that are not numbers"
+    REFUSES = "it refuses requests while it has nothing to do"
     RESTS = "it was ejected a short while ago"
     PROBATION = "it came back a short while ago"
     BUDGET = "too many of its cluster are ejected"
@@ -88,10 +99,27 @@ class _Record:
 
     incarnation: int
     lost: deque[float] = field(default_factory=deque)
+    refused: deque[float] = field(default_factory=deque)
+    damaged: deque[float] = field(default_factory=deque)
+    last: WorkerLoad = WorkerLoad()
+    idle_since: float | None = None
     ejected_at: float | None = None
     rest_s: float = REST_S
     back_at: float | None = None
     verdict: Verdict = Verdict()
+
+    def take(self, load: WorkerLoad, now: float) -> None:
+        """Takes a report in."""
+        for _ in range(min(load.damaged_total - self.last.damaged_total, MIN_DAMAGED)):
+            self.damaged.append(now)
+        if not _stands_idle(load, self.last):
+            self.idle_since = None
+            self.refused.clear()
+        elif self.idle_since is None:
+            self.idle_since = now
+        self.last = load
+        for times in (self.lost, self.refused, self.damaged):
+            _drop_before(times, now - LOST_WINDOW_S)
 
 
 class HealthBoard:
@@ -105,6 +133,13 @@ class HealthBoard:
         record = self._records.get(worker_id)
         if record is not None:
             record.lost.append(now)
+
+    def note_refused(self, worker_id: WorkerId, now: float) -> None:
+        """It refused a request of a gateway, for the first time that request."""
+        record = self._records.get(worker_id)
+        since = None if record is None else record.idle_since
+        if record is not None and since is not None and now >= since + IDLE_S:
+            record.refused.append(now)
 
     def verdicts(
         self, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
@@ -138,9 +173,10 @@ class HealthBoard:
         order = sorted(members, key=lambda each: self._record(each[0]).ejected_at is None)
         for info, load in order:
             record = self._record(info)
+            record.take(load, now)
             beside = machines.get(info.control_endpoint.host, [])
             crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
-            fault, share = self._fault(record, load, crowd, slowdowns, now)
+            fault, share = self._fault(record, load, crowd, slowdowns)
             record.verdict = self._judged(record, fault, share, now)
             if record.verdict.level < Health.DEGRADED:
                 record.ejected_at = None
@@ -178,7 +214,6 @@ class HealthBoard:
         load: WorkerLoad,
         crowd: float,
         slowdowns: Sequence[float],
-        now: float,
     ) -> tuple[HealthReason, float]:
         """What is most wrong, and how much; 1 ejects.
 
@@ -186,11 +221,12 @@ class HealthBoard:
             crowd: how late the steps of its machine's other workers are now.
             slowdowns: of all workers of the cluster that tell theirs, sorted.
         """
-        _drop_before(record.lost, now - LOST_WINDOW_S)
         shares = {
             HealthReason.HANGS: load.step_age_s / _hang_s(load, crowd),
             HealthReason.SLOW: _slowness(load.slowdown, crowd, slowdowns),
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
+            HealthReason.DAMAGED: len(record.damaged) / MIN_DAMAGED,
+            HealthReason.REFUSES: len(record.refused) / MIN_REFUSED,
         }
         # One that is fatal comes before one that is larger.
         fault = max(shares, key=lambda each: (shares[each] >= 1 and each in _FATAL, shares[each]))
@@ -201,6 +237,14 @@ class HealthBoard:
         if record is None or record.incarnation != info.incarnation:
             record = self._records[info.worker_id] = _Record(info.incarnation)
         return record
+
+
+def _stands_idle(load: WorkerLoad, before: WorkerLoad) -> bool:
+    """Whether a worker that takes requests holds none, and has computed nothing since before."""
+    held = load.prefill_active + load.decode_running + load.decode_reserved + load.decode_preempted
+    totals = (load.prefill_tokens_total, load.decode_tokens_total)
+    same = totals == (before.prefill_tokens_total, before.decode_tokens_total)
+    return same and not (held or load.pending_tokens or load.draining)
 
 
 def _hang_s(load: WorkerLoad, crowd: float) -> float:

@@ -126,6 +126,7 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         step_expected_s=load.step_expected_s,
         slowdown=load.slowdown,
         room=_room_to_proto(load.room),
+        damaged_total=load.damaged_total,
     )
 
 
@@ -152,6 +153,7 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         step_expected_s=message.step_expected_s,
         slowdown=message.slowdown,
         room=_room_from_proto(message.room),
+        damaged_total=message.damaged_total,
     )
 
 

@@ -214,6 +214,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     # --- tokens and ends ---------------------------------------------------------------------
 
     def _emit(self, task: DecodeTask, emission: Emission) -> None:
+        if emission.damaged:
+            self._fail(task, Refusal(RefusalReason.LOST, emission.error, work_done=True))
+            return
         tokens = pb.DecodeTokens(
             first_position=emission.position,
             token_ids=[emission.token_id],

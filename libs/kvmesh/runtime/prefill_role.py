@@ -312,6 +312,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def _first_token(self, attempt: PrefillAttempt, emission: Emission) -> None:
         assert attempt.sequence is not None
+        attempt.first = emission
+        attempt.progress.set()
+        if emission.damaged:  # whoever hands it over says so
+            return
         event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
         event.first_token.token_id = emission.token_id
         event.first_token.finish_reason = finish_reason_to_proto(emission.finish_reason)
@@ -324,8 +328,6 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         event.first_token.error = emission.error
         attempt.outbox.put(event)
         attempt.span.event("first_token")
-        attempt.first = emission
-        attempt.progress.set()
 
     async def _carry_out(self, attempt: PrefillAttempt) -> None:
         try:
@@ -335,6 +337,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
                 await self._wait_first(attempt)
             else:
                 await self._handover.run(attempt)
+            assert attempt.first is not None, "both wait for it"
+            if attempt.first.damaged:
+                raise LostError(attempt.first.error)
             attempt.outcome = "handed_off"
             self._put_handed_off(attempt)
         except RefusedError as error:

@@ -412,6 +412,7 @@ class Worker:
             sent_bytes_total=self.channels.sent_bytes + asked_bytes,
             sending_bytes=self.channels.sending_bytes,
             sending_s_total=self.channels.sending_s,
+            damaged_total=now.damaged_total,
         )
 
     def report(self) -> WorkerLoad:

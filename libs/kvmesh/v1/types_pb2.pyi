@@ -855,6 +855,7 @@ class WorkerLoad(_message.Message):
     STEP_EXPECTED_S_FIELD_NUMBER: _builtins.int
     SLOWDOWN_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
+    DAMAGED_TOTAL_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -893,6 +894,8 @@ class WorkerLoad(_message.Message):
     """Seconds that steps like it have taken before; 0: not known."""
     slowdown: _builtins.float
     """Time of the steps of late over what steps like them have taken before; 0: not known."""
+    damaged_total: _builtins.int
+    """Sequences of which the engine computed logits that are not numbers, since start."""
     @_builtins.property
     def room(self) -> Global___PaceRoom:
         """What it can take of requests that limit their time per token."""
@@ -920,10 +923,11 @@ class WorkerLoad(_message.Message):
         step_expected_s: _builtins.float = ...,
         slowdown: _builtins.float = ...,
         room: Global___PaceRoom | None = ...,
+        damaged_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["room", b"room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "damaged_total", b"damaged_total", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,8 +12,10 @@ from kvmesh.core.errors import StructureError
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, Structure, StructureKind
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.protocol import SampledToken
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.engine.structure import StructureCompiler
+from kvmesh.kv.groups import KvGroups
 from kvmesh.policy.batching import BatchLimits
 from tests.unit.gateway.tiny_model import EOS, make_tokenizer
 from tests.worker_driver import make_spec, reference_tokens
@@ -310,6 +312,35 @@ def test_preemption_does_not_break_a_structure(tmp_path: Path) -> None:
     assert len(undisturbed) > 20
     assert said(17) == undisturbed
     compiler.close()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_sequence_without_numbers_ends_alone_and_leaves_no_kv_behind(hybrid: bool) -> None:
+    bench = Bench()
+    if hybrid:  # what is cached of states has other names
+        bench.core.spec = replace(bench.core.spec, groups=KvGroups((0,), 1))
+    told: dict[str, list[Emission]] = {"ill": [], "well": []}
+    sequences = {}
+    for name, seed in (("ill", 1), ("well", 2)):
+        sequences[name] = bench.admit(prompt(40, seed), max_tokens=3)
+        sequences[name].on_emission = told[name].append
+        bench.core.run(sequences[name])
+    bench.step()
+    assert bench.core.pool.find(sequences["ill"].chain.hashes[0]) is not None
+    chunks = bench.core.plan_step()
+    result = bench.runner.execute(chunks)
+    ill = [chunk.sequence_id for chunk in chunks].index(sequences["ill"].sequence_id)
+    result.tokens[ill] = SampledToken(0, damaged=True)
+    bench.core.finish_step(chunks, result)
+    bench.core.check_integrity()
+    bench.finish()
+    last = told["ill"][-1]
+    assert (last.damaged, last.finish_reason, last.position) == (True, FinishReason.ERROR, 41)
+    assert [each.damaged for each in told["well"]] == [False] * 3
+    hashes = sequences["ill"].chain.hashes
+    assert all(bench.core.pool.find(each) is None for each in hashes), "others may not read it"
+    assert bench.core.statistics().damaged_total == 1
+    assert bench.core.is_idle
 
 
 def test_an_adapter_that_is_not_loaded_is_refused() -> None:

@@ -252,3 +252,31 @@ def test_infinite_biases_and_forbidden_ends_are_told_too() -> None:
     biased = chunk(temperature=0.0, logit_bias=every)
     ended = chunk(temperature=0.0, allowed_token_ids=(0,), min_tokens=5)
     assert all(token.error for token in sample(torch.zeros(2, VOCAB_SIZE), [biased, ended]))
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_logits_that_are_no_numbers_are_a_fault_of_the_engine(
+    damage: float, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "looks_at_values", lambda _: on_cpu)
+    requests = [
+        chunk(temperature=0.0),
+        chunk(temperature=1.0, seed=3),
+        chunk(temperature=1.0, seed=3, top_k=5, top_p=0.9, num_logprobs=2),
+        chunk([1, 2], temperature=0.0, frequency_penalty=0.5),
+    ]
+    well = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    ill = well.clone()
+    ill[:, 5] = damage
+    assert all(each.damaged for each in sample(ill, requests))
+    beside = torch.cat([well, torch.full((1, VOCAB_SIZE), damage)])
+    found = sample(beside, [*requests, chunk(temperature=0.0)])
+    assert [each.damaged for each in found] == [False] * len(requests) + [True]
+    assert found[:-1] == sample(well.clone(), requests), "one row is no other row's affair"
+
+
+def test_a_request_that_asks_for_an_infinite_logit_is_no_fault_of_the_engine() -> None:
+    wanted = chunk(temperature=0.0, logit_bias=((3, math.inf),))
+    (found,) = sample(torch.zeros(1, VOCAB_SIZE), [wanted])
+    assert (found.token_id, found.damaged) == (3, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_a_row_that_is_not_sampled_gives_no_token(runner: TorchRunner) -> None:
     first, second = runner.execute([quiet, ONE]).tokens
     assert first is None
     assert second is not None
+
+
+@pytest.mark.parametrize("max_batch", [0, 3])
+def test_kv_that_is_no_number_is_told_of_its_row_alone(runner: TorchRunner, max_batch: int) -> None:
+    runner.use_static_steps(max_batch)
+    runner.kv.tensor[0].fill_(math.nan)
+    well = replace(ONE, sequence_id=2, block_table=[1])
+    ill, fine = runner.execute([ONE, well]).tokens
+    assert ill is not None
+    assert fine is not None
+    assert (ill.damaged, fine.damaged) == (True, False)
 
 
 def test_no_static_steps_when_they_are_switched_off(runner: TorchRunner) -> None:

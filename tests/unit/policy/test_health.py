@@ -12,8 +12,12 @@ from kvmesh.engine.step_watch import StepWatch
 from kvmesh.policy.health import (
     HANG_FACTOR,
     HANG_S,
+    IDLE_S,
+    LOST_WINDOW_S,
     MAX_REST_S,
+    MIN_DAMAGED,
     MIN_LOST,
+    MIN_REFUSED,
     MOST_CROWDED,
     PEER_FACTOR,
     PROBATION_S,
@@ -87,6 +91,54 @@ def test_a_worker_where_requests_are_lost_is_drained() -> None:
         assert fleet.level("p0", 0.1) is (Health.OK if count < 2 else Health.SUSPECT)
         fleet.board.note_lost(WorkerId("p0"), fleet.now)
     assert fleet.level("p0") is Health.DEGRADED
+
+
+def test_a_worker_that_computes_no_numbers_is_drained_and_one_bad_request_is_none() -> None:
+    fleet = Fleet()
+    fleet.judge()
+    fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1)
+    assert fleet.level("d1") is Health.SUSPECT
+    assert fleet.level("d1", LOST_WINDOW_S) is Health.OK, "no further one in that time"
+    fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1 + MIN_DAMAGED)
+    verdict = fleet.judge()[WorkerId("d1")]
+    assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.DAMAGED)
+
+
+def test_a_worker_that_refuses_while_it_stands_idle_is_drained() -> None:
+    fleet = Fleet()
+    fleet.judge()
+    fleet.judge(IDLE_S)
+    for _ in range(MIN_REFUSED):
+        assert fleet.level("p0", 0.1) < Health.DEGRADED
+        fleet.board.note_refused(WorkerId("p0"), fleet.now)
+    verdict = fleet.judge()[WorkerId("p0")]
+    assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.REFUSES)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        WorkerLoad(prefill_active=1),
+        WorkerLoad(decode_reserved=1),
+        WorkerLoad(pending_tokens=7),
+        WorkerLoad(draining=True),
+    ],
+)
+def test_a_worker_that_has_something_to_do_may_refuse(load: WorkerLoad) -> None:
+    fleet = Fleet()
+    fleet.judge()
+    fleet.loads["p0"] = load
+    for _ in range(3 * MIN_REFUSED):
+        fleet.board.note_refused(WorkerId("p0"), fleet.now)
+        assert fleet.level("p0", 0.1) is Health.OK
+
+
+def test_a_worker_that_computes_between_two_reports_may_refuse() -> None:
+    fleet = Fleet()
+    for tokens in range(3 * MIN_REFUSED):
+        fleet.loads["p0"] = WorkerLoad(prefill_tokens_total=tokens)
+        assert fleet.level("p0", IDLE_S) is Health.OK
+        fleet.board.note_refused(WorkerId("p0"), fleet.now)
 
 
 def test_an_engine_that_hangs_is_more_than_slow() -> None:

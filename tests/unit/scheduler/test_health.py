@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from kvmesh.core.health import Health
 from kvmesh.core.types import RequestId, Role, RoutePlan, WorkerId, WorkerLoad
-from kvmesh.policy.health import HANG_S, MIN_LOST, REST_S
+from kvmesh.policy.health import HANG_S, MIN_LOST, MIN_REFUSED, REST_S
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Membership
 from services.scheduler.health import FleetHealth
@@ -91,3 +91,18 @@ async def test_each_request_that_a_gateway_lost_counts_once() -> None:
         await parts.decoders(f"r{number}", avoid=lost, lost=lost)
     parts.second()
     assert parts.shown("d0") == (Health.DEGRADED, True, "gateways lose requests there")
+
+
+async def test_each_request_that_an_idle_worker_refused_counts_once() -> None:
+    parts = Judged()
+    for _ in range(3):
+        parts.second()
+    refused = frozenset({WorkerId("p0")})
+    for _ in range(2 * MIN_REFUSED):
+        await parts.decoders("same", avoid=refused)
+    parts.health.judge(parts.clock.now())
+    assert parts.shown("p0")[0] is Health.OK
+    for number in range(MIN_REFUSED):
+        await parts.decoders(f"other {number}", avoid=refused)
+    parts.health.judge(parts.clock.now())
+    assert parts.shown("p0")[0] is Health.DEGRADED
