@@ -12,6 +12,7 @@ from kvmesh.policy import gathering
 from services.scheduler.gathering import JointDecisions, Outcome, Waiting
 from services.scheduler.knowledge import Known, Lookup
 from tests.unit.policy.fleet_examples import query
+from tests.waiting import until
 
 LONG_S = 3600.0
 """A window that does not end by itself while a test runs."""
@@ -158,13 +159,12 @@ async def test_who_hangs_up_is_not_decided_on() -> None:
 
 
 async def test_all_hang_up() -> None:
-    desk = Desk(hold_s=0.001)
+    desk = Desk(hold_s=1.0)
     gone = asyncio.create_task(desk.ask("a"))
     await started(gone)
     gone.cancel()
     await asyncio.wait({gone})
-    while desk.joint.num_waiting:
-        await asyncio.sleep(0)
+    await until(lambda: not desk.joint.num_waiting, "the window ends", 10)
     assert desk.batches == []
 
 
