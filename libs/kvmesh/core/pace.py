@@ -34,7 +34,8 @@ class PaceRoom:
         pace: of its decode steps.
         context_tokens: of all sequences here, those included whose KV is awaited.
         strictest_s: limit of the strictest of them; infinite: none has one.
-        spare_s: seconds of computing prompts that all of them can bear.
+        spare_s: seconds of computing prompts for which hardly any of them is expected to miss its
+            limit.
     """
 
     pace: StepPace = StepPace()

@@ -203,6 +203,8 @@ def _plan_disaggregated(call: Call, sides: Sides) -> RoutePlan | None:
         paired = [seat for seat in paired if seat.layout in decode_layouts]
     if not paired or not sides.decode:
         return None
+    # Who came over from decode may have some left that would miss their limits.
+    paired = [seat for seat in paired if _can_be_borne(call, seat)] or paired
 
     # The best prefill worker that has decode room beside it says where the request goes.
     home = first_of(call, paired, call.policy.prefill, _crowded(call, sides.decode))
@@ -284,8 +286,8 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
 
 
 def _can_be_borne(call: Call, seat: Seat) -> bool:
-    """Those who decode there keep their times per token although their steps wait for the prompt,
-    and for what the worker has accepted before.
+    """Hardly anybody who decodes there misses a limit although their steps wait for the prompt, and
+    for what the worker has accepted before.
     """
     worker = seat.worker
     accepted = worker.pending_tokens + worker.prefill_in_flight * call.query.num_tokens

@@ -5,7 +5,8 @@ past the limits of those who decode there: a batch so large that its steps take 
 strictest limit, and prompts that are computed between the steps. `takes` answers for the first,
 `spare_s` for the second; both go by what was measured of the worker's own steps.
 
-The mean counts, not each gap: who got tokens sooner than asked can bear a longer pause now.
+The mean counts, not each gap: who got tokens sooner than asked can bear a longer pause now. Who has
+gained too little makes up for a pause with the tokens to come, unless the answer ends before.
 Tests: tests/unit/policy/test_token_pace.py.
 """
 
@@ -35,8 +36,13 @@ LIFE_TOKENS = 128.0
 
 LIFE_FORGET = 0.98
 
-OLD_SHARE = 0.25
-"""Who has got more tokens than answers have as a rule is taken to get this share of that more."""
+BEARABLE_MISSES = 0.1
+"""So many limits may be expected to be missed for the prompts that are computed beside decode. That
+a request misses its first token elsewhere is one at most, and mostly it would not: who helps also
+has others come later."""
+
+TOO_SLOW_S = 1e-3
+"""In place of what somebody makes up for whose steps take longer than its limit."""
 
 
 class StepFit:
@@ -138,20 +144,36 @@ def takes(room: PaceRoom, limit_s: float, num_tokens: int) -> bool:
 
 
 def spare_s(sequences: Iterable[Paced], step_s: float, answer_tokens: float) -> float:
-    """Seconds that all steps may be held up before the first of these limits is missed; below zero
-    it will be missed anyhow.
+    """Seconds that all steps may be held up until so many of these limits as `BEARABLE_MISSES` are
+    expected to be missed for it; infinite where nobody has a limit.
+
+    Each further token makes up for `limit - step_s` of a delay. Nobody knows how many come, and
+    answers of all lengths end: the chance that one ends within the tokens that it needs for that is
+    taken to be their number over the mean length, from the first one late on.
 
     Args:
         step_s: of the decode steps to come.
         answer_tokens: that an answer has as a rule.
     """
-    spare, least = math.inf, OLD_SHARE * answer_tokens
+    growths: list[tuple[float, float]] = []
     for limit_s, num_tokens, elapsed_s in sequences:
-        to_come = answer_tokens - num_tokens
-        to_come = max(to_come, least)
-        own = limit_s * num_tokens - elapsed_s + (limit_s - step_s) * to_come
-        spare = min(spare, own)
-    return spare
+        gained_s = limit_s * num_tokens - elapsed_s
+        made_up_s = (limit_s - step_s) * answer_tokens
+        if made_up_s <= 0.0:
+            # It makes up for nothing: whatever it has not gained by now is missed.
+            made_up_s = TOO_SLOW_S
+        elif gained_s < -made_up_s:
+            continue  # it is missed anyhow
+        growths.append((max(gained_s, 0.0), 1.0 / made_up_s))
+    growths.sort()
+    begin, growth, left = 0.0, 0.0, BEARABLE_MISSES
+    for gained_s, share in growths:
+        if growth and (gained_s - begin) * growth >= left:
+            break
+        left -= (gained_s - begin) * growth
+        begin = gained_s
+        growth += share
+    return begin + left / growth if growth else math.inf
 
 
 def bears(room: PaceRoom, prompts_s: float) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import (
     Candidate,
     Placement,
@@ -14,6 +15,7 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT, decode_cost
 from kvmesh.policy.routing import plan_route, plan_without_scheduler
 from kvmesh.policy.seats import SILENT_AFTER_S
@@ -118,6 +120,22 @@ class TestPlacement:
 
 
 class TestPrefillOrder:
+    def test_who_still_decodes_under_a_limit_is_asked_only_where_nobody_else_is(self) -> None:
+        hurried = PaceRoom(StepPace(0.02), 5000, strictest_s=0.03, spare_s=0.01)
+        came_over = worker("a", decode_running=2, room=hurried)
+        view = dataclasses.replace(
+            fleet(came_over, worker("b", prefill_active=3), worker("d", Role.DECODE)),
+            pace=FetchPace(1e-3),
+        )
+        assert names(plan(view).prefill) == ["b"]
+        alone = dataclasses.replace(view, workers=(came_over, worker("d", Role.DECODE)))
+        assert names(plan(alone).prefill) == ["a"]
+        patient = worker("a", decode_running=2, room=dataclasses.replace(hurried, spare_s=10.0))
+        assert (
+            names(plan(dataclasses.replace(view, workers=(patient, *view.workers[1:]))).prefill)[0]
+            == "a"
+        )
+
     view_of_two = staticmethod(
         lambda **p1: fleet(worker("p1", **p1), worker("p2"), worker("d", Role.DECODE))
     )

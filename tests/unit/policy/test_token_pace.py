@@ -9,6 +9,7 @@ import pytest
 
 from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.policy.token_pace import (
+    BEARABLE_MISSES,
     KEPT_SHARE,
     AnswerLength,
     StepFit,
@@ -98,21 +99,33 @@ class TestSpare:
     def test_nobody_with_a_limit_bears_everything(self) -> None:
         assert math.isinf(spare_s([], 0.02, 100.0))
 
-    def test_it_is_what_was_gained_and_what_will_be(self) -> None:
-        # 0.2 s gained with 20 tokens, and 10 ms with each of the 80 to come.
+    def test_what_was_gained_costs_nothing_and_the_rest_a_chance_to_end_before(self) -> None:
+        # 0.2 s gained with 20 tokens; the 100 tokens of an answer make up for 1 s.
         paced = (0.03, 20, 0.4)
-        assert spare_s([paced], 0.02, 100.0) == pytest.approx(0.2 + 0.8)
+        assert spare_s([paced], 0.02, 100.0) == pytest.approx(0.2 + BEARABLE_MISSES * 1.0)
 
-    def test_the_one_with_least_decides(self) -> None:
-        many = [(0.03, 50, 1.0), (0.03, 50, 1.5), (1.0, 0, 0.0)]
-        assert spare_s(many, 0.03, 100.0) == pytest.approx(0.0)
+    def test_chances_of_several_add_up(self) -> None:
+        # At 0.2 s the second one's chance begins, when the first one's is 0.2 / 10 s.
+        many = [(0.12, 0, 0.0), (0.12, 10, 1.0)]
+        spare = spare_s(many, 0.02, 100.0)
+        assert spare / 10 + (spare - 0.2) / 10 == pytest.approx(BEARABLE_MISSES)
 
-    def test_who_is_late_spares_nothing(self) -> None:
-        late = (0.01, 10, 5.0)
-        assert spare_s([late, (0.03, 0, 0.0)], 0.02, 100.0) < 0.0
+    def test_who_has_gained_more_than_others_bear_does_not_count(self) -> None:
+        alone = spare_s([(0.03, 0, 0.0)], 0.02, 100.0)
+        assert spare_s([(0.03, 0, 0.0), (0.03, 500, 5.0)], 0.02, 100.0) == alone
 
-    def test_a_long_answer_still_has_tokens_to_come(self) -> None:
-        assert spare_s([(0.03, 1000, 30.0)], 0.02, 100.0) == pytest.approx(0.25)
+    def test_who_will_miss_it_anyhow_does_not_count(self) -> None:
+        late = (0.03, 100, 9.0)
+        assert math.isinf(spare_s([late], 0.02, 100.0))
+        in_time = (0.03, 0, 0.0)
+        assert spare_s([late, in_time], 0.02, 100.0) == spare_s([in_time], 0.02, 100.0)
+
+    def test_who_makes_up_for_nothing_bears_what_it_has_gained(self) -> None:
+        assert spare_s([(0.03, 50, 1.0)], 0.03, 100.0) == pytest.approx(0.5, abs=0.001)
+
+    def test_short_answers_bear_less(self) -> None:
+        paced = [(0.03, 0, 0.0)]
+        assert spare_s(paced, 0.02, 30.0) < spare_s(paced, 0.02, 300.0)
 
 
 class TestBears:
