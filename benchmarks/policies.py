@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from benchmarks.policies_ablation import ablation, sensitivity
 from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
+from benchmarks.policies_grid import TPOT_MS, Limits, draw, grid, loads
 from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
 from benchmarks.policies_traces import composition_and_pool
@@ -53,6 +55,25 @@ def run_all(jobs: Sequence[Job], num_processes: int) -> list[Outcome]:
             progress = f"[{len(outcomes):3}/{len(jobs)}] {elapsed:5.0f} s  {name}"
             print(f"{progress:100.100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
     return [outcomes[number] for number in range(len(jobs))]
+
+
+def whole_grid(traces: Sequence[Path], size: float, num_seeds: int) -> list[Experiment]:
+    """The grid, and what the default consists of."""
+    found = loads(traces, size, [SEED + number for number in range(num_seeds)])
+    cells = [Limits(tpot_ms) for tpot_ms in TPOT_MS] + [Limits(TPOT_MS[1], 0.2)]
+    # The higher rate of every trace, at a loose and at a tight limit.
+    highest = {each.trace: each for each in found}
+    telling = [(load, Limits(tpot_ms)) for load in highest.values() for tpot_ms in TPOT_MS[::2]]
+    return [grid(found, cells), ablation(telling), sensitivity(telling)]
+
+
+def draw_grid(rows: Sequence[Row], out: Path) -> list[str]:
+    """Writes the pictures of the grid, if it was run; notes that link them."""
+    cells = [row for row in rows if row["experiment"] == "Grid"]
+    if not cells:
+        return []
+    draw(cells, out / "policies_grid.png")
+    return ["Grid: [pictures](policies_grid.png)"]
 
 
 def report(
@@ -104,12 +125,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--only", default="", help="experiments whose name contains this")
     parser.add_argument(
+        "--grid",
+        action="store_true",
+        help="only the grid of limits, loads and traces, with ablation",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="of each cell of the grid")
+    parser.add_argument(
         "--million", action="store_true", help="only the scale, all million requests of it"
     )
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.million:
         found, name = [million(SEED)], "policies_million"
+    elif arguments.grid:
+        found, name = whole_grid(arguments.trace, arguments.size, arguments.seeds), "policies_grid"
+        found = [each for each in found if arguments.only in each.name]
     else:
         found = [
             *experiments(arguments.size, SEED),
@@ -122,6 +152,8 @@ def main(argv: Sequence[str]) -> int:
     jobs = [job for experiment in found for job in experiment.jobs]
     outcomes = run_all(jobs, arguments.processes)
     rows, targets, notes = report(found, outcomes, arguments.out)
+    if arguments.grid:
+        notes += draw_grid(rows, arguments.out)
     result = document(rows, targets, SEED, notes)
     save(result, arguments.out / f"{name}.json")
     print(f"\n{markdown(result)}")

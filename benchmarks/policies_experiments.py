@@ -81,6 +81,7 @@ def summary_row(summary: Summary) -> Row:
         "TTFT p99": round(summary.ttft_p99_s, 3),
         "TPOT p50": round(summary.tpot_p50_s, 4),
         "TPOT p99": round(summary.tpot_p99_s, 4),
+        "ITL p99": round(summary.itl_p99_s, 4),
         "hits": round(summary.hit_rate, 4),
         "CV": round(summary.cv, 3),
         "link": round(summary.link_use, 3),

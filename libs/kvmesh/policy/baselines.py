@@ -5,13 +5,19 @@ Tests: tests/unit/policy/test_composition.py, tests/unit/sim/test_systems.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvmesh.core.types import Role
 from kvmesh.policy.ranking import Rank, RoutePolicy, Standing
 
-CACHE_THRESHOLD = 0.5
-"""Share of the prompt that must be cached for the cache to decide (SGLang's router)."""
+CACHE_THRESHOLD = 0.3
+"""Share of the prompt that must be cached for the cache to decide (SGLang's router, as are the next
+two)."""
 
-BALANCE_SLOTS = 2
-"""A worker with this many more prompts than slots is left out in favour of others."""
+BALANCE_REQUESTS = 64
+BALANCE_RATIO = 1.5
+"""Where the busiest worker has so many requests more than the idlest one, and so many times as
+many, load alone decides."""
 
 
 def _connections(standing: Standing) -> Rank:
@@ -28,22 +34,34 @@ def _pending_tokens(standing: Standing) -> Rank:
     return (standing.worker.pending_tokens,)
 
 
+def _requests(standing: Standing) -> int:
+    """That the worker has accepted and not finished."""
+    worker = standing.worker
+    return worker.prefill_used if worker.info.role is Role.PREFILL else worker.decode_used
+
+
+def _is_uneven(standings: Sequence[Standing]) -> bool:
+    requests = [_requests(each) for each in standings]
+    most, least = max(requests, default=0), min(requests, default=0)
+    return most - least > BALANCE_REQUESTS and most > BALANCE_RATIO * least
+
+
 def _cache_aware(standing: Standing) -> Rank:
-    """The longest prefix if it is long enough and the worker not overloaded, else the shortest
-    queue, as SGLang's router does.
+    """The longest prefix if it is long enough and load is even, else the fewest requests, as
+    SGLang's router does.
     """
     share = standing.cached_tokens / max(standing.query.num_tokens, 1)
-    overloaded = standing.worker.prefill_used >= BALANCE_SLOTS + standing.worker.info.prefill_slots
-    if share > CACHE_THRESHOLD and not overloaded:
-        return (0, -share, standing.worker.prefill_used)
-    return (1, standing.worker.prefill_used)
+    if share > CACHE_THRESHOLD and not standing.uneven:
+        return (0, -share, _requests(standing))
+    return (1, _requests(standing))
 
 
 def _cache_centric(standing: Standing) -> Rank:
-    """The least estimated time to the first token: what waits, then what is not cached here, as in
-    Mooncake's conductor.
+    """The least estimated time to the first token: what waits, then what is neither cached here nor
+    brought from another worker, as in Mooncake's conductor.
     """
-    return (standing.worker.pending_tokens + standing.uncached_tokens,)
+    worker = standing.worker
+    return (worker.pending_tokens + standing.uncached_tokens - standing.saved_tokens,)
 
 
 LEAST_QUEUE = RoutePolicy(
@@ -52,5 +70,9 @@ LEAST_QUEUE = RoutePolicy(
 PENDING_TOKENS = RoutePolicy(
     "pending_tokens", _pending_tokens, _decode_share, _pending_tokens, reads_cache=False
 )
-CACHE_AWARE = RoutePolicy("cache_aware", _cache_aware, _decode_share, _cache_aware)
-CACHE_CENTRIC = RoutePolicy("cache_centric", _cache_centric, _decode_share, _cache_centric)
+CACHE_AWARE = RoutePolicy(
+    "cache_aware", _cache_aware, _decode_share, _cache_aware, is_uneven=_is_uneven
+)
+CACHE_CENTRIC = RoutePolicy(
+    "cache_centric", _cache_centric, _decode_share, _cache_centric, fetches=True
+)

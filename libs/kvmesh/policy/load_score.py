@@ -52,7 +52,7 @@ class Capacity:
     """What a queue length is divided by, so that 1 is a full side of any worker."""
 
     prefill_slots: int
-    decode_slots: int
+    decode_slots: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def score(state: LoadState, capacity: Capacity) -> Score:
     )
 
 
-def _weigh(state: LoadState, queues: Queues, slots: int, weights: Weights) -> float:
+def _weigh(state: LoadState, queues: Queues, slots: float, weights: Weights) -> float:
     lengths = (
         weights.running * queues.running
         + weights.waiting * queues.waiting

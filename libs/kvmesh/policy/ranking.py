@@ -7,7 +7,7 @@ Tests: tests/unit/policy/test_routing.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -67,6 +67,7 @@ class Standing:
         decode_share: decode slots or blocks in use, as a share, whichever is scarcer.
         fetch: why the worker fetches a prefix, or does not.
         source: whom it fetches from.
+        uneven: load is spread so badly over the workers of the list that the policy goes by it.
         saved_tokens: by which the first token comes sooner because a prefix is fetched.
         first_token: tokens computed until this request's first one, where prompts are computed one
             after the other. Prompts on their way, which no report shows yet, are taken to be as
@@ -87,6 +88,7 @@ class Standing:
         "source",
         "turn",
         "uncached_tokens",
+        "uneven",
         "worker",
     )
 
@@ -103,6 +105,7 @@ class Standing:
         self.query = query
         self.cached_tokens = cached_tokens
         self.turn = turn
+        self.uneven = False
         self.reads = 0.0
         left = query.num_tokens - cached_tokens
         self.uncached_tokens = uncached = left if left > 1 else 1
@@ -166,6 +169,7 @@ class RoutePolicy:
             much later than the best are not asked, and decode workers help when they are sooner.
         fetches: workers bring prefixes from others that hold them, where that is sooner.
         slack_tokens: how much later than the best a worker may be and still be asked.
+        is_uneven: of the workers of a list; fills `Standing.uneven`.
     """
 
     name: str
@@ -178,6 +182,7 @@ class RoutePolicy:
     first_token: Callable[[Standing], float] | None = None
     fetches: bool = False
     slack_tokens: float = SLACK_TOKENS
+    is_uneven: Callable[[Sequence[Standing]], bool] | None = None
 
 
 def _expected_prefill(standing: Standing) -> float:

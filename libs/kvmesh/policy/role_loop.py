@@ -24,7 +24,7 @@ from kvmesh.policy.load_score import (
     score,
 )
 from kvmesh.policy.role_switch import Help, Switch, SwitchLimits, SwitchReason, other, plan_switches
-from kvmesh.policy.token_pace import time_used
+from kvmesh.policy.token_pace import context_share, time_used
 from kvmesh.policy.waiting import Waiting
 
 CYCLE_S = 1.0
@@ -55,6 +55,14 @@ def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
     return max(blocks, slots, min(time_used(load.room), 1.0))
 
 
+def decode_slots(info: WorkerInfo, load: WorkerLoad) -> float:
+    """Sequences like those that decode there now that a worker takes: its slots, or fewer where
+    their limits on the time per token leave no time for so many.
+    """
+    running, share = load.decode_running, context_share(load.room)
+    return min(info.decode_slots, max(running / share, 1.0)) if share else info.decode_slots
+
+
 def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerReading:
     """The twelve indicators of a worker that reports its load.
 
@@ -62,7 +70,8 @@ def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerR
         waiting: for this worker: its even share of what waits at the gateways for its side.
     """
     prefills = info.role is Role.PREFILL
-    slots_used = load.decode_running / max(info.decode_slots, 1)
+    slots = decode_slots(info, load)
+    slots_used = load.decode_running / max(slots, 1)
     state = LoadState(
         prefill=Queues(
             running=max(load.prefill_active - load.prefill_sending, 0),
@@ -81,7 +90,7 @@ def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerR
         compute_used=load.compute_used,
         memory_bandwidth_used=load.memory_bandwidth_used,
     )
-    capacity = Capacity(info.prefill_slots, info.decode_slots)
+    capacity = Capacity(info.prefill_slots, slots)
     return WorkerReading(info.worker_id, info.role, state, capacity)
 
 

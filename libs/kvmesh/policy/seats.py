@@ -131,6 +131,9 @@ def _keyed(
     if call.policy.basis is RouteCause.ROTATION:
         for index, seat in enumerate(seats):
             seat.turn = (index - call.view.num_routes) % len(seats)
+    if call.policy.is_uneven is not None and call.policy.is_uneven(seats):
+        for seat in seats:
+            seat.uneven = True
     tie = call.rng.random
     if last_resort is None:
         return [

@@ -191,3 +191,14 @@ def time_used(room: PaceRoom) -> float:
     if math.isinf(room.strictest_s):
         return 0.0
     return room.pace.of(room.context_tokens) / room.strictest_s
+
+
+def context_share(room: PaceRoom) -> float:
+    """Share of the tokens of context that a worker takes under its strictest limit; 0 where nobody
+    has one or nothing is known of its steps.
+    """
+    if math.isinf(room.strictest_s) or not room.pace.token_s:
+        return 0.0
+    left_s = KEPT_SHARE * room.strictest_s - room.pace.constant_s
+    used_s = room.pace.token_s * room.context_tokens
+    return used_s / left_s if left_s > used_s else 1.0

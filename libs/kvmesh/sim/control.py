@@ -17,7 +17,7 @@ from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
 from kvmesh.policy.reallocation import choose_giver
-from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, room_used
+from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, decode_slots, room_used
 from kvmesh.policy.sending import SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
@@ -160,7 +160,7 @@ class Control:
                 worker.info.worker_id,
                 worker.info.role,
                 _state(worker, share),
-                Capacity(worker.info.prefill_slots, worker.info.decode_slots),
+                Capacity(worker.info.prefill_slots, decode_slots(worker.info, worker.load())),
             )
             for worker in workers
         ]
@@ -246,6 +246,7 @@ def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
     load = worker.load()
     is_prefill = worker.info.role is Role.PREFILL
     prefilling = load.prefill_active - worker.num_waiting
+    slots_used = load.decode_running / max(decode_slots(worker.info, load), 1)
     return LoadState(
         prefill=Queues(
             running=prefilling,
@@ -256,8 +257,8 @@ def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
             waiting=0.0 if is_prefill else waiting.decode,
             swapped=load.decode_preempted,
         ),
-        budget_used=1.0 if prefilling else load.decode_running / worker.info.decode_slots,
+        budget_used=1.0 if prefilling else slots_used,
         blocks_used=room_used(worker.info, load),
         compute_used=1.0 if prefilling else 0.0,
-        memory_bandwidth_used=load.decode_running / worker.info.decode_slots,
+        memory_bandwidth_used=slots_used,
     )

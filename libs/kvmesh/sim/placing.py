@@ -181,7 +181,7 @@ class Placing:
         self._plan = outcome if isinstance(outcome, RoutePlan) else None
         if isinstance(outcome, Refusal):
             self._last = outcome.reason
-            if outcome.reason is RefusalReason.TOO_LONG:
+            if outcome.reason in (RefusalReason.TOO_LONG, RefusalReason.DEADLINE):
                 self._end(outcome.reason)
                 return
         self._ask_workers()

@@ -26,6 +26,7 @@ class Summary:
         success: share of requests whose first token came in time and that finished.
         goodput: per second, of requests that kept both objectives.
         hit_rate: share of prompt tokens found in a prefix cache.
+        itl_p99_s: of the times between tokens of all answers.
         cv: mean over time of the coefficient of variation of computed tokens per prefill worker.
         link_use: mean share of the bandwidth between the clusters.
         refusals: by reason.
@@ -40,6 +41,7 @@ class Summary:
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
+    itl_p99_s: float
     hit_rate: float
     cv: float
     link_use: float
@@ -70,6 +72,7 @@ def summarize(result: Result) -> Summary:
         ttft_p99_s=percentile(ttfts, 99),
         tpot_p50_s=percentile(tpots, 50),
         tpot_p99_s=percentile(tpots, 99),
+        itl_p99_s=result.gaps.percentile(99),
         hit_rate=sum(each.cached_tokens for each in requests) / prompt_tokens,
         cv=mean_cv(result.samples),
         link_use=mean([sample.link_use for sample in result.samples]),
@@ -120,6 +123,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("p99", "ttft_p99_s", "{:.2f}"),
     ("TPOT p50", "tpot_p50_s", "{:.4f}"),
     ("p99", "tpot_p99_s", "{:.4f}"),
+    ("ITL p99", "itl_p99_s", "{:.4f}"),
     ("hits", "hit_rate", "{:.1%}"),
     ("CV", "cv", "{:.2f}"),
     ("link", "link_use", "{:.1%}"),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvmesh.core.types import Refusal, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.types import Refusal, RefusalReason, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.composition import decide_route
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload import OffloadState
@@ -84,7 +84,20 @@ class SimRouter:
             self._events.now(),
             self._offload,
         )
+        if self._system.rejects_early and isinstance(plan.route, RoutePlan):
+            late_s = self._first_token_s(query, plan.route) - request.deadline_s
+            if late_s > 0.0:
+                return Refusal(RefusalReason.DEADLINE, f"{late_s:.1f} s too late")
         return self._routed(request, plan)
+
+    def _first_token_s(self, query: RouteQuery, plan: RoutePlan) -> float:
+        """When the worker that a plan prefers would have the first token, by what it has to do."""
+        best = plan.prefill[0]
+        views = self._fleet.view().workers
+        worker = next(each for each in views if each.worker_id == best.worker_id)
+        ahead = worker.pending_tokens + worker.prefill_in_flight * query.num_tokens
+        own = query.num_tokens - best.cached_tokens - best.saved_tokens
+        return self._events.now() + (ahead + own) * self._pace.token_s
 
     def _route_together(self, gathered: Sequence[Waiting]) -> None:
         # By name, as the scheduler does: the order of arrival decides nothing.

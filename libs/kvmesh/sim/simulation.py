@@ -22,6 +22,7 @@ from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches
 from kvmesh.sim.fleet import SimFleet
+from kvmesh.sim.gaps import Gaps
 from kvmesh.sim.placing import Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.router import Decide, SimRouter
@@ -72,6 +73,7 @@ class Result:
     Attributes:
         reasons: how often each decision was made for each reason.
         finished_s: virtual time of the end.
+        gaps: between tokens, of the workers that are there at the end.
     """
 
     scenario: Scenario
@@ -81,6 +83,7 @@ class Result:
     finished_s: float = 0.0
     num_events: int = 0
     link_bytes: float = 0.0
+    gaps: Gaps = field(default_factory=Gaps)
 
 
 def simulate(scenario: Scenario, ended: Callable[[float], object] | None = None) -> Result:
@@ -182,6 +185,8 @@ class Simulation:
         self.result.finished_s = self.events.now()
         self.result.num_events = self.events.num_events
         self.result.link_bytes = self.fleet.between.use_until_now()[0]
+        for worker in self.fleet.workers.values():
+            self.result.gaps.merge(worker.steps.gaps)
         return self.result
 
     # --- arrivals ----------------------------------------------------------------------------
@@ -219,6 +224,19 @@ class Simulation:
         self._placements[request] = placed
         if placed.prefill is not placed.decode:
             self._handoffs[placed.prefill] = _Handoff(placed, 0)
+        if self.scenario.system.queue_offers:
+            # A gateway that holds requests back gives up at the deadline; so does a worker's queue.
+            self.events.at(request.deadline_s, partial(self._give_up, placed))
+
+    def _give_up(self, placed: Placed) -> None:
+        """Ends a request of whose prompt nothing is computed."""
+        prefill, request = placed.prefill, placed.request
+        if prefill.gone or prefill.has_first or prefill.num_computed > prefill.num_cached:
+            return
+        del self._placements[request]
+        self._hang_up(placed)
+        self._release(placed)
+        self._refused(request, RefusalReason.DEADLINE)
 
     def on_change(self, worker: SimWorker) -> None:
         """See `WorkerListener`."""
@@ -354,13 +372,7 @@ class Simulation:
         """Places a request anew: prompt and tokens so far are prefilled elsewhere."""
         placed = self._placements.pop(request)
         self._hang_up(placed)
-        self._handoffs.pop(placed.prefill, None)
-        for worker, sequence in (
-            (placed.prefill_worker, placed.prefill),
-            (placed.decode_worker, placed.decode),
-        ):
-            if worker.alive:
-                worker.release(sequence)
+        self._release(placed)
         received = request.trace.output_tokens - placed.decode.left
         request.generated = max(received, request.generated + request.has_first)
         request.has_first = False
@@ -371,6 +383,15 @@ class Simulation:
         limit = timeout_s(request.num_tokens, self.scenario.objectives.timeouts)
         request.deadline_s = self.events.now() + limit
         Placing(self._desk, request, frozenset({dead.info.worker_id})).start()
+
+    def _release(self, placed: Placed) -> None:
+        self._handoffs.pop(placed.prefill, None)
+        for worker, sequence in (
+            (placed.prefill_worker, placed.prefill),
+            (placed.decode_worker, placed.decode),
+        ):
+            if worker.alive:
+                worker.release(sequence)
 
     # --- timelines ---------------------------------------------------------------------------
 

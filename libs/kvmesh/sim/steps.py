@@ -19,6 +19,7 @@ from kvmesh.policy.batching import BatchLimits, plan_batch
 from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
+from kvmesh.sim.gaps import Gaps
 from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
@@ -117,6 +118,7 @@ class StepLoop:
     Attributes:
         computed_tokens: since the start, without decode steps.
         busy_s: seconds spent in steps.
+        gaps: between tokens; the time until a decode worker takes over counts as one of its own.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class StepLoop:
         self._other_work_s = 0.0
         self._fit = StepFit()
         self._answers = AnswerLength()
+        self.gaps = Gaps()
         self.computed_tokens = 0
         self.busy_s = 0.0
         self.preemptions = 0
@@ -255,6 +258,7 @@ class StepLoop:
         self.busy_s += run.seconds(count)
         now, growth = (decoding.context, run.first_s), (decoding.count, run.growth_s)
         self._fit.add_run(count, now, growth)
+        self.gaps.add(run.seconds(count) / count, count * decoding.count)
         decoding.steps += count
         if self._host is not None:
             self._host.note_tokens(count * decoding.count)
@@ -274,6 +278,8 @@ class StepLoop:
         if self._prompts:
             for each in [each for each in self._prompts if each.has_first and each.remaining == 1]:
                 self._prompts.remove(each)
+                if each.decodes_from is None and each.request.first_token_s is not None:
+                    self.gaps.add(self._events.now() - each.request.first_token_s, 1)
                 self._decoding.start(each)
         for sequence in self._decoding.take_due():
             # One that was preempted for an older one is no longer running.
@@ -322,6 +328,7 @@ class StepLoop:
             duration += self._step_s(count, context)
         duration += self._take_other_work_s()
         self.busy_s += duration
+        self.gaps.add(duration, self._decoding.count)
         self._timer = self._events.after(duration, partial(self._end_mixed, chunks))
 
     def _step_s(self, num_sequences: int, context: float) -> float:

@@ -22,11 +22,14 @@ class System(Composition):
         queue_offers: workers queue prompts instead of rejecting them.
         report_interval_s: age of the loads that routes see; 0 is at once.
         grouped: a cluster is the group of the scenario that it is named after.
+        rejects_early: who would have its first token too late by what is known when it comes is
+            refused at once.
     """
 
     queue_offers: bool = False
     report_interval_s: float = 0.0
     grouped: bool = False
+    rejects_early: bool = False
 
     @property
     def is_indexed(self) -> bool:
@@ -39,9 +42,10 @@ _EXPECTS: dict[str, dict[str, Any]] = {
     "local_queues": {"queue_offers": True},
     "pending_tokens": {"queue_offers": True, "report_interval_s": 0.1},
     "cache_aware": {"queue_offers": True},
-    "cache_centric": {"queue_offers": True},
+    "cache_centric": {"rejects_early": True},
 }
-"""Baselines whose workers have a queue, as in the systems that they stand for."""
+"""Baselines whose workers have a queue, as in the systems that they stand for; Mooncake's brings
+prefixes to workers without one."""
 
 
 def _system(composition: Composition) -> System:

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.policy.load_score import Regime
-from kvmesh.policy.role_loop import RoleLoop, WorkerReading, read_worker, room_used
+from kvmesh.policy.role_loop import RoleLoop, WorkerReading, decode_slots, read_worker, room_used
 from kvmesh.policy.role_switch import Switch, SwitchLimits, SwitchReason
 from kvmesh.policy.waiting import Waiting
 from tests.unit.policy.fleet_examples import worker_info
@@ -44,6 +45,21 @@ def test_a_decode_worker_with_all_its_slots_in_use_has_no_budget_left() -> None:
     load = WorkerLoad(decode_running=8, budget_used=8 / 512, memory_bandwidth_used=1.0)
     assert read_worker(info, load, Waiting(0, 0)).state.budget_used == 1.0
     assert read_worker(info, WorkerLoad(decode_running=2), Waiting(0, 0)).state.budget_used == 0.25
+
+
+def test_who_has_no_time_for_more_has_all_its_slots_in_use() -> None:
+    """Three long sequences of 64 that fit by slots take all the time that a limit leaves."""
+    info = dataclasses.replace(worker_info("d", Role.DECODE), decode_slots=64)
+    pace = StepPace(0.01, 1e-7)
+    room = PaceRoom(pace, 170_000, strictest_s=0.03)
+    full = WorkerLoad(decode_running=3, blocks_free=512, room=room)
+    assert decode_slots(info, full) == pytest.approx(3)
+    half = dataclasses.replace(full, room=dataclasses.replace(room, context_tokens=85_000))
+    assert decode_slots(info, half) == pytest.approx(6)
+    assert decode_slots(info, dataclasses.replace(full, room=PaceRoom(pace, 170_000))) == 64
+    reading = read_worker(info, full, Waiting(0, 1))
+    assert reading.state.budget_used == pytest.approx(1.0)
+    assert reading.capacity.decode_slots == pytest.approx(3)
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,26 @@ class TestWaiting:
             assert each.refusal in expected
             assert each.finished_s == pytest.approx(2.0, abs=0.03)
 
-    def test_local_queues_answer_late_instead(self) -> None:
+    @pytest.mark.parametrize("fleet", ["home:d:prefill:1,home:d:decode:1", "home:d:hybrid:1"])
+    def test_local_queues_give_up_at_the_deadline_what_they_have_not_begun(
+        self, fleet: str
+    ) -> None:
         requests = [trace(first_id=10 * n, blocks=2, output=2) for n in range(4)]
-        result = run(scenario(*requests, system="local_queues", objectives=QUICK))
-        outcomes = [each.outcome for each in result.requests]
-        assert outcomes.count(Outcome.LATE) == 3
+        chunks = ChunkTokens(TRACE_BLOCK, TRACE_BLOCK)  # one prompt after the other
+        what = scenario(
+            *requests, system="cache_aware", objectives=QUICK, fleet=fleet, chunks=chunks
+        )
+        outcomes = [each.outcome for each in run(what).requests]
+        assert outcomes == [Outcome.DONE, Outcome.LATE, Outcome.REFUSED, Outcome.REFUSED]
+
+    def test_early_rejection_tells_at_once_who_would_be_late(self) -> None:
+        requests = [trace(0.01 * n, first_id=10 * n, blocks=2, output=2) for n in range(4)]
+        result = run(scenario(*requests, system="cache_centric", objectives=QUICK))
+        refused = [each for each in result.requests if each.outcome is Outcome.REFUSED]
+        assert refused
+        for each in refused:
+            assert each.refusal is RefusalReason.DEADLINE
+            assert each.finished_s == pytest.approx(each.arrival_s, abs=0.01)
 
 
 class TestCache:

@@ -40,12 +40,22 @@ def test_pending_tokens_ignore_the_cache() -> None:
     assert first("pending_tokens", long, short, matches={"a": 20}) == "b"
 
 
-@pytest.mark.parametrize(("blocks", "active", "chosen"), [(11, 2, "a"), (9, 2, "b"), (11, 6, "b")])
-def test_cache_aware_needs_half_the_prompt_and_balance(
-    blocks: int, active: int, chosen: str
+@pytest.mark.parametrize(
+    ("blocks", "active", "others", "chosen"),
+    [
+        (7, 2, 0, "a"),  # 112 of 320 tokens
+        (6, 2, 0, "b"),  # no more than 0.3 of them
+        (7, 64, 0, "a"),
+        (7, 65, 0, "b"),  # 64 requests more than another worker has
+        (7, 165, 100, "b"),
+        (7, 300, 230, "a"),  # not 1.5 times as many
+    ],
+)
+def test_cache_aware_needs_a_part_of_the_prompt_and_balance(
+    blocks: int, active: int, others: int, chosen: str
 ) -> None:
-    holder = worker("a", prefill_active=active)
-    assert first("cache_aware", holder, worker("b"), matches={"a": blocks}) == chosen
+    holder, other = worker("a", prefill_active=active), worker("b", prefill_active=others)
+    assert first("cache_aware", holder, other, matches={"a": blocks}) == chosen
 
 
 @pytest.mark.parametrize(("tokens", "chosen"), [(100, "a"), (200, "b")])

@@ -1,0 +1,175 @@
+"""What each mechanism of the default brings, alone and beside the others, and how much its
+constants matter: the second and third table of the grid.
+
+Tests: tests/unit/benchmarks/test_policies_grid.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+
+from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict
+from benchmarks.policies_grid import OURS, Entrant, Limits, Load, run_cell, split, with_equal_rights
+from kvmesh.policy import (
+    forwarding,
+    ranking,
+    role_loop,
+    role_switch,
+    routing,
+    seats,
+    token_pace,
+)
+from kvmesh.sim.systems import SYSTEMS, System
+
+Change = Callable[[System], System]
+
+NEVER = 1e9
+
+
+def _route(**changes: float | bool | None) -> Change:
+    def change(system: System) -> System:
+        return dataclasses.replace(system, route=dataclasses.replace(system.route, **changes))
+
+    return change
+
+
+def _fields(**changes: bool) -> Change:
+    return lambda system: dataclasses.replace(system, **changes)
+
+
+_Constant = tuple[ModuleType, str]
+_Off = tuple[Change | None, Mapping[_Constant, float]]
+
+MECHANISMS: Mapping[str, _Off] = {
+    "decode workers help": (None, {(routing, "HELP_SLOWDOWN"): NEVER}),
+    "short prompts stay": (_route(aggregate_tokens=-1), {}),
+    "role switches": (_fields(switch_roles=False), {}),
+    "reallocation": (_fields(reallocate=False), {}),
+    "prefixes are fetched": (_route(fetches=False), {}),
+    "waiting for a holder": (_route(slack_tokens=0.0), {}),
+    "decode by prefix": (None, {(ranking, "DECODE_CACHE_WEIGHT"): 0.0}),
+    "limits per token": (_fields(knows_tpot=False), {}),
+}
+"""How each is taken away."""
+
+CONSTANTS: Mapping[str, tuple[_Constant, ...]] = {
+    "BEARABLE_MISSES": ((token_pace, "BEARABLE_MISSES"),),
+    "PROMPT_SHARE": ((token_pace, "PROMPT_SHARE"),),
+    "HELP_SHARE": ((ranking, "HELP_SHARE"),),
+    "HELP_SLOWDOWN": ((routing, "HELP_SLOWDOWN"),),
+    "AGGREGATE_SHARE": ((ranking, "AGGREGATE_SHARE"),),
+    "TRANSFER_SHARE": ((routing, "TRANSFER_SHARE"),),
+    "BUSY_TOKENS": ((ranking, "BUSY_TOKENS"),),
+    "DECODE_CACHE_WEIGHT": ((ranking, "DECODE_CACHE_WEIGHT"),),
+    "SCORE_WINDOW_S": ((role_loop, "SCORE_WINDOW_S"),),
+    "REROUTE_AFTER_S": ((forwarding, "REROUTE_AFTER_S"),),
+    "MAX_BACKOFF_S": ((forwarding, "MAX_BACKOFF_S"),),
+    "SILENT_AFTER_S": ((seats, "SILENT_AFTER_S"),),
+}
+"""Constants of the default's decisions, where they are read."""
+
+LIMIT_FIELDS = ("idle", "needy", "settled", "cycles", "rest_cycles", "margin")
+"""Of `role_switch.SwitchLimits`, whose defaults are constants too."""
+
+FACTORS = (0.5, 2.0)
+
+
+@contextlib.contextmanager
+def constants(changes: Mapping[_Constant, object]) -> Iterator[None]:
+    """Gives module constants other values for the length of a run."""
+    before = {(module, name): getattr(module, name) for module, name in changes}
+    try:
+        for (module, name), value in changes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)
+
+
+def without(names: Sequence[str]) -> tuple[System, dict[_Constant, object]]:
+    """The default without some of its mechanisms, and the constants that this takes."""
+    system, changes = with_equal_rights(SYSTEMS[OURS]), dict[_Constant, object]()
+    for name in names:
+        change, others = MECHANISMS[name]
+        system = change(system) if change is not None else system
+        changes |= others
+    return system, changes
+
+
+def _variant(
+    names: Sequence[str], changes: Mapping[_Constant, object], cells: Sequence[tuple[Load, Limits]]
+) -> Outcome:
+    system, own = without(names)
+    with constants({**own, **changes}):
+        found = [run_cell(Entrant(OURS, system, split(6)), *cell).row for cell in cells]
+    row = {
+        f"{each['trace']} {each['rate']:g}/s {limits}": each["goodput/s"]
+        for each, (_, limits) in zip(found, cells, strict=True)
+    }
+    return Outcome(row)
+
+
+def _judge(rows: Rows) -> Verdict:
+    """Adds to each row the geometric mean of its cells over those of the first one."""
+    first = next(iter(rows.values()))
+    cells = list(first)
+    for row in rows.values():
+        ratios = [max(row[each], 1e-9) / max(first[each], 1e-9) for each in cells]
+        row["over the default"] = round(statistics.geometric_mean(ratios), 4)
+    return Verdict([])
+
+
+def ablation(cells: Sequence[tuple[Load, Limits]]) -> Experiment:
+    """Each mechanism off, each one alone, all and none."""
+    name = "Ablation"
+    every = list(MECHANISMS)
+    variants = {"all": [], **{f"without: {each}": [each] for each in every}}
+    variants |= {f"only: {each}": [other for other in every if other != each] for each in every}
+    variants["none"] = every
+    return Experiment(name, _jobs(name, {k: (v, {}) for k, v in variants.items()}, cells), _judge)
+
+
+def sensitivity(cells: Sequence[tuple[Load, Limits]]) -> Experiment:
+    """Each constant halved and doubled."""
+    name = "Sensitivity"
+    variants: dict[str, tuple[list[str], dict[_Constant, object]]] = {"as it is": ([], {})}
+    for constant, places in CONSTANTS.items():
+        for factor in FACTORS:
+            changes = {place: getattr(*place) * factor for place in places}
+            variants[f"{constant} x{factor:g}"] = ([], changes)
+    kept = token_pace.KEPT_SHARE
+    for share in (kept - 0.2, kept + 0.1):  # twice 0.9 is no share
+        variants[f"KEPT_SHARE {share:g}"] = ([], {(token_pace, "KEPT_SHARE"): share})
+    limits = role_switch.SwitchLimits()
+    for field in LIMIT_FIELDS:
+        for factor in FACTORS:
+            value = type(getattr(limits, field))(getattr(limits, field) * factor)
+            other = dataclasses.replace(limits, **{field: value})
+            made = partial(_same, other)
+            variants[f"SwitchLimits.{field} x{factor:g}"] = (
+                [],
+                {(role_loop, "SwitchLimits"): made},
+            )
+    return Experiment(name, _jobs(name, variants, cells), _judge)
+
+
+def _same(limits: role_switch.SwitchLimits) -> role_switch.SwitchLimits:
+    return limits
+
+
+def _jobs(
+    name: str,
+    variants: Mapping[str, tuple[Sequence[str], Mapping[_Constant, object]]],
+    cells: Sequence[tuple[Load, Limits]],
+) -> list[Job]:
+    weight = sum(len(requests) for load, _ in cells for requests in load.by_seed)
+    return [
+        Job(name, label, partial(_variant, off, changes, cells), weight)
+        for label, (off, changes) in variants.items()
+    ]

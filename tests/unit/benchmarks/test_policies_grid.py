@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.policies import main
+from benchmarks.policies_ablation import CONSTANTS, MECHANISMS, constants, without
+from benchmarks.policies_grid import (
+    OURS,
+    REPORT_S,
+    Entrant,
+    Limits,
+    Load,
+    code_completion,
+    compare,
+    entrants,
+    interval,
+    judge,
+    run_cell,
+    split,
+    with_equal_rights,
+)
+from kvmesh.core.types import Role
+from kvmesh.policy import ranking, token_pace
+from kvmesh.sim.fleet import parse_fleet
+from kvmesh.sim.profile_file import load_profile
+from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.systems import SYSTEMS
+from tests.unit.sim.test_simulation import run as run_clean
+
+
+def row(system: str, *goodputs: float, tpot_ms: int = 30) -> dict[str, object]:
+    return {
+        "trace": "t",
+        "rate": 1.0,
+        "TPOT limit ms": tpot_ms,
+        "TTFT limit x": 1.0,
+        "system": system,
+        "goodput/s": sum(goodputs) / len(goodputs),
+        "by seed": list(goodputs),
+    }
+
+
+def test_all_have_as_many_workers_and_the_same_rights() -> None:
+    for each in entrants():
+        assert sum(group.count for group in parse_fleet(each.fleet)) == 10
+        assert each.system.knows_tpot
+        assert each.system.report_interval_s == REPORT_S
+    mixed = [each for each in entrants() if each.label.startswith("mixed")]
+    assert [each.chunks.mixed for each in mixed] == [8192, 2048, 512]
+    assert {group.role for each in mixed for group in parse_fleet(each.fleet)} == {Role.HYBRID}
+
+
+@pytest.mark.parametrize("entrant", entrants(), ids=lambda each: each.label)
+def test_every_entrant_ends_clean_under_overload(entrant: Entrant) -> None:
+    result = run_clean(
+        Scenario(
+            load_profile("flowkv"),
+            parse_fleet(entrant.fleet),
+            entrant.system,
+            code_completion(300, 400.0, seed=1),
+            objectives=Limits(30, 0.2).objectives,
+            chunks=entrant.chunks,
+        )
+    )
+    assert 0 < sum(each.refusal is not None for each in result.requests) < 300
+
+
+def test_a_cell_has_the_numbers_of_all_seeds() -> None:
+    load = Load("code", 5.0, tuple(code_completion(60, 5.0, seed) for seed in (1, 2)))
+    found = run_cell(entrants()[0], load, Limits(100)).row
+    assert found["goodput/s"] == pytest.approx(5.0, rel=0.1)
+    assert len(found["by seed"]) == 2
+    assert 0.005 < found["ITL p99"] < 0.1
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([1.0]) == 0.0
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx(4.30 / 3**0.5, rel=1e-3)
+
+
+def test_noise_is_that_of_equal_seeds() -> None:
+    rows = [row(OURS, 0.97, 2.0), row("mixed, a", 1.0, 2.0), row("static", 0.5, 0.5)]
+    (found,) = compare(rows)
+    assert (found.best, found.ratio) == ("mixed, a", pytest.approx(0.99))
+    assert 0.0 < found.noise < 0.2  # seeds differ by far more
+    assert found.holds
+    (lost,) = compare([row(OURS, 0.8, 1.6), *rows[1:]])
+    assert not lost.holds
+    targets = {each.name.split(":")[0]: each for each in judge({str(n): each for n, each in
+               enumerate(rows)}).targets}  # fmt: skip
+    assert targets["t, 1/s, 30 ms, TTFT x1"].met
+
+
+def test_mechanisms_are_taken_away_one_by_one() -> None:
+    ours, nothing = without([])
+    assert (ours, nothing) == (with_equal_rights(SYSTEMS[OURS]), {})
+    for name in MECHANISMS:
+        system, changes = without([name])
+        assert system != ours or changes, name
+    bare, _ = without(list(MECHANISMS))
+    assert not any((bare.switch_roles, bare.reallocate, bare.knows_tpot, bare.route.fetches))
+
+
+def test_constants_are_there_and_come_back() -> None:
+    assert all(hasattr(*place) for places in CONSTANTS.values() for place in places)
+    before = token_pace.BEARABLE_MISSES
+    with constants({(token_pace, "BEARABLE_MISSES"): 7.0}):
+        assert token_pace.BEARABLE_MISSES == 7.0
+    assert before == token_pace.BEARABLE_MISSES
+
+
+@pytest.mark.parametrize("name", ["HELP_SHARE", "BUSY_TOKENS"])
+def test_another_constant_makes_another_run(name: str) -> None:
+    load = Load("code", 60.0, (code_completion(300, 60.0, seed=1),))
+    ours = Entrant(OURS, with_equal_rights(SYSTEMS[OURS]), split(6))
+    before = run_cell(ours, load, Limits(100)).row
+    with constants({(ranking, name): 0.0}):
+        assert run_cell(ours, load, Limits(100)).row != before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_verb_writes_tables_and_pictures(tmp_path: Path) -> None:
+    arguments = ["--grid", "--size", "0.01", "--seeds", "2", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    result = json.loads((tmp_path / "policies_grid.json").read_text())
+    assert {each["experiment"] for each in result["rows"]} == {"Grid", "Ablation", "Sensitivity"}
+    assert (tmp_path / "policies_grid.png").read_bytes().startswith(b"\x89PNG")
+    assert "policies_grid.png" in (tmp_path / "policies_grid.md").read_text()
