@@ -58,7 +58,7 @@ def run_all(jobs: Sequence[Job], num_processes: int) -> list[Outcome]:
 
 
 def whole_grid(traces: Sequence[Path], size: float, num_seeds: int) -> list[Experiment]:
-    """The grid, and what the default consists of."""
+    """The grid, then what the default consists of: mechanisms and constants."""
     found = loads(traces, size, [SEED + number for number in range(num_seeds)])
     cells = [Limits(tpot_ms) for tpot_ms in TPOT_MS] + [Limits(TPOT_MS[1], 0.2)]
     # The higher rate of every trace, at a loose and at a tight limit.
@@ -125,30 +125,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--only", default="", help="experiments whose name contains this")
     parser.add_argument(
-        "--grid",
-        action="store_true",
-        help="only the grid of limits, loads and traces, with ablation",
+        "--grid", action="store_true", help="only the grid of limits, loads and traces"
     )
-    parser.add_argument("--seeds", type=int, default=5, help="of each cell of the grid")
+    parser.add_argument(
+        "--ablation", action="store_true", help="only what each mechanism and constant brings there"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="of each cell of the last two")
     parser.add_argument(
         "--million", action="store_true", help="only the scale, all million requests of it"
     )
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.million:
-        found, name = [million(SEED)], "policies_million"
-    elif arguments.grid:
-        found, name = whole_grid(arguments.trace, arguments.size, arguments.seeds), "policies_grid"
-        found = [each for each in found if arguments.only in each.name]
-    else:
-        found = [
-            *experiments(arguments.size, SEED),
-            joint_dispatch(arguments.size, SEED),
-            prompt_chains(arguments.size, SEED),
-            scale(arguments.size, SEED),
-        ]
-        found += composition_and_pool(arguments.trace, arguments.size, SEED)
-        found, name = [each for each in found if arguments.only in each.name], "policies"
+    name, found = _chosen(arguments)
+    found = [each for each in found if arguments.only in each.name]
     jobs = [job for experiment in found for job in experiment.jobs]
     outcomes = run_all(jobs, arguments.processes)
     rows, targets, notes = report(found, outcomes, arguments.out)
@@ -158,6 +147,24 @@ def main(argv: Sequence[str]) -> int:
     save(result, arguments.out / f"{name}.json")
     print(f"\n{markdown(result)}")
     return 0
+
+
+def _chosen(arguments: argparse.Namespace) -> tuple[str, list[Experiment]]:
+    """The name of the results, and what is to be run."""
+    traces, size = arguments.trace, arguments.size
+    if arguments.million:
+        return "policies_million", [million(SEED)]
+    if arguments.grid or arguments.ablation:
+        cells, *variants = whole_grid(traces, size, arguments.seeds)
+        return ("policies_grid", [cells]) if arguments.grid else ("policies_ablation", variants)
+    found = [
+        *experiments(size, SEED),
+        joint_dispatch(size, SEED),
+        prompt_chains(size, SEED),
+        scale(size, SEED),
+        *composition_and_pool(traces, size, SEED),
+    ]
+    return "policies", found
 
 
 if __name__ == "__main__":

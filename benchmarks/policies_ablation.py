@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict
 from benchmarks.policies_grid import OURS, Entrant, Limits, Load, run_cell, split, with_equal_rights
@@ -31,14 +32,14 @@ Change = Callable[[System], System]
 NEVER = 1e9
 
 
-def _route(**changes: float | bool | None) -> Change:
+def _route(**changes: Any) -> Change:
     def change(system: System) -> System:
         return dataclasses.replace(system, route=dataclasses.replace(system.route, **changes))
 
     return change
 
 
-def _fields(**changes: bool) -> Change:
+def _fields(**changes: Any) -> Change:
     return lambda system: dataclasses.replace(system, **changes)
 
 
@@ -115,14 +116,20 @@ def _variant(
     return Outcome(row)
 
 
-def _judge(rows: Rows) -> Verdict:
-    """Adds to each row the geometric mean of its cells over those of the first one."""
+def over_first(rows: Rows) -> dict[str, list[float]]:
+    """Goodput of each variant over that of the first one, cell by cell."""
     first = next(iter(rows.values()))
-    cells = list(first)
-    for row in rows.values():
-        ratios = [max(row[each], 1e-9) / max(first[each], 1e-9) for each in cells]
-        row["over the default"] = round(statistics.geometric_mean(ratios), 4)
-    return Verdict([])
+    return {
+        label: [max(row[cell], 1e-9) / max(value, 1e-9) for cell, value in first.items()]
+        for label, row in rows.items()
+    }
+
+
+def _judge(rows: Rows) -> Verdict:
+    """Says which variants are better than the default, if any."""
+    means = {name: statistics.geometric_mean(each) for name, each in over_first(rows).items()}
+    better = [f"{name} {mean:.3f}" for name, mean in means.items() if mean > 1.01]
+    return Verdict([], [f"better than the default by more than 1 %: {', '.join(better) or 'none'}"])
 
 
 def ablation(cells: Sequence[tuple[Load, Limits]]) -> Experiment:

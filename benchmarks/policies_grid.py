@@ -241,6 +241,9 @@ class Comparison:
         ratio: ours over it.
         noise: half the 95 % interval of that ratio, from the ratios at equal seeds.
         over_mixed: ours over the best of the mixed ones.
+        spread: what the worst system there lacks, as a share of the best one's goodput.
+        goodput: ours, per second.
+        itl_s: 99th percentile of the times between our tokens.
     """
 
     trace: str
@@ -252,6 +255,9 @@ class Comparison:
     noise: float
     over_mixed: float
     spread: float
+    goodput: float
+    itl_s: float
+    best_itl_s: float
 
     @property
     def holds(self) -> bool:
@@ -286,6 +292,9 @@ def _compared(key: tuple[str, float, int, float], cell: Mapping[str, Row]) -> Co
         interval(ratios),
         ours["goodput/s"] / max(mixed, 1e-9),
         1 - min(values) / max(*values, 1e-9),
+        ours["goodput/s"],
+        ours["ITL p99"],
+        cell[best]["ITL p99"],
     )
 
 

@@ -28,6 +28,8 @@ VERBS = {
     "fuzz_frames": "bench-fuzz",
     "gateway_ablation": "bench-gateway",
     "one_box": "bench-one-box",
+    "policies_ablation": "bench-ablation",
+    "policies_grid": "bench-grid",
     "policies_million": "bench-million",
     "prefix_fetch": "bench-fetch",
     "prefix_links": "bench-fetch-links",

@@ -22,6 +22,7 @@ from benchmarks.policies_grid import (
     split,
     with_equal_rights,
 )
+from benchmarks.quoted_tables import END, with_tables
 from kvmesh.core.types import Role
 from kvmesh.policy import ranking, token_pace
 from kvmesh.sim.fleet import parse_fleet
@@ -31,14 +32,15 @@ from kvmesh.sim.systems import SYSTEMS
 from tests.unit.sim.test_simulation import run as run_clean
 
 
-def row(system: str, *goodputs: float, tpot_ms: int = 30) -> dict[str, object]:
+def row(system: str, *goodputs: float) -> dict[str, object]:
     return {
         "trace": "t",
         "rate": 1.0,
-        "TPOT limit ms": tpot_ms,
+        "TPOT limit ms": 30,
         "TTFT limit x": 1.0,
         "system": system,
         "goodput/s": sum(goodputs) / len(goodputs),
+        "ITL p99": 0.05,
         "by seed": list(goodputs),
     }
 
@@ -84,7 +86,8 @@ def test_the_interval_is_students() -> None:
 def test_noise_is_that_of_equal_seeds() -> None:
     rows = [row(OURS, 0.97, 2.0), row("mixed, a", 1.0, 2.0), row("static", 0.5, 0.5)]
     (found,) = compare(rows)
-    assert (found.best, found.ratio) == ("mixed, a", pytest.approx(0.99))
+    assert found.best == "mixed, a"
+    assert found.ratio == pytest.approx(0.99)
     assert 0.0 < found.noise < 0.2  # seeds differ by far more
     assert found.holds
     (lost,) = compare([row(OURS, 0.8, 1.6), *rows[1:]])
@@ -123,10 +126,17 @@ def test_another_constant_makes_another_run(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_verb_writes_tables_and_pictures(tmp_path: Path) -> None:
-    arguments = ["--grid", "--size", "0.01", "--seeds", "2", "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    result = json.loads((tmp_path / "policies_grid.json").read_text())
-    assert {each["experiment"] for each in result["rows"]} == {"Grid", "Ablation", "Sensitivity"}
+def test_the_verbs_write_tables_and_pictures(tmp_path: Path) -> None:
+    arguments = ["--size", "0.01", "--seeds", "2", "--out", str(tmp_path)]
+    for flag, name, shown in (
+        ("--grid", "policies_grid", ["grid"]),
+        ("--ablation", "policies_ablation", ["ablation", "sensitivity"]),
+    ):
+        assert main([flag, *arguments]) == 0
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert sorted({each["experiment"].lower() for each in result["rows"]}) == shown
+        for table in shown:
+            text = with_tables(f"<!-- measured: {table} -->\n{END}", {name: result})
+            assert text.count("\n|") > 10, table
     assert (tmp_path / "policies_grid.png").read_bytes().startswith(b"\x89PNG")
     assert "policies_grid.png" in (tmp_path / "policies_grid.md").read_text()
