@@ -50,7 +50,7 @@ from kvmesh.policy.seats import (
     split_sides,
     take_seats,
 )
-from kvmesh.policy.token_pace import bears
+from kvmesh.policy.token_pace import BEARABLE_MISSES, bears
 from kvmesh.policy.view import FleetView, WorkerView
 
 
@@ -273,7 +273,7 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
         for seat in sides.decode
         if cost(seat) * HELP_SLOWDOWN < latest
         and seat.may_help_prefill
-        and _can_be_borne(call, seat)
+        and _can_be_borne(call, seat, _late_share(call, latest - cost(seat)))
         and _is_in_favour(seat)
         # A hybrid's cost may count on asking whoever decodes: that would be itself.
         and seat.fetch is not FetchReason.ASK
@@ -285,13 +285,24 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
     return _plan(call, [best], [], RouteCause.HELP, reason)
 
 
-def _can_be_borne(call: Call, seat: Seat) -> bool:
-    """Hardly anybody who decodes there misses a limit although their steps wait for the prompt, and
-    for what the worker has accepted before.
+def _can_be_borne(call: Call, seat: Seat, gain: float = BEARABLE_MISSES) -> bool:
+    """Fewer of those who decode there are expected to miss a limit, because their steps wait for
+    the prompt and for what the worker has accepted before, than this spares others.
     """
     worker = seat.worker
     accepted = worker.pending_tokens + worker.prefill_in_flight * call.query.num_tokens
-    return bears(worker.load.room, (seat.uncached_tokens + accepted) * call.view.pace.token_s)
+    prompts_s = (seat.uncached_tokens + accepted) * call.view.pace.token_s
+    return bears(worker.load.room, prompts_s, gain)
+
+
+def _late_share(call: Call, saved_tokens: float) -> float:
+    """First tokens that come in time for it, of one: what is saved, as a share of the time that is
+    left. Who waits so much less is in time so much more often, and so are those behind.
+    """
+    budget_ms, token_s = call.query.ttft_budget_ms, call.view.pace.token_s
+    if not budget_ms or not token_s:
+        return BEARABLE_MISSES
+    return min(saved_tokens * token_s * 1e3 / budget_ms, 1.0)
 
 
 def _is_in_favour(seat: Seat) -> bool:

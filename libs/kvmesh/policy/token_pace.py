@@ -176,14 +176,16 @@ def spare_s(sequences: Iterable[Paced], step_s: float, answer_tokens: float) -> 
     return begin + left / growth if growth else math.inf
 
 
-def bears(room: PaceRoom, prompts_s: float) -> bool:
-    """Whether all who decode there keep their limits although prompts are computed between their
-    steps.
+def bears(room: PaceRoom, prompts_s: float, misses: float = BEARABLE_MISSES) -> bool:
+    """Whether all who decode there keep their limits, but for so many as are expected to miss them,
+    although prompts are computed between their steps.
 
     Args:
         prompts_s: seconds that the prompts take, those included that the worker has accepted.
     """
-    return time_used(room) <= PROMPT_SHARE and prompts_s <= room.spare_s
+    if math.isinf(room.spare_s):
+        return time_used(room) <= PROMPT_SHARE
+    return time_used(room) <= PROMPT_SHARE and prompts_s <= room.spare_s * misses / BEARABLE_MISSES
 
 
 def time_used(room: PaceRoom) -> float:

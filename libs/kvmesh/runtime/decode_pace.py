@@ -45,10 +45,12 @@ class DecodePace:
         context = sum(map(_context, tasks))
         if not limited:
             return PaceRoom(pace, context)
+        # Those whose KV is awaited may come in the middle of a prompt.
         paced = [
-            (task.tpot_s, task.num_generated, now - task.decodes_since)
+            (task.tpot_s, 0, 0.0)
+            if task.decodes_since is None
+            else (task.tpot_s, task.num_generated, now - task.decodes_since)
             for task in limited
-            if task.decodes_since is not None
         ]
         decoding = sum(_context(task) for task in tasks if task.decodes_since is not None)
         return PaceRoom(

@@ -149,5 +149,6 @@ class SimRouter:
             request.hashes,
             avoid=avoid,
             scenario=request.trace.scenario,
+            ttft_budget_ms=max(round(1e3 * (request.deadline_s - self._events.now())), 1),
             tpot_s=self._tpot_s,
         )

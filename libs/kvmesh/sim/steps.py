@@ -8,6 +8,7 @@ Tests: tests/unit/sim/test_worker.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -158,12 +159,12 @@ class StepLoop:
         """Sequences that lost their blocks and wait for new ones."""
         return len(self._preempted)
 
-    def room(self, limit_s: float, num_awaited: int) -> PaceRoom:
+    def room(self, limit_s: float, awaited: Sequence[int]) -> PaceRoom:
         """What is left for requests with limits on their time per token.
 
         Args:
             limit_s: of every sequence here.
-            num_awaited: tokens of sequences that will decode here and do not yet.
+            awaited: tokens of each sequence that will decode here and does not yet.
         """
         self._catch_up()
         now, steps, decoding = self._events.now(), self._decoding.steps, self._decoding
@@ -172,8 +173,9 @@ class StepLoop:
             for each in self._running
             if each.decodes_from is not None and each.request.first_token_s is not None
         ]
+        paced += [(limit_s, 0, 0.0)] * len(awaited)
         pace, current = self._fit.pace(), decoding.context
-        context = current + num_awaited
+        context = current + sum(awaited)
         return PaceRoom(
             pace,
             context,

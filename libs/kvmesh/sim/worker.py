@@ -433,11 +433,9 @@ class SimWorker:
         # Who decodes nothing has room for everything, whatever its pace.
         if self._tpot_s == math.inf or not self._decodes:
             return _ALL_ROOM
-        awaited = 0
+        awaited: list[int] = []
         if self._num_reserved:
-            for each in self._decodes:
-                if not each.has_first:
-                    awaited += each.num_tokens
+            awaited = [each.num_tokens for each in self._decodes if not each.has_first]
         return self.steps.room(self._tpot_s, awaited)
 
     @property

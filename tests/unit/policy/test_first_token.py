@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import Placement, Role, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.ranking import BUSY_TOKENS, KVMESH, SLACK_TOKENS
@@ -85,6 +86,20 @@ def test_who_refused_is_no_measure_while_others_are_left() -> None:
     assert (prefill(again), again.cause) == (["d"], RouteCause.HELP)
     alone = plan(pending("a", 0), helper, asked=asked)
     assert (alone.placement, prefill(alone)) == (Placement.DISAGGREGATED, ["a"])
+
+
+def test_help_is_given_where_it_spares_more_misses_than_it_makes() -> None:
+    """A prompt of 4 s, for which a tenth of a limit is missed, has its first token 8.2 s sooner."""
+    room = PaceRoom(StepPace(0.01), 5000, strictest_s=0.03, spare_s=4.0)
+    helper = worker("d", Role.DECODE, decode_running=3, room=room)
+    for budget_s, placement in (
+        (10, Placement.AGGREGATED),
+        (81, Placement.AGGREGATED),
+        (83, Placement.DISAGGREGATED),
+        (0, Placement.AGGREGATED),  # nobody knows
+    ):
+        asked = query(LONG, ttft_budget_ms=1000 * budget_s)
+        assert plan(pending("a", 8000), helper, asked=asked).placement is placement, budget_s
 
 
 def test_a_decode_worker_helps_only_with_room_and_in_favour() -> None:

@@ -134,6 +134,13 @@ class TestBears:
         assert bears(room, 0.5)
         assert not bears(room, 0.51)
 
+    def test_more_where_more_is_gained_by_it(self) -> None:
+        room = PaceRoom(PACE, 10_000, 0.03, 0.5)
+        assert bears(room, 1.0, 2 * BEARABLE_MISSES)
+        assert not bears(room, 1.01, 2 * BEARABLE_MISSES)
+        assert not bears(room, 0.01, 0.0)
+        assert bears(PaceRoom(PACE, 10_000), 1e9, 0.0), "who has no limit misses none"
+
     def test_nothing_beside_steps_that_take_most_of_the_limit(self) -> None:
         assert time_used(PaceRoom(PACE, 100_000, 0.025)) == pytest.approx(0.8)
         assert not bears(PaceRoom(PACE, 100_000, 0.025, 100.0), 0.001)

@@ -61,6 +61,12 @@ def test_what_is_spare_is_what_was_gained_and_what_is_made_up_for() -> None:
     assert pace.room(10.4).spare_s == pytest.approx(0.2 + BEARABLE_MISSES * 0.2, rel=0.01)
 
 
+def test_who_is_awaited_has_gained_nothing_yet() -> None:
+    coming = pace_of(task(100, 0, 0.03, since=None), task(100, 0, math.inf, since=None))
+    spare = coming.room(0.0).spare_s
+    assert spare == pace_of(task(100, 0, 0.03, since=0.0)).room(0.0).spare_s < math.inf
+
+
 def test_what_never_decoded_is_no_answer() -> None:
     pace = pace_of(task(100, 0, 0.03))
     pace.observe(0.02)
