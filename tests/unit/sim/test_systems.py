@@ -58,7 +58,12 @@ def test_cache_aware_needs_a_part_of_the_prompt_and_balance(
     assert first("cache_aware", holder, other, matches={"a": blocks}) == chosen
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(100, "a"), (200, "b")])
-def test_cache_centric_weighs_the_queue_against_the_prefix(tokens: int, chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "chosen"),
+    [(7, 100, "a"), (7, 200, "b"), (10, 100, "b")],  # ten are enough to be fetched
+)
+def test_cache_centric_weighs_the_queue_against_the_prefix(
+    blocks: int, tokens: int, chosen: str
+) -> None:
     holder = pending(worker("a"), tokens)
-    assert first("cache_centric", holder, worker("b"), matches={"a": 10}) == chosen
+    assert first("cache_centric", holder, worker("b"), matches={"a": blocks}) == chosen
