@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvmesh.core.errors import GoneError, InvalidRequestError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
+from kvmesh.kv.hashing import packed_tokens
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.rpc.convert import limit_from_ms
 from services.gateway.api.model_checks import (
@@ -223,12 +224,14 @@ class Frontend:
                 ticket.charge(len(token_ids))
             sampling = check_prompt(call, len(token_ids), self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
+            packed = packed_tokens(token_ids)
             for number in range(call.n):
                 index = len(choices)
                 request = GenerationRequest(
                     request_id=RequestId(f"{base}-{index}"),
                     model=self.served_name,
                     prompt_ids=token_ids,
+                    packed_prompt=packed,
                     sampling=choice_sampling(sampling, seed, number),
                     arrived_at=caller.arrived_at,
                     ttft_s=ttft_s,

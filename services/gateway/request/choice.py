@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,7 +116,7 @@ def prompt_sum(choices: Sequence[Choice]) -> int:
     for choice in choices:
         if choice.prompt_index != last:
             last = choice.prompt_index
-            found = crc32(array("I", choice.request.prompt_ids), found)
+            found = crc32(choice.request.packed_prompt, found)
     return found
 
 

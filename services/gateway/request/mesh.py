@@ -27,6 +27,7 @@ class GenerationRequest:
 
     Attributes:
         request_id: unique among all requests in the mesh.
+        packed_prompt: the prompt's token ids as hashes take them.
         arrived_at: when it came to this machine, in seconds on the loop's clock.
         ttft_s: longest wait until a worker takes it, in seconds.
         tpot_s: longest mean time per token that its client accepts; infinite for none.
@@ -41,6 +42,7 @@ class GenerationRequest:
     request_id: RequestId
     model: str
     prompt_ids: tuple[int, ...]
+    packed_prompt: bytes
     sampling: SamplingParams
     arrived_at: float
     ttft_s: float

@@ -117,7 +117,9 @@ def test_chat_logprobs(fields: dict[str, Any], num_logprobs: int) -> None:
 def test_priority_is_a_place_in_the_tenants_queue() -> None:
     call = chat(priority=-3)
     assert call.priority == -3
-    request = GenerationRequest(RequestId("r"), "m", (5, 6), SamplingParams(), 0.0, 1.0, rank=-3)
+    request = GenerationRequest(
+        RequestId("r"), "m", (5, 6), b"", SamplingParams(), 0.0, 1.0, rank=-3
+    )
     claim = claim_of(request)
     assert (claim.rank, claim.cost) == (-3, 2)
 
