@@ -28,7 +28,7 @@ class Caller:
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         tpot_ms: longest mean time per token; 0 takes the default.
         traceparent: the caller's trace context.
-        ticket: from `Frontend.admit`; what the call uses is charged to its tenant.
+        ticket: from `Entrance.admit`; what the call uses is charged to its tenant.
     """
 
     arrived_at: float

@@ -13,7 +13,7 @@ from kvmesh.core.values import quick
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import GatewayMetrics, ModelMetrics
 from services.gateway.request.doorstep import Doorstep
 from services.gateway.request.lanes import Lanes
 from services.gateway.request.routing import Router
@@ -79,11 +79,18 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The parts of the gateway that all requests share."""
+    """The parts of the gateway that all requests of a model share.
+
+    Attributes:
+        router: to the model's workers; it and `of_model` are the model's own, all else is shared
+            with the other models.
+        of_model: metrics of its requests.
+    """
 
     router: Router
     sessions: WorkerSessions
     metrics: GatewayMetrics
+    of_model: ModelMetrics
     limits: LimitsConfig
     rng: random.Random
     lanes: Lanes = field(default_factory=Lanes)

@@ -96,7 +96,7 @@ class FakeStore:
 
 
 def _journal(store: FakeStore, max_bytes: int = 10_000, timeout_s: float = 5.0) -> Journal:
-    metrics = GatewayMetrics("m")
+    metrics = GatewayMetrics()
     return Journal(
         store, metrics, max_bytes=max_bytes, keep_s=60.0, longest_s=600.0, timeout_s=timeout_s
     )
