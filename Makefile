@@ -200,9 +200,10 @@ bench-sim-error: setup ## the simulator against a real stack under the same load
 bench-live: setup ## the papers' mechanisms in real processes against their baselines; writes bench/results/live.*
 	$(PY) -m benchmarks.live $(ARGS)
 
-bench-gateway: setup ## the gateway against other routers, all before fake workers, and what its shortcuts save; writes bench/results/gateway*
+bench-gateway: setup ## the gateway against other routers, all before fake workers, what its shortcuts save and its journal costs; writes bench/results/gateway*
 	$(PY) -m benchmarks.gateway $(ARGS)
 	$(PY) -m benchmarks.gateway_ablation
+	$(PY) -m benchmarks.gateway_journal
 
 bench-transfer: setup ## data channels against memcpy, iperf3 and other engines; writes bench/results/transfer.*
 	$(PY) -m benchmarks.transfer $(ARGS)

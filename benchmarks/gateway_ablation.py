@@ -38,7 +38,6 @@ from kvmesh.cli.stack import TRACES_PER_SECOND
 from kvmesh.core.types import Endpoint
 
 SHIPPED, AGAIN = "as shipped", "as shipped, once more"
-NO_JOURNAL = "without a journal"
 IN_FLIGHT = 8
 WARM_UP = 100
 """Requests to each gateway before the first that is measured."""
@@ -57,8 +56,6 @@ NOTES = (
     "- cpu ms: processor time per request, the lower quartile of the rounds, since other processes"
     " can only increase it; saves: how much more time the gateway takes without the shortcut\n"
     f"- {AGAIN}: the same gateway twice, which shows the error of the method\n"
-    f"- {NO_JOURNAL}: streams die with their gateway; a value below 0 is the journal's cost in this"
-    " process\n"
     f"- a shortcut that saves less than {KEEP:.0%} in every row is not worth its code"
 ).split("\n- ")
 
@@ -124,7 +121,21 @@ class AblationMesh:
 
     def __init__(self, stack: ExitStack, folder: Path, *, roles: bool, traced: bool) -> None:
         self._mesh = OurMesh(stack, folder, traced=traced)
-        self.worker = self._mesh.worker("worker", *(["roles"] if roles else []))
+        self._worker = self._mesh.worker("worker", *(["roles"] if roles else []))
+
+    async def start(self, variants: Sequence[Variant], timeout_s: float) -> None:
+        """Waits until the worker is there and all gateways answer."""
+        await self._worker.line()
+        for variant in variants:
+            is_up = partial(getattr, variant.process, "running")
+            hello = [{"role": "user", "content": "hello"}]
+            payload = Request(1, stream=False).to_bytes(variant.endpoint, hello)
+            await variant.loader.until_ok(payload, is_up, timeout_s)
+
+    async def steps_take(self, seconds: float) -> None:
+        """From now on tokens of a sequence come so far apart."""
+        self._worker.tell({"step_s": seconds})
+        await self._worker.line()
 
     def gateway(
         self, name: str, module: Sequence[str], tree: Path = ROOT, *, journal: bool = True
@@ -141,7 +152,8 @@ class AblationMesh:
 
 
 @contextmanager
-def _mesh(*, roles: bool, traced: bool) -> Iterator[AblationMesh]:
+def ablation_mesh(*, roles: bool, traced: bool) -> Iterator[AblationMesh]:
+    """A mesh in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder, ExitStack() as stack:
         yield AblationMesh(stack, Path(folder), roles=roles, traced=traced)
 
@@ -193,9 +205,8 @@ async def run(
     """The rows of all kinds of traffic, on one mesh after the other."""
     rows: list[Row] = []
     for roles in (False, True):
-        with _mesh(roles=roles, traced=traced) as mesh:
+        with ablation_mesh(roles=roles, traced=traced) as mesh:
             variants = [mesh.gateway(name, ["services.gateway"]) for name in (SHIPPED, AGAIN)]
-            variants.append(mesh.gateway(NO_JOURNAL, ["services.gateway"], journal=False))
             variants += [
                 mesh.gateway(f"without {name}", ["benchmarks.gateway_without", name])
                 for name in names
@@ -203,14 +214,8 @@ async def run(
             variants += [
                 mesh.gateway(f"of {tree.name}", ["services.gateway"], tree) for tree in trees
             ]
-            await mesh.worker.line()
-            mesh.worker.tell({"step_s": STEP_S})
-            await mesh.worker.line()
-            for variant in variants:
-                is_up = partial(getattr, variant.process, "running")
-                hello = [{"role": "user", "content": "hello"}]
-                payload = Request(1, stream=False).to_bytes(variant.endpoint, hello)
-                await variant.loader.until_ok(payload, is_up, START_S)
+            await mesh.start(variants, START_S)
+            await mesh.steps_take(STEP_S)
             for traffic in (each for each in TRAFFIC if each.roles == roles):
                 rows += await _measure(mesh, variants, traffic, rounds, count)
             for variant in variants:

@@ -26,7 +26,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from kvmesh.kv.block_pool import BlockEvents
+from kvmesh.kv.block_news import BlockEvents
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 

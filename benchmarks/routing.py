@@ -20,13 +20,13 @@ from pathlib import Path
 
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from kvmesh.core.clock import ManualClock
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.summary_statistics import percentile
 from kvmesh.core.types import (
     BlockHash,
     Endpoint,
     KvLayout,
     Placement,
-    PrefixMatch,
     Refusal,
     RequestId,
     Role,

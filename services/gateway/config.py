@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from kvmesh.core.config import option, positive, secret
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import named_values
 from kvmesh.engine.model_source import served_name
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
@@ -35,7 +38,10 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model that is served."""
+    """The models that are served; fields but `others` are of the first one.
+
+    Of the others, tool calls and thinking are found by their chat templates.
+    """
 
     path: str = option(
         "models/pydoc-6m",
@@ -43,6 +49,11 @@ class ModelConfig:
     )
     served_name: str = option("", "name that clients use; default: name of the folder, or org/name")
     aliases: str = option("", "further names that clients may use for it, comma-separated")
+    others: str = option(
+        "",
+        "further models, of other workers, as NAME=FOLDER, comma-separated; a folder that comes "
+        "again gives its model one more name",
+    )
     use_generation_config: bool = option(
         False, "take sampling defaults from generation_config.json"
     )
@@ -67,6 +78,28 @@ class ModelConfig:
         """All names that clients may use, its own first."""
         aliases = [each.strip() for each in self.aliases.split(",")]
         return tuple(dict.fromkeys([self.name, *filter(None, aliases)]))
+
+    @property
+    def every(self) -> tuple[ModelConfig, ...]:
+        """This model and the others, each as the config of a gateway that serves it alone.
+
+        Raises:
+            ConfigError: `others` is malformed, or two models share a name.
+        """
+        names: dict[str, list[str]] = {}
+        for name, folder in named_values(self.others, "model.others", "NAME=FOLDER").items():
+            names.setdefault(folder, []).append(name)
+        every = (
+            replace(self, others=""),
+            *(
+                ModelConfig(folder, own, ",".join(more), "", self.use_generation_config)
+                for folder, (own, *more) in names.items()
+            ),
+        )
+        taken = Counter(name for each in every for name in each.names)
+        if twice := [name for name, times in taken.items() if times > 1]:
+            raise ConfigError(f"model.others: two models have the name {', '.join(twice)}")
+        return every
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +130,10 @@ class LimitsConfig:
     max_stop_chars: int = option(1024, "longest stop string")
     max_sequences: int = positive(128, "most generations of one request: n times prompts")
     max_prompt_chars: int = positive(4_000_000, "most text of all prompts of one request")
+
+    def patience_s(self, ttft_ms: int) -> float:
+        """Longest wait for workers in seconds; 0 takes the default."""
+        return (ttft_ms or self.ttft_deadline_ms) / 1000
 
 
 @dataclass(frozen=True, slots=True)

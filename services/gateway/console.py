@@ -23,9 +23,13 @@ from kvmesh.runtime.admin import AdminPort
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSources:
-    """The console's sources of data."""
+    """The console's sources of data.
 
-    model: str
+    Attributes:
+        models: that the gateway serves.
+    """
+
+    models: Sequence[str]
     schedulers: Sequence[str]
     access: MeshAccess
     requests: Requests
@@ -40,7 +44,7 @@ def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutin
     def view(share: Share) -> ConsoleView:
         return ConsoleView(
             time.time(),
-            sources.model,
+            ", ".join(sources.models),
             version("kvmesh"),
             fleet.fresh,
             fleet.workers,
@@ -53,7 +57,7 @@ def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutin
         while True:
             thresholds = {each.model: each.threshold_tokens for each in fleet.models}
             share = await sources.requests.share(with_rows=False)
-            threshold = thresholds.get(sources.model)
+            threshold = thresholds.get(sources.models[0])
             sampler.take(fleet.workers, share, time.time(), threshold, fresh=fleet.fresh)
             await asyncio.sleep(INTERVAL_S)
 

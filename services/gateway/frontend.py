@@ -1,4 +1,4 @@
-"""The flow that HTTP and gRPC share: from a checked call to generations, and to their text.
+"""A model's flow that HTTP and gRPC share: from a checked call to generations, and their text.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvmesh.core.errors import GoneError, InvalidRequestError
+from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
-from kvmesh.metadata.store import StoreUnavailableError
+from kvmesh.kv.hashing import packed_tokens
 from kvmesh.rpc.convert import limit_from_ms
 from services.gateway.api.model_checks import (
     ServedNames,
@@ -21,16 +21,12 @@ from services.gateway.api.model_checks import (
 )
 from services.gateway.api.openai import ApiCall
 from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.choice import Caller, Choice, Delivered, going_on
 from services.gateway.request.delivery import Delivery, Sink, together
-from services.gateway.request.event_ids import HEADER, GivenId
 from services.gateway.request.gate import Gate
-from services.gateway.request.journal import Journal, Kept, kept_by_client, owner_of
 from services.gateway.request.life import Life
 from services.gateway.request.mesh import GenerationRequest, Mesh
-from services.gateway.tenants.access import KeyRing
-from services.gateway.tenants.admission import Admission
-from services.gateway.tenants.entry import Admitted
 from services.gateway.text.prompts import prompt_ids, prompt_text, with_tokens
 from services.gateway.text.tokenizer import TextTokenizer
 
@@ -43,15 +39,21 @@ def clean_request_id(given: str) -> str:
     return name if name and name.isascii() and name.isprintable() else os.urandom(12).hex()
 
 
+def busy(metrics: GatewayMetrics, message: str, wait_s: float) -> StageRefusedError:
+    """A refusal of this gateway, which it counts, because too much waits here."""
+    refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=round(wait_s * 1000))
+    metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
+    return StageRefusedError(refusal, Stage.GATEWAY)
+
+
 class Frontend:
-    """Admits, prepares and runs calls.
+    """Prepares and runs the calls of one model; `Entrance` admits them.
 
     Args:
         names: of the model for clients, its own first.
 
     Attributes:
         limits: of one request.
-        journal: of streams that another gateway may resume; None without one.
     """
 
     def __init__(
@@ -59,18 +61,11 @@ class Frontend:
         mesh: Mesh,
         tokenizer: TextTokenizer,
         names: tuple[str, ...],
-        keys: KeyRing,
-        admission: Admission,
-        journal: Journal | None = None,
     ) -> None:
         self._mesh = mesh
-        self._keys = keys
-        self._admission = admission
         self.tokenizer = tokenizer
         self._names = names
-        self.journal = journal
         self.limits = mesh.limits
-        self.metrics = mesh.metrics
 
     @property
     def served_name(self) -> str:
@@ -85,7 +80,7 @@ class Frontend:
     @property
     def not_ready(self) -> str:
         """Why requests cannot be served now; empty if they can."""
-        return "draining" if self.is_draining else self._mesh.router.not_ready
+        return self._mesh.router.not_ready
 
     @property
     def missing_native(self) -> dict[str, list[str]]:
@@ -93,62 +88,10 @@ class Frontend:
         return self._mesh.router.missing_native
 
     @property
-    def is_draining(self) -> bool:
-        """Whether nothing new is admitted."""
-        return self._admission.draining
-
-    @property
     def max_model_len(self) -> int:
         """Longest sequence: the fleet's limit, or the model's own while no worker is known."""
         facts = self._mesh.router.facts
         return self.tokenizer.max_model_len if facts is None else facts.max_model_len
-
-    def check_key(self, authorization: str) -> None:
-        """Authenticates a caller.
-
-        Raises:
-            AuthenticationError: the key is missing or not accepted.
-        """
-        self._keys.check(authorization)
-
-    def admit(self, authorization: str) -> Admitted:
-        """Authenticates a caller and admits its request; the ticket goes into `Caller`.
-
-        Entering the context that it returns raises:
-            AuthenticationError: the key is missing or not accepted.
-            StageRefusedError: draining, or a quota of the caller's tenant is used up.
-        """
-        return Admitted(self._keys, self._admission, self.metrics, authorization)
-
-    async def turn(self, arrived_at: float, ttft_ms: int) -> None:
-        """Waits until a call may start. Call it before any work is done for the call.
-
-        Args:
-            arrived_at: when the call came to this machine, in seconds on the loop's clock.
-            ttft_ms: its longest wait for workers; 0 takes the default.
-
-        Raises:
-            StageRefusedError: the call can no longer be served in time.
-        """
-        doorstep, patience_s = self._mesh.doorstep, self._patience_s(ttft_ms)
-        if not doorstep.is_hopeless(patience_s):
-            waited_s = await doorstep.enter(arrived_at)
-            if waited_s <= patience_s:
-                return
-        raise self._busy(
-            f"requests wait for {doorstep.age_s:.1f} s until this gateway begins with them; "
-            f"this one has {patience_s:g} s",
-            doorstep.age_s,
-        )
-
-    def _patience_s(self, ttft_ms: int) -> float:
-        """Longest wait for workers in seconds; 0 takes the default."""
-        return (ttft_ms or self.limits.ttft_deadline_ms) / 1000
-
-    def _busy(self, message: str, wait_s: float) -> StageRefusedError:
-        refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=round(wait_s * 1000))
-        self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
-        return StageRefusedError(refusal, Stage.GATEWAY)
 
     def _check_crowd(self, caller: Caller, num_choices: int) -> None:
         """Refuses a call that could only be refused later.
@@ -157,7 +100,7 @@ class Frontend:
             StageRefusedError: so many wait for workers that its deadline would pass.
         """
         tenant, lanes = caller.tenant, self._mesh.lanes
-        patience_s = self._patience_s(caller.ttft_ms)
+        patience_s = self.limits.patience_s(caller.ttft_ms)
         served = self._mesh.router.served(caller.scenario, 0.0)
         if served is None:
             return
@@ -166,7 +109,8 @@ class Frontend:
         if tenant.limits.priority > 0 or not (is_hopeless or lag.is_hopeless(patience_s)):
             return
         wait_s = max(crowd.wait_s(tenant.name, num_choices), lag.now_s)
-        raise self._busy(
+        raise busy(
+            self._mesh.metrics,
             f"{crowd.num_waiting} requests wait for workers, about {wait_s:.1f} s; "
             f"this one has {patience_s:g} s",
             wait_s,
@@ -198,11 +142,11 @@ class Frontend:
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
-            ModelNotFoundError: another model is asked for.
             StageRefusedError: too many requests wait for this one to be served in time.
             GoneError: the delivered part does not belong to this call.
         """
-        adapter = check_call(call, self.served, self.limits, self.tokenizer.vocab_size)
+        adapter = self.served.adapter(call.model)
+        check_call(call, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # others do not wait behind the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
         seed = call.seed if delivered is None else delivered.seed
@@ -211,7 +155,7 @@ class Frontend:
         call = changed(call, seed=seed)
         # A caller may repeat its id when it retries; ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
-        ttft_s = self._patience_s(caller.ttft_ms)
+        ttft_s = self.limits.patience_s(caller.ttft_ms)
         tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
         ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
@@ -223,12 +167,14 @@ class Frontend:
                 ticket.charge(len(token_ids))
             sampling = check_prompt(call, len(token_ids), self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
+            packed = packed_tokens(token_ids)
             for number in range(call.n):
                 index = len(choices)
                 request = GenerationRequest(
                     request_id=RequestId(f"{base}-{index}"),
                     model=self.served_name,
                     prompt_ids=token_ids,
+                    packed_prompt=packed,
                     sampling=choice_sampling(sampling, seed, number),
                     arrived_at=caller.arrived_at,
                     ttft_s=ttft_s,
@@ -246,38 +192,6 @@ class Frontend:
         if delivered is not None:
             return going_on(choices, delivered, self.tokenizer.vocab_size)
         return choices
-
-    async def kept(self, given: GivenId, kind: str, caller: Caller, body: bytes) -> Kept:
-        """A stream that a client wants to go on with.
-
-        Args:
-            kind: which API it comes in by.
-            body: as the client sent it this time; empty if it did not.
-
-        Raises:
-            GoneError: it is not kept, or not for this caller, who is told the same.
-            InvalidRequestError: that stream has another body.
-            StageRefusedError: the journal does not answer now.
-        """
-        owner = owner_of(caller.ticket)
-        kept = kept_by_client(given, owner, caller, body) if body and given.is_whole else None
-        if kept is None:
-            kept = await self._in_journal(given)
-        if kept is None or kept.head.owner != owner:
-            raise GoneError("Last-Event-ID: nothing is kept of this stream")
-        if kept.head.kind != kind:
-            raise GoneError(f"Last-Event-ID: that stream is a {kept.head.kind}")
-        if body and body != kept.head.body:
-            raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
-        return kept
-
-    async def _in_journal(self, given: GivenId) -> Kept | None:
-        try:
-            return None if self.journal is None else await self.journal.read(given.key)
-        except StoreUnavailableError as error:
-            message = "the journal of streams does not answer"
-            refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=1000)
-            raise StageRefusedError(refusal, Stage.GATEWAY) from error
 
     async def run(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
         """Generates a call's choices, each into its sink; cancelling it ends them.

@@ -5,7 +5,7 @@ Tests: tests/unit/gateway/test_metrics.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
@@ -34,6 +34,33 @@ OFFER_BUCKETS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 55.0, 144.0)
 TENANT = "tenant"
 """Label with a tenant's name; a port can omit the metrics that have it."""
 
+_TTFT = "vllm:time_to_first_token_seconds"
+_ITL = "vllm:inter_token_latency_seconds"
+_E2E = "vllm:e2e_request_latency_seconds"
+_QUEUE = "vllm:request_queue_time_seconds"
+_PREFILL = "vllm:request_prefill_time_seconds"
+_DECODE = "vllm:request_decode_time_seconds"
+_INFERENCE = "vllm:request_inference_time_seconds"
+_OFFERS = "kvmesh_gateway_prefill_offers"
+_TIMES = {
+    _TTFT: ("Arrival to first token.", TTFT_BUCKETS),
+    _ITL: ("Gap between tokens.", ITL_BUCKETS),
+    _E2E: ("Arrival to last token.", E2E_BUCKETS),
+    _QUEUE: ("Arrival to acceptance by prefill.", E2E_BUCKETS),
+    _PREFILL: ("Acceptance to first token.", E2E_BUCKETS),
+    _DECODE: ("First token to last.", E2E_BUCKETS),
+    _INFERENCE: ("Acceptance to last token.", E2E_BUCKETS),
+    _OFFERS: ("Offers until a worker accepted.", OFFER_BUCKETS),
+}
+
+_PROMPT_TOKENS, _GENERATION_TOKENS = "vllm:prompt_tokens", "vllm:generation_tokens"
+_SUCCESS = "vllm:request_success"
+_MODEL_COUNTERS = {
+    _PROMPT_TOKENS: ("Prompt tokens of finished requests.", "model_name"),
+    _GENERATION_TOKENS: ("Tokens sent to clients.", "model_name"),
+    _SUCCESS: ("Finished requests.", "model_name", "finished_reason"),
+}
+
 # vLLM's words for `finished_reason`.
 _FINISHED = {
     FinishReason.STOP: "stop",
@@ -43,22 +70,52 @@ _FINISHED = {
 }
 
 
-class GatewayMetrics(Collector):
-    """The gateway's metrics, in a registry that another registry can collect.
+class ModelMetrics:
+    """Metrics of one model's requests.
 
     Args:
+        times: histograms by their names.
+        counters: the same of counters.
         model: value of the label `model_name`.
     """
 
-    def __init__(self, model: str) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(
+        self, times: Mapping[str, BatchHistogram], counters: Mapping[str, Counter], model: str
+    ) -> None:
         self._model = model
+        self._success = counters[_SUCCESS]
         self._finished: dict[FinishReason, Counter] = {}
+        self.ttft_s = times[_TTFT].labels(model)
+        self.itl_s = times[_ITL].labels(model)
+        self.e2e_s = times[_E2E].labels(model)
+        self.queue_s = times[_QUEUE].labels(model)
+        self.prefill_s = times[_PREFILL].labels(model)
+        self.decode_s = times[_DECODE].labels(model)
+        self.inference_s = times[_INFERENCE].labels(model)
+        self.prefill_offers = times[_OFFERS].labels(model)
+        self.prompt_tokens = counters[_PROMPT_TOKENS].labels(model)
+        self.generation_tokens = counters[_GENERATION_TOKENS].labels(model)
+
+    def finished(self, reason: FinishReason) -> None:
+        """Counts a finished request."""
+        counter = self._finished.get(reason)
+        if counter is None:
+            counter = self._success.labels(self._model, _FINISHED[reason])
+            self._finished[reason] = counter
+        counter.inc()
+
+
+class GatewayMetrics(Collector):
+    """The gateway's metrics, in a registry that another registry can collect."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
         self._used: dict[str, Counter] = {}
-        self._add_times()
-        self.prefill_offers = self._histogram(
-            "kvmesh_gateway_prefill_offers", "Offers until a worker accepted.", OFFER_BUCKETS
-        )
+        self._times = {name: self._histogram(name, *about) for name, about in _TIMES.items()}
+        self._by_model = {
+            name: self._counter(name, text, *labels)
+            for name, (text, *labels) in _MODEL_COUNTERS.items()
+        }
         self.requests_open = self._gauge(
             "kvmesh_gateway_requests_open", "Generations that run now."
         )
@@ -77,39 +134,11 @@ class GatewayMetrics(Collector):
         )
         self._add_counters()
 
-    def _add_times(self) -> None:
-        self.ttft_s = self._histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
-        )
-        self.itl_s = self._histogram(
-            "vllm:inter_token_latency_seconds", "Gap between tokens.", ITL_BUCKETS
-        )
-        self.e2e_s = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS
-        )
-        self.queue_s = self._histogram(
-            "vllm:request_queue_time_seconds", "Arrival to acceptance by prefill.", E2E_BUCKETS
-        )
-        self.prefill_s = self._histogram(
-            "vllm:request_prefill_time_seconds", "Acceptance to first token.", E2E_BUCKETS
-        )
-        self.decode_s = self._histogram(
-            "vllm:request_decode_time_seconds", "First token to last.", E2E_BUCKETS
-        )
-        self.inference_s = self._histogram(
-            "vllm:request_inference_time_seconds", "Acceptance to last token.", E2E_BUCKETS
-        )
+    def of(self, model: str) -> ModelMetrics:
+        """The metrics of a model's requests."""
+        return ModelMetrics(self._times, self._by_model, model)
 
     def _add_counters(self) -> None:
-        self.prompt_tokens = self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of finished requests.", "model_name"
-        ).labels(self._model)
-        self.generation_tokens = self._counter(
-            "vllm:generation_tokens", "Tokens sent to clients.", "model_name"
-        ).labels(self._model)
-        self._success = self._counter(
-            "vllm:request_success", "Finished requests.", "model_name", "finished_reason"
-        )
         self._refusals = self._counter(
             "kvmesh_gateway_refusals",
             "Refusals met, by who said no; those of workers are tried elsewhere.",
@@ -141,22 +170,13 @@ class GatewayMetrics(Collector):
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
         labels = ["model_name"]
-        made = BatchHistogram(name, text, labels, registry=self._registry, buckets=buckets)
-        return made.labels(self._model)
+        return BatchHistogram(name, text, labels, registry=self._registry, buckets=buckets)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self._registry, multiprocess_mode="livesum")
-
-    def finished(self, reason: FinishReason) -> None:
-        """Counts a finished request."""
-        counter = self._finished.get(reason)
-        if counter is None:
-            counter = self._success.labels(self._model, _FINISHED[reason])
-            self._finished[reason] = counter
-        counter.inc()
 
     def refused(self, reason: str, stage: str) -> None:
         """Counts a refusal."""

@@ -159,4 +159,5 @@ def process_admin(
     admin.route("POST", "/admin/log-level", log_level)
     targets = [each.strip() for each in config.scheduler.targets.split(",") if each.strip()]
     access = mesh_access(config.server)
-    return admin, add_console(admin, ConsoleSources(config.model.name, targets, access, requests))
+    names = [each.name for each in config.model.every]
+    return admin, add_console(admin, ConsoleSources(names, targets, access, requests))

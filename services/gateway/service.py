@@ -7,7 +7,8 @@ import random
 import ssl
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from kvmesh.rpc.tls import server_context
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from services.gateway.config import GatewayConfig
+from services.gateway.config import GatewayConfig, ModelConfig
 from services.gateway.console import ConsoleSources, add_console
+from services.gateway.entrance import Entrance
 from services.gateway.frontend import Frontend
 from services.gateway.fronts.arrivals import Arrivals, DatedConnection
 from services.gateway.fronts.grpc_front import InferenceServicer
@@ -42,8 +44,7 @@ from services.gateway.request.routing import Router, candidate_of
 from services.gateway.shared_redis import open_journal, open_redis
 from services.gateway.tenants.admission import Admission
 from services.gateway.tenants.tenancy import open_tenancy
-from services.gateway.text.text_encoder import TextEncoder
-from services.gateway.text.tokenizer import TOKENIZER_FILE, load_tokenizer
+from services.gateway.text.tokenizer import TOKENIZER_FILE, TextTokenizer, load_tokenizer
 from services.gateway.wire.worker_sessions import WorkerSessions
 
 log = event_logger(__name__)
@@ -64,7 +65,7 @@ class Gateway:
     """
 
     http_port: int
-    frontend: Frontend
+    entrance: Entrance
     sessions: WorkerSessions
     admission: Admission
     metrics: GatewayMetrics
@@ -80,37 +81,41 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     """Builds the gateway and returns its ports.
 
     Raises:
-        ConfigError: the HTTP port is taken, or keys or targets cannot be used.
-        CheckpointError: the model folder has no tokenizer.
+        ConfigError: the HTTP port is taken, or models, keys or targets cannot be used.
+        CheckpointError: a model folder has no tokenizer.
     """
-    served_name = config.model.name
-    folder = await asyncio.to_thread(find_model, config.model.path, has_weights=False)
-    tokenizer = load_tokenizer(
-        folder,
-        use_generation_config=config.model.use_generation_config,
-        tool_calls=config.model.tool_calls,
-        reasoning_parser=config.model.reasoning_parser,
-    )
+    models = [await _Model.load(each) for each in config.model.every]
+    names = [each.config.name for each in models]
     targets = _schedulers(config)
     access = context.access
     sessions = WorkerSessions(access)
     context.stack.push_async_callback(sessions.close)
     fleet = FleetWatch(targets, access)
-    fleet.on_change(lambda workers: _connect(sessions, workers, served_name))
+    fleet.on_change(lambda workers: _connect(sessions, workers, names))
     routes = RouteClient(targets, access)
     context.spawn(fleet.run(), "fleet watch")
     context.spawn(routes.run(), "route streams")
 
-    metrics = _add_metrics(served_name, context)
+    metrics = _add_metrics(context)
     timeout_s = config.scheduler.route_timeout_s
-    router = Router(served_name, fleet, routes, sessions.in_flight, timeout_s)
+    routers = [Router(each, fleet, routes, sessions.in_flight, timeout_s) for each in names]
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
-    mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
+    of_first = metrics.of(names[0])
+    mesh = Mesh(routers[0], sessions, metrics, of_first, config.limits, random.Random(), log=shown)
+    frontends = [
+        Frontend(
+            replace(mesh, router=router, of_model=metrics.of(model.config.name)),
+            model.tokenizer,
+            model.config.names,
+        )
+        for model, router in zip(models, routers, strict=True)
+    ]
     context.spawn(_watch_lag(mesh.lanes.lag), "lag watch")
-    context.spawn(_speed_up(tokenizer.encoder, folder, metrics), "tokenizer")
+    for model in models:
+        context.spawn(_speed_up(model, metrics), f"tokenizer of {model.config.name}")
     requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
     if config.server.admin.port >= 0:
-        console = ConsoleSources(served_name, targets, access, requests)
+        console = ConsoleSources(names, targets, access, requests)
         for name, work in add_console(context.admin, console).items():
             context.spawn(work, name)
     elif config.server.admin.is_wanted:  # one of several processes: their parent serves the console
@@ -118,18 +123,38 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     redis = open_redis(config, context)
     keys, admission = await open_tenancy(config, context, redis)
     journal = open_journal(config, context, metrics)
-    frontend = Frontend(mesh, tokenizer, config.model.names, keys, admission, journal)
+    entrance = Entrance(mesh, frontends, keys, admission, journal)
     context.on_drain(admission.drain)
-    servicer = InferenceServicer(frontend)
+    servicer = InferenceServicer(entrance)
     context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
-    front = HttpFront(frontend, config.http, int(time.time()))
+    front = HttpFront(entrance, config.http, int(time.time()))
     http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
-    log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, frontend, sessions, admission, metrics, mesh.lanes)
+    log.info("http_serving", address=f"{config.http.host}:{http_port}", model=", ".join(names))
+    return Gateway(http_port, entrance, sessions, admission, metrics, mesh.lanes)
 
 
-def _add_metrics(served_name: str, context: ServiceContext) -> GatewayMetrics:
-    metrics = GatewayMetrics(served_name)
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The text side of a model."""
+
+    config: ModelConfig
+    folder: Path
+    tokenizer: TextTokenizer
+
+    @classmethod
+    async def load(cls, config: ModelConfig) -> _Model:
+        folder = await asyncio.to_thread(find_model, config.path, has_weights=False)
+        tokenizer = load_tokenizer(
+            folder,
+            use_generation_config=config.use_generation_config,
+            tool_calls=config.tool_calls,
+            reasoning_parser=config.reasoning_parser,
+        )
+        return cls(config, folder, tokenizer)
+
+
+def _add_metrics(context: ServiceContext) -> GatewayMetrics:
+    metrics = GatewayMetrics()
     prometheus_client.REGISTRY.register(metrics)
     context.stack.callback(prometheus_client.REGISTRY.unregister, metrics)
     return metrics
@@ -151,15 +176,18 @@ async def _watch_lag(lag: Lag) -> None:
         lag.note(loop.time() - due)
 
 
-async def _speed_up(encoder: TextEncoder, folder: Path, metrics: GatewayMetrics) -> None:
+async def _speed_up(model: _Model, metrics: GatewayMetrics) -> None:
     """Switches tokenising to the faster library if possible, and reports the library in use."""
-    await encoder.speed_up(folder / TOKENIZER_FILE)
+    encoder = model.tokenizer.encoder
+    await encoder.speed_up(model.folder / TOKENIZER_FILE)
     metrics.encodes_by(encoder.library)
     log.info("tokenizer", library=encoder.library, reason=encoder.reason)
 
 
-def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:
-    served = [each for each in workers if each.info.model == served_name]
+def _connect(
+    sessions: WorkerSessions, workers: tuple[FleetWorker, ...], names: Sequence[str]
+) -> None:
+    served = [each for each in workers if each.info.model in names]
     sessions.keep([candidate_of(each) for each in served if each.health is not Health.DEAD])
     # What runs there goes on elsewhere now, not when it has stalled for long enough.
     sessions.give_up({each.info.worker_id for each in served if each.health is Health.DEAD})

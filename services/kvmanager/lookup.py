@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvmesh.core.types import PrefixMatch
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.rpc.convert import prefix_match_to_proto
 from kvmesh.v1 import kv_manager_service_pb2 as pb

@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pool import PoolMember
-from kvmesh.core.types import PrefixMatch, WorkerId
+from kvmesh.core.slots import PrefixMatch
+from kvmesh.core.types import WorkerId
 from kvmesh.metadata.pool_store import PoolStore
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.heat import HeatTable

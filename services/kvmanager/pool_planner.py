@@ -15,7 +15,8 @@ from typing import Any
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolMember, PoolOrder
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
+from kvmesh.core.slots import PrefixMatch
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.heat import CooledPrefix, HeatTable

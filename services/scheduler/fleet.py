@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
 from kvmesh.core.health import Health
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     Placement,
-    PrefixMatch,
     Refusal,
     RefusalReason,
     RequestId,
@@ -30,6 +30,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
 from kvmesh.policy.health import Verdict
+from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -289,14 +290,14 @@ class Fleet:
         self._land_routes(now)
         return self._index.shortlist(query, matches, now, SILENT_AFTER_S)
 
-    def current_matches(self, found: Iterable[PrefixMatch]) -> dict[WorkerId, int]:
+    def current_matches(self, found: Iterable[PrefixMatch]) -> HeldBlocks:
         """Leading blocks by worker; what an earlier life of a worker held is gone."""
-        matches: dict[WorkerId, int] = {}
+        matches = HeldBlocks()
         for match in found:
             member = self._members.get(match.worker_id)
             if member is not None and member.info.incarnation == match.incarnation:
-                blocks = max(match.num_blocks, matches.get(match.worker_id, 0))
-                matches[match.worker_id] = blocks
+                lower = Lower(match.host_blocks, match.disk_blocks)
+                matches.take(match.worker_id, match.num_blocks, lower)
         return matches
 
     def workers(self) -> tuple[FleetWorker, ...]:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmesh.core.types import BlockHash, PrefixMatch, RouteQuery, WorkerId
+from kvmesh.core.slots import PrefixMatch
+from kvmesh.core.types import BlockHash, RouteQuery, WorkerId
+from kvmesh.policy.holders import NOTHING_LOWER, HeldBlocks, lower_of
 from services.scheduler import metrics
 from services.scheduler.fleet import Fleet
 
@@ -138,9 +140,11 @@ class PrefixKnowledge:
         return Known(self._fleet.current_matches(matches), Lookup.ASKED)
 
 
-def _longest(found: Sequence[Mapping[WorkerId, int]]) -> dict[WorkerId, int]:
-    merged: dict[WorkerId, int] = {}
+def _longest(found: Sequence[Mapping[WorkerId, int]]) -> HeldBlocks:
+    merged = HeldBlocks()
     for each in found:
-        for worker_id, blocks in each.items():
-            merged[worker_id] = max(blocks, merged.get(worker_id, 0))
+        names = list(each)
+        lower = lower_of(each, names) or [NOTHING_LOWER] * len(names)
+        for worker_id, below in zip(names, lower, strict=True):
+            merged.take(worker_id, each[worker_id], below)
     return merged

@@ -7,8 +7,15 @@ import random
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.slots import Slot
-from kvmesh.core.types import PrefixMatch, WorkerId
+from kvmesh.core.slots import PrefixMatch, Slot
+from kvmesh.core.types import WorkerId
+from kvmesh.kv.block_names import (
+    TELLS_STATES,
+    TELLS_TIERS,
+    in_disk,
+    in_host,
+    saved_state,
+)
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_store import APPLY_SLICE_BLOCKS, RedisMetadataStore, apply_slices
 from kvmesh.metadata.store import (
@@ -25,6 +32,7 @@ from tests.contract.metadata_homes import (
     Home,
     Memory,
     Redis,
+    block,
     blocks,
     publisher,
 )
@@ -58,6 +66,33 @@ async def test_match_is_the_longest_run_from_the_start_per_worker(store: Metadat
     ]
     assert await store.match(NAMESPACE, blocks(9)) == []
     assert await store.match(NAMESPACE, b"") == []
+
+
+async def test_a_match_says_in_which_tiers_its_blocks_are(store: MetadataStore) -> None:
+    total = 300  # across slices of a script
+    asked = blocks(*range(total))
+    a = (await store.register(publisher("a"))).slot
+    lower = [in_host(block(n)) for n in range(100, 180)] + [in_disk(block(n)) for n in (180, 299)]
+    await store.apply_events(a, 1, asked + b"".join((TELLS_TIERS, *lower)), b"")
+    b = (await store.register(publisher("b"))).slot
+    await store.apply_events(b, 1, blocks(*range(total - 1)), b"")
+    assert await store.match(NAMESPACE, asked) == [
+        PrefixMatch(WorkerId("a"), 1, "east", total, 80, 2),
+        PrefixMatch(WorkerId("b"), 1, "east", total - 1),
+    ]
+    await store.apply_events(a, 2, b"", b"".join(lower[:70]))
+    assert (await store.match(NAMESPACE, blocks(*range(181))))[0].host_blocks == 10
+
+
+async def test_a_match_ends_where_a_state_is_saved(store: MetadataStore) -> None:
+    a = (await store.register(publisher("a"))).slot
+    states = [saved_state(block(n)) for n in (2, 200)]
+    await store.apply_events(a, 1, blocks(*range(250)) + b"".join((TELLS_STATES, *states)), b"")
+    b = (await store.register(publisher("b"))).slot
+    await store.apply_events(b, 1, blocks(*range(10)) + TELLS_STATES, b"")
+    assert await lengths(store, blocks(*range(300))) == [("a", 201)]
+    assert await lengths(store, blocks(*range(200))) == [("a", 3)]
+    assert await lengths(store, blocks(0, 1)) == []
 
 
 async def test_a_long_prefix_is_followed_across_slices(store: MetadataStore) -> None:

@@ -399,7 +399,9 @@ async def test_adapters_and_aliases_are_models(tmp_path: Path) -> None:
         for worker in stack.mesh.workers.values():
             worker.info = replace(worker.info, adapters=("sql",))
         stack.mesh.changed.set()
-        await stack.mesh.until(lambda: stack.gateway.frontend.served.adapters == ["sql"])
+        await stack.mesh.until(
+            lambda: stack.gateway.entrance.frontends[0].served.adapters == ["sql"]
+        )
         listed = [each async for each in stack.client.models.list()]
         assert [each.id for each in listed] == [MODEL, "gpt-4o", "small", "sql"]
         parents = [(each.to_dict()["root"], each.to_dict()["parent"]) for each in listed]

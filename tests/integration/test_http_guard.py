@@ -270,7 +270,7 @@ async def test_a_client_that_takes_hardly_anything_is_cut(takes: int) -> None:
         def connection_lost(self, exc: Exception | None) -> None:
             lost.set_result(exc)
 
-    guard = ConnectionGuard(HttpConfig(stall_timeout_s=1.0), GatewayMetrics("m"))
+    guard = ConnectionGuard(HttpConfig(stall_timeout_s=1.0), GatewayMetrics())
     server = ListeningPort(None, 1.0, guard.wrap(Sender), guard.turned_away)
     port = await server.start("127.0.0.1", 0)
     with socket.socket() as client:

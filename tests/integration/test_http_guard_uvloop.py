@@ -21,7 +21,7 @@ def test_a_slow_and_a_surplus_client_are_cut() -> None:
     async def run() -> tuple[float, float]:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: errors.append(context))
-        metrics = GatewayMetrics("m")
+        metrics = GatewayMetrics()
         config = HttpConfig(max_connections=1, header_timeout_s=0.2)
         guard = ConnectionGuard(config, metrics)
         server = ListeningPort(None, 1.0, guard.wrap(HttpProtocol), guard.turned_away)

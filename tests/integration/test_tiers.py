@@ -10,6 +10,7 @@ import prometheus_client
 import pytest
 
 from kvmesh.core.types import PrefixSource
+from kvmesh.kv.block_names import in_host
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection
@@ -79,7 +80,12 @@ async def test_others_are_told_of_what_lies_below(worker: Worker, driver: Driver
     pool = worker.core.pool
     events = pool.take_events()
     assert not events.removed
-    assert len(events.stored) == len(pool.held_hashes()) > pool.num_blocks
+    held = pool.held_hashes()
+    assert set(events.stored) == set(pool.told_names()) > set(held)
+    assert len(held) > pool.num_blocks
+    below = [each for each in held if pool.find(each) is None]
+    assert below
+    assert set(map(in_host, below)) <= set(events.stored)
     text = prometheus_client.generate_latest(worker._metrics.registry).decode()
     (line,) = [line for line in text.splitlines() if line.startswith("kvmesh_tier_blocks{")]
     assert line.startswith('kvmesh_tier_blocks{tier="host"}')

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.engine.block_file import BlockFile
+from kvmesh.kv.block_names import TELLS_TIERS, in_disk
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection
 from tests.integration.families import NEW_TOKENS, Checkpoint
@@ -74,7 +75,10 @@ async def test_a_worker_that_crashed_finds_and_tells_what_it_had(tmp_path: Path)
         running_worker(W, ENGINE, tiers=on_disk(tmp_path / "b")) as worker,
         driving(worker) as driver,
     ):
-        assert len(worker.core.pool.held_hashes()) == kept > 100
+        pool = worker.core.pool
+        held = pool.held_hashes()
+        assert len(held) == kept > 100
+        assert set(pool.take_events().stored) == {TELLS_TIERS, *held, *map(in_disk, held)}
         assert await ask_again(driver, worker) < 300
     other = EngineSection(kind="fake", num_blocks=48, fake_token_bytes=16)
     async with running_worker(W, other, tiers=on_disk(tmp_path / "b")) as worker:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmesh.core.types import BlockHash
+from kvmesh.kv.block_names import DISK, HOST, IN_TIER, TELLS_TIERS
 from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
 from kvmesh.kv.tiers import Copy, Tier, Tiers
 
 NUM_BLOCKS = 5
-HASHES = [BlockHash(bytes([number]) * 16) for number in range(12)]
+NAMES = (HOST, DISK)
+HASHES = [BlockHash(bytes((number, *range(100, 115)))) for number in range(12)]
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -24,7 +26,7 @@ class TierMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, 4)
         self.tiers = Tiers(
-            [Tier(str(level), size) for level, size in enumerate(self.places)],
+            [Tier(name, size) for name, size in zip(NAMES, self.places, strict=False)],
             self.pool.lost_below,
         )
         self.pool.below = self.tiers
@@ -133,7 +135,13 @@ class TierMachine(RuleBasedStateMachine):
         assert self.published.issuperset(events.removed)
         self.published = self.published.union(events.stored).difference(events.removed)
         held = {key for key in HASHES if self.pool.find(key) is not None or key in self.tiers}
-        assert self.published == held == set(self.pool.held_hashes())
+        assert held == set(self.pool.held_hashes())
+        lower = {
+            IN_TIER[tier](key)
+            for key in held
+            if self.pool.find(key) is None and (tier := self.tiers.tier_of(key)) is not None
+        }
+        assert self.published == {*held, *lower, TELLS_TIERS} == set(self.pool.told_names())
 
     @invariant()
     def records_agree(self) -> None:

@@ -1,4 +1,4 @@
-"""What one engine alone generates: vLLM's own loop, and our scheduler over vLLM in one process."""
+"""What vLLM's own loop generates."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.core.config import default_environment
-from kvmesh.core.types import SamplingParams, SequenceSpec
-from kvmesh.engine.core import EngineCore
-from kvmesh.engine.protocol import ModelRunner
-from kvmesh.engine.sequence import Emission
-from kvmesh.engine.sequence import Sequence as Line
 from kvmesh.engine.vllm_check import engine_environment
-from kvmesh.kv.hashing import root_hash
-from kvmesh.policy.batching import BatchLimits
 from tests.vllm_engine import BLOCK_SIZE
 
 VOCAB_SIZE = 4096
@@ -67,49 +60,3 @@ class VllmAlone:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         found = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return [list(each.outputs[0].token_ids) for each in found]
-
-
-def generated(
-    runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    *,
-    max_tokens: int = 512,
-    num_blocks: int = 0,
-    adapters: Sequence[str] = (),
-) -> list[list[int]]:
-    """Tokens after each prompt, all of them at once under our scheduler.
-
-    Args:
-        max_tokens: of one step.
-        num_blocks: that it may use; 0 for all.
-        adapters: of each prompt; empty for none at all.
-    """
-    blocks = num_blocks or runner.kv.num_blocks
-    core = EngineCore(runner.spec, blocks, BatchLimits(max_tokens=max_tokens), growth_tokens=0)
-    found: list[list[int]] = [[] for _ in prompts]
-    waiting = [
-        SequenceSpec(
-            tuple(prompt), len(prompt), sampling, root_hash("", adapter=name), adapter=name
-        )
-        for prompt, name in zip(prompts, adapters or [""] * len(prompts), strict=True)
-    ]
-    admitted = 0
-    while admitted < len(waiting) or core.has_work:
-        while admitted < len(waiting):
-            line = core.admit_decode(waiting[admitted])
-            if not isinstance(line, Line):
-                break
-
-            def take(emission: Emission, tokens: list[int] = found[admitted]) -> None:
-                tokens.append(emission.token_id)
-
-            line.on_emission = take
-            core.run(line)
-            admitted += 1
-        chunks = core.plan_step()
-        runner.forget(core.take_gone())
-        core.finish_step(chunks, runner.execute(chunks))
-    core.check_integrity()
-    assert core.is_idle
-    return found

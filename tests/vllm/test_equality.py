@@ -10,8 +10,9 @@ import pytest
 
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.protocol import ModelRunner
+from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER
-from tests.vllm.oracle import VllmAlone, generated, some_prompts
+from tests.vllm.oracle import VllmAlone, some_prompts
 from tests.vllm_engine import load_vllm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

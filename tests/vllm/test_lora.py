@@ -12,8 +12,9 @@ from kvmesh.core.types import SamplingParams
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.policy.batching import BatchLimits
+from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER, running_mesh
-from tests.vllm.oracle import VllmAlone, generated, some_prompts
+from tests.vllm.oracle import VllmAlone, some_prompts
 from tests.vllm_engine import BLOCK_SIZE, load_vllm, write_adapter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 from kvmesh.core.types import SamplingParams
 from tests.e2e.api_client import Answer, ApiClient
 from tests.e2e.test_parity import CASES, Said, check_all_ways
+from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER, running_mesh
-from tests.vllm.oracle import generated, some_prompts
+from tests.vllm.oracle import some_prompts
 from tests.vllm_engine import BLOCK_SIZE, load_vllm
 from tests.waiting import until
 

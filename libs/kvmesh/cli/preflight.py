@@ -87,29 +87,38 @@ def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> li
 
 
 def model_problems(options: StackOptions, room: Room) -> list[str]:
-    """Why this model cannot be served here; empty if it can."""
+    """Why these models cannot be served here; empty if they can."""
+    found, needed = list[str](), _NUM_SERVICES * SERVICE_BYTES
+    for fleet in options.fleets:
+        problems, engine_bytes = _fleet_needs(fleet)
+        found += problems
+        needed += fleet.num_workers * engine_bytes
+    return found + _room_problems(options, needed, room.memory)
+
+
+def _fleet_needs(options: StackOptions) -> tuple[list[str], int]:
+    """Why a model cannot be served, and the bytes that one of its engines takes."""
     if options.engine == "vllm":
-        return _vllm_problems(options, room)
+        return _vllm_needs(options)
     try:
         folder = read_model_folder(options.model, has_weights=options.engine != "fake")
     except CheckpointError as error:
-        return [str(error)]
-    return _room_problems(options, _engine_bytes(options, folder), room.memory)
+        return [str(error)], 0
+    return [], _engine_bytes(options, folder)
 
 
-def _vllm_problems(options: StackOptions, room: Room) -> list[str]:
+def _vllm_needs(options: StackOptions) -> tuple[list[str], int]:
     """Which families it serves is vLLM's affair; the gateway reads the folder all the same."""
     try:
         read_model_folder(options.model, has_weights=False)
         model = vllm_check.read_vllm_model(options.model)
     except CheckpointError as error:
-        return [str(error)]
+        return [str(error)], 0
     found = vllm_check.model_problems(model, device=options.device, block_size=options.block_size)
     weights = model.weight_bytes if options.device == "cpu" else 0
     kv = model.kv_bytes(options.dtype, options.num_blocks * options.block_size)
-    return [f"--engine vllm: {problem}" for problem in found] + _room_problems(
-        options, VLLM_BASE_BYTES + weights + (kv if options.device == "cpu" else 0), room.memory
-    )
+    engine_bytes = VLLM_BASE_BYTES + weights + (kv if options.device == "cpu" else 0)
+    return [f"--engine vllm: {problem}" for problem in found], engine_bytes
 
 
 def _environment_problems(environ: Mapping[str, str], root: Path) -> list[str]:
@@ -205,9 +214,8 @@ def _shown(url: SplitResult) -> str:
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
-def _room_problems(options: StackOptions, engine_bytes: int, available_bytes: int) -> list[str]:
+def _room_problems(options: StackOptions, needed: int, available_bytes: int) -> list[str]:
     engines = options.num_workers
-    needed = engines * engine_bytes + _NUM_SERVICES * SERVICE_BYTES
     if needed <= available_bytes:
         return []
     problem = (

@@ -6,7 +6,7 @@ Tests: tests/unit/cli/test_stack.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvmesh.cli.probes import Probe
@@ -49,10 +49,25 @@ class RemoteOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A further model, with as many workers for prefill and decode as the stack's own.
+
+    Attributes:
+        names: that clients use; the first one is what its workers call it.
+    """
+
+    names: tuple[str, ...]
+    folder: Path
+    dtype: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class StackOptions:
     """What to start.
 
     Attributes:
+        others: further models.
         remote: a second cluster; None for one.
         redis_url: a server that runs already; empty starts one.
         console_port: admin port of the gateway, which has the console; 0 takes a free one.
@@ -85,12 +100,33 @@ class StackOptions:
     num_spare: int = 0
     aliases: str = ""
     lora: str = ""
+    others: tuple[OtherModel, ...] = ()
 
     @property
     def num_workers(self) -> int:
         """Engines on this machine."""
         far = 0 if self.remote is None else self.remote.num_prefill
-        return self.num_prefill + self.num_decode + self.num_spare + far
+        pairs = (1 + len(self.others)) * (self.num_prefill + self.num_decode)
+        return pairs + self.num_spare + far
+
+    @property
+    def fleets(self) -> tuple[StackOptions, ...]:
+        """The same for each model alone; spares, adapters and a second cluster are the first's."""
+        own = replace(self, others=())
+        bare = replace(own, remote=None, num_spare=0, aliases="", lora="")
+        return (
+            own,
+            *(
+                replace(
+                    bare,
+                    model=each.folder,
+                    model_name=each.names[0],
+                    dtype=each.dtype,
+                    max_model_len=each.max_model_len,
+                )
+                for each in self.others
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +262,13 @@ class _Planner:
     def worker_flags(
         self, name: str, scheduler: Endpoint, kvmanager: Endpoint
     ) -> dict[str, object]:
-        options = self.options
+        """Flags of a worker of the stack's own model."""
+        return self.fleet_flags(self.options, name, scheduler, kvmanager)
+
+    def fleet_flags(
+        self, options: StackOptions, name: str, scheduler: Endpoint, kvmanager: Endpoint
+    ) -> dict[str, object]:
+        """Flags of a worker of one model."""
         return {
             "worker.id": name,
             "worker.cluster": _CLUSTER,
@@ -243,6 +285,19 @@ class _Planner:
             "engine.num-threads": options.num_threads,
             "engine.max-model-len": options.max_model_len,
         }
+
+    def pair_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
+        """Prefill and decode workers of all models; numbers go on from model to model."""
+        members: list[Member] = []
+        for number, fleet in enumerate(self.options.fleets):
+            for role, count in (("prefill", fleet.num_prefill), ("decode", fleet.num_decode)):
+                for index in range(number * count, (number + 1) * count):
+                    name = f"{role}-{index}"
+                    flags = self.fleet_flags(fleet, name, scheduler, kvmanager)
+                    if not fleet.num_prefill:
+                        flags["worker.role"] = "hybrid"
+                    members.append(self.service(role, flags, name)[0])
+        return members
 
     def spare_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
         """Workers that have the model and take nothing until somebody is lost."""
@@ -306,13 +361,7 @@ def plan_stack(
     flags = {"kvmanager.target": kvmanager, **planner.offload_flags()}
     member, scheduler = planner.service("scheduler", flags)
     members.append(member)
-    for role, number in (("prefill", options.num_prefill), ("decode", options.num_decode)):
-        for index in range(number):
-            name = f"{role}-{index}"
-            flags = planner.worker_flags(name, scheduler, kvmanager)
-            if not options.num_prefill:
-                flags["worker.role"] = "hybrid"
-            members.append(planner.service(role, flags, name)[0])
+    members += planner.pair_members(scheduler, kvmanager)
     members += planner.spare_members(scheduler, kvmanager)
     members += planner.remote_members(scheduler, kvmanager)
     http = Endpoint(options.host, options.http_port or next_port())
@@ -326,6 +375,9 @@ def plan_stack(
         "model.path": options.model,
         "model.served-name": options.model_name,
         "model.aliases": options.aliases,
+        "model.others": ",".join(
+            f"{name}={each.folder}" for each in options.others for name in each.names
+        ),
     }
     member, grpc = planner.service(
         "gateway", flags, probe=Probe("http", asked), port=options.grpc_port

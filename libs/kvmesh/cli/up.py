@@ -21,6 +21,7 @@ from kvmesh.cli.probes import free_ports, is_free
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.ready_command import command_problems
 from kvmesh.cli.stack import (
+    OtherModel,
     RemoteOptions,
     StackOptions,
     StackPaths,
@@ -45,6 +46,7 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.core.named_values import named_values
 from kvmesh.core.types import Endpoint
 from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.checkpoint import load_model_config
@@ -73,7 +75,8 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
     """What to start, with all defaults filled in.
 
     Raises:
-        ConfigError: no model was named and none is embedded, or adapters are malformed.
+        ConfigError: no model was named and none is embedded, or adapters or other models are
+            malformed.
         CheckpointError: an adapter is not there.
     """
     embedded = not arguments.model
@@ -82,10 +85,12 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
     else:
         named = is_hub_name(arguments.model)
         model = Path(arguments.model) if named else Path(arguments.model).resolve()
+    model_name = arguments.model_name or served_name(str(model))
+    others = _other_models(arguments, model_name)
     default_block_size = VLLM_BLOCK_SIZE if arguments.engine == "vllm" else BLOCK_SIZE
     return StackOptions(
         model=model,
-        model_name=arguments.model_name or served_name(str(model)),
+        model_name=model_name,
         num_prefill=arguments.prefill,
         num_decode=arguments.decode,
         host=arguments.host,
@@ -97,7 +102,9 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         num_blocks=arguments.num_blocks,
         block_size=arguments.block_size or default_block_size,
         max_model_len=arguments.max_model_len,
-        num_threads=engine_threads(cores, arguments.prefill + arguments.decode + arguments.remote),
+        num_threads=engine_threads(
+            cores, (1 + len(others)) * (arguments.prefill + arguments.decode) + arguments.remote
+        ),
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
         console_port=ports.console,
@@ -108,6 +115,23 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         num_spare=arguments.spare,
         aliases=arguments.aliases,
         lora=_adapters(arguments.lora, arguments.engine),
+        others=others,
+    )
+
+
+def _other_models(arguments: argparse.Namespace, first: str) -> tuple[OtherModel, ...]:
+    """Models beside the first one, whose name and aliases they may not have."""
+    named = named_values(arguments.other_models, "--other-models", "NAME=FOLDER")
+    taken = {first, *(each.strip() for each in arguments.aliases.split(","))}
+    if twice := sorted(taken & set(named)):
+        raise ConfigError(f"--other-models: the first model has the name {', '.join(twice)}")
+    names: dict[str, list[str]] = {}
+    for name, model in named.items():
+        folder = model if is_hub_name(model) else str(Path(model).resolve())
+        names.setdefault(folder, []).append(name)
+    dtype, longest = arguments.dtype or "auto", arguments.max_model_len
+    return tuple(
+        OtherModel(tuple(own), Path(folder), dtype, longest) for folder, own in names.items()
     )
 
 
@@ -206,26 +230,47 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, l
     room = Room(psutil.virtual_memory().available, free_disk_bytes(state))
     found = machine_problems(options, paths, room) + command_problems(arguments.run)
     if not (found and is_hub_name(str(options.model))):  # nothing is downloaded in vain
-        model = find_model(
-            str(options.model),
-            has_weights=options.engine != "fake",
-            is_ours=options.engine != "vllm",
-        )
-        options = dataclasses.replace(options, model=model)
+        options = _with_folders(options)
         found += model_problems(options, room)
     if found:
         raise ConfigError("\n".join(found))
     if not options.max_model_len:
-        longest = min(_max_positions(options), options.num_blocks * options.block_size)
-        options = dataclasses.replace(options, max_model_len=longest)
+        options = _with_lengths(options)
     return options, paths, [*ports.notes, *native_notes(options.engine, options.device)]
 
 
-def _max_positions(options: StackOptions) -> int:
-    """What the model was made for."""
-    if options.engine == "vllm":
-        return read_vllm_model(options.model).max_positions
-    return load_model_config(options.model).max_position_embeddings
+def _with_folders(options: StackOptions) -> StackOptions:
+    """The same with models that are here.
+
+    Raises:
+        CheckpointError: a model is nowhere.
+    """
+
+    def folder(model: Path) -> Path:
+        is_ours = options.engine != "vllm"
+        return find_model(str(model), has_weights=options.engine != "fake", is_ours=is_ours)
+
+    others = [dataclasses.replace(each, folder=folder(each.folder)) for each in options.others]
+    return dataclasses.replace(options, model=folder(options.model), others=tuple(others))
+
+
+def _with_lengths(options: StackOptions) -> StackOptions:
+    """The same with the longest sequence that each model and its blocks allow."""
+
+    def longest(model: Path) -> int:
+        return min(_max_positions(options.engine, model), options.num_blocks * options.block_size)
+
+    others = [
+        dataclasses.replace(each, max_model_len=longest(each.folder)) for each in options.others
+    ]
+    return dataclasses.replace(options, max_model_len=longest(options.model), others=tuple(others))
+
+
+def _max_positions(engine: str, model: Path) -> int:
+    """What a model was made for."""
+    if engine == "vllm":
+        return read_vllm_model(model).max_positions
+    return load_model_config(model).max_position_embeddings
 
 
 def _run_held(

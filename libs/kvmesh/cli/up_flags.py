@@ -85,4 +85,9 @@ def _add_model_flags(made: argparse.ArgumentParser) -> None:
     text = "name that clients use; default: name of the folder, or org/name"
     add_flag(made, "--model-name", "", text)
     add_flag(made, "--aliases", "", "further names that clients may use, comma-separated")
+    text = (
+        "further models as NAME=FOLDER, comma-separated; each has as many workers of its own; a "
+        "folder that comes again gives its model one more name"
+    )
+    add_flag(made, "--other-models", "", text, metavar="MODELS")
     add_flag(made, "--lora", "", "LoRA adapters as NAME=FOLDER, comma-separated; engine vllm")

@@ -16,6 +16,8 @@ class FetchReason(enum.Enum):
     """What it lacks is computed before it could be asked for."""
     SLOW = "slow"
     """What it lacks is computed before it would be here."""
+    LOAD = "load"
+    """What it lacks in its pool lies in its own tiers, and nobody has it here sooner."""
     FETCH = "fetch"
     """What it lacks is here before it would be computed."""
     ASK = "ask"

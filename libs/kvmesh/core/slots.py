@@ -1,5 +1,5 @@
 """Slots: one per continuous life of a publisher of blocks in the store that all kvmanagers share,
-and the steps that such a life is told in.
+the steps that such a life is told in, and what lookups find.
 """
 
 from __future__ import annotations
@@ -70,3 +70,19 @@ class SlotChanges:
 
     position: str
     changes: tuple[SlotChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Leading blocks of a request that one worker can resume from.
+
+    Attributes:
+        host_blocks, disk_blocks: of these, blocks that are not in its pool, by the fastest tier.
+    """
+
+    worker_id: WorkerId
+    incarnation: int
+    cluster: str
+    num_blocks: int
+    host_blocks: int = 0
+    disk_blocks: int = 0

@@ -350,6 +350,7 @@ class WorkerLoad:
         slowdown: time of the latest steps over what such steps have taken before; 0: not known.
         room: what it can take of requests that limit their time per token.
         damaged_total: sequences of which the engine computed logits that are not numbers.
+        host_token_s, disk_token_s: until a token's KV is up from there; 0: not known.
     """
 
     prefill_active: int = 0
@@ -373,6 +374,8 @@ class WorkerLoad:
     slowdown: float = 0.0
     room: PaceRoom = PaceRoom()
     damaged_total: int = 0
+    host_token_s: float = 0.0
+    disk_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +386,7 @@ class PrefixSource:
         num_blocks: leading blocks that it is said to hold.
         computes: it holds them not: it is asked to compute them at the same time, layer by layer.
         upstream: who computes the beginning of these blocks for it, in the same way.
+        before_load: it has them here sooner than the reader's own tiers.
     """
 
     worker_id: WorkerId
@@ -391,6 +395,7 @@ class PrefixSource:
     num_blocks: int
     computes: bool = False
     upstream: PrefixSource | None = None
+    before_load: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +406,8 @@ class Candidate:
         source: whom it should fetch a prefix from before it computes the prompt.
         fetch: why it should, or not; known where it was decided only.
         saved_tokens: by which its first token comes sooner through the fetch; likewise.
+        host_tokens, disk_tokens: of `cached_tokens`, those that have to come up from there.
+        load_tokens: by which its first token comes later for that; likewise.
     """
 
     worker_id: WorkerId
@@ -410,6 +417,9 @@ class Candidate:
     source: PrefixSource | None = None
     fetch: FetchReason = FetchReason.NOBODY
     saved_tokens: float = 0.0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    load_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,16 +471,6 @@ class RoutePlan:
     reason: str
     policy: str
     cause: RouteCause = RouteCause.LOAD
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """Leading blocks of a request that one worker holds."""
-
-    worker_id: WorkerId
-    incarnation: int
-    cluster: str
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

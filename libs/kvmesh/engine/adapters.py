@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.core.errors import CheckpointError
+from kvmesh.core.named_values import named_values
 from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.weight_files import identity_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-
-_HOW = "engine.lora is NAME=FOLDER, comma-separated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +39,8 @@ def read_adapters(text: str) -> tuple[Adapter, ...]:
         ConfigError: it is malformed, or names one twice.
         CheckpointError: a folder holds no adapter.
     """
-    found: dict[str, Adapter] = {}
-    for each in filter(None, (part.strip() for part in text.split(","))):
-        name, _, folder = (part.strip() for part in each.partition("="))
-        if not (name and folder):
-            raise ConfigError(f"{_HOW}; got {each!r}")
-        if name in found:
-            raise ConfigError(f"{_HOW}; the name {name} comes twice")
-        found[name] = _read(name, Path(folder))
-    return tuple(found[name] for name in sorted(found))
+    folders = named_values(text, "engine.lora", "NAME=FOLDER")
+    return tuple(_read(name, Path(folder)) for name, folder in sorted(folders.items()))
 
 
 def _read(name: str, folder: Path) -> Adapter:

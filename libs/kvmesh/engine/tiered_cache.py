@@ -18,6 +18,7 @@ from kvmesh.engine.tier_stores import Good, TierStore
 from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
 from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics
 from kvmesh.policy.preemption import FADING, with_sample
+from kvmesh.policy.prefix_source import Way, cheapest_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,22 @@ class TieredCache:
             return False
         load_s = self._load_s(self._fills.rooms.missing(hashes, num_held, length))
         compute_s = (length - num_held) * self._pool.block_size * self._token_s
-        if not compute_s or load_s < compute_s:
+        if not compute_s or cheapest_way(compute_s, None, None, load_s)[0] is Way.LOAD:
             return True
         # One slow copy would else decide for ever: its weight fades until a load is tried again.
         self._block_s = [seconds * (1 - FADING) for seconds in self._block_s]
         return False
+
+    def token_s(self, tier: str) -> float:
+        """Seconds until a token's KV is up from a tier of this name, as measured; 0: not known.
+
+        Of a model with several groups more than one block has the KV of a token; a route that takes
+        loading to be a little cheaper than it is does no harm.
+        """
+        for level, block_s in enumerate(self._block_s):
+            if self._tiers[level].name == tier:
+                return block_s / self._pool.block_size
+        return 0.0
 
     def _load_s(self, keys: Sequence[BlockHash]) -> float:
         """Seconds until blocks are here, as far as it is known."""

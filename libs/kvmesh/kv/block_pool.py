@@ -22,11 +22,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Protocol
 
 from kvmesh.core.errors import OutOfBlocksError
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
+from kvmesh.core.types import BlockHash
+from kvmesh.kv.block_news import BlockEvents, BlockNews, is_announced
 from kvmesh.kv.free_segments import FreeSegments
+from kvmesh.kv.lower_copies import LowerCopies, with_tiers
 from kvmesh.kv.runs import consecutive_runs
 
 CONTIGUITY_SHARE = 1 / 8
@@ -34,19 +35,6 @@ CONTIGUITY_SHARE = 1 / 8
 
 MAX_MOVED = 4096
 """Blocks that may have moved before the record of runs follows: bounds what one call catches up."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEvents:
-    """Hashes that came and went between two calls of `take_events`; no hash is in both."""
-
-    stored: list[BlockHash]
-    removed: list[BlockHash]
-
-
-def _is_announced(block_hash: BlockHash) -> bool:
-    """Whether others are told: longer names are of groups that only this pool knows."""
-    return len(block_hash) <= BLOCK_HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +58,6 @@ class BlockPoolStatistics:
     evicted_total: int
 
 
-class LowerCopies(Protocol):
-    """What is kept of the pool's blocks elsewhere on this worker."""
-
-    def __contains__(self, key: object) -> bool:
-        """Whether the block of this hash can be brought back."""
-        ...
-
-    def left(self, key: BlockHash) -> None:
-        """Says that the pool has given up a block that is kept."""
-        ...
-
-    def keys(self) -> Sequence[BlockHash]:
-        """All that can be brought back."""
-        ...
-
-    def tier_of(self, key: BlockHash) -> str | None:
-        """Name of the fastest tier that has a block."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class UnsavedBlock:
     """A block that would be lost if it were evicted.
@@ -104,9 +72,13 @@ class UnsavedBlock:
 
 
 class BlockPool:
-    """Block ids 0..num_blocks-1 with reference counts and a prefix cache by block hash."""
+    """Block ids 0..num_blocks-1 with reference counts and a prefix cache by block hash.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        state_blocks: of one saved state, so that others can be told where there is one.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, state_blocks: int = 0) -> None:
         assert num_blocks > 0, f"{num_blocks} blocks"
         assert block_size > 0, f"block size {block_size}"
         self.num_blocks = num_blocks
@@ -128,8 +100,7 @@ class BlockPool:
         # The value is the turn in which the block was released.
         self._evictable: OrderedDict[int, int] = OrderedDict()
         self._turn = 0
-        # Net changes since the last `take_events`: True is stored, False is removed.
-        self._changes: dict[BlockHash, bool] = {}
+        self._news = BlockNews(state_blocks)
         self._allocated_total = 0
         self._evicted_total = 0
         # Grows with each eviction of a block: whoever read it meanwhile has read something else.
@@ -138,8 +109,7 @@ class BlockPool:
         # full ones in use since they were sealed.
         self._unsaved: dict[int, None] = {}
         self._unsaved_in_use: dict[int, None] = {}
-        self.below: LowerCopies | None = None
-        """Tiers below; set before any block is taken."""
+        self._below: LowerCopies | None = None
         self.on_unsaved: Callable[[], None] | None = None
         """Told when blocks were sealed or became evictable that have no copy below."""
         self.on_removed: Callable[[BlockHash], None] | None = None
@@ -148,6 +118,16 @@ class BlockPool:
         """Told of each hash that lies in another tier now, and not here."""
         self.on_free: Callable[[], None] | None = None
         """Told when `allocate` can give more than before."""
+
+    @property
+    def below(self) -> LowerCopies | None:
+        """Tiers below; set before any block is taken."""
+        return self._below
+
+    @below.setter
+    def below(self, below: LowerCopies) -> None:
+        self._below = below
+        self._news.tells_tiers(with_tiers(below, below.keys()))
 
     @property
     def num_free(self) -> int:
@@ -217,7 +197,7 @@ class BlockPool:
                 are evicted earlier.
         """
         emptied: list[int] = []
-        references, hash_of, below = self._references, self._hash_of, self.below
+        references, hash_of, below = self._references, self._hash_of, self._below
         before, num_unsaved = self.num_free, len(self._unsaved)
         self._turn += 1
         for block in reversed(blocks):
@@ -265,7 +245,7 @@ class BlockPool:
         if self._hash_of[block] is None:
             self._hash_of[block] = block_hash
             self._note(block_hash, stored=True)
-            if self.below is not None and block_hash not in self.below:
+            if self._below is not None and block_hash not in self._below:
                 self._unsaved_in_use[block] = None
                 if self.on_unsaved is not None:
                     self.on_unsaved()
@@ -338,13 +318,16 @@ class BlockPool:
         """
         if key in self._block_of:
             return
-        if self.below is not None and key in self.below:
-            self._lowered(key)
+        if self._below is not None and key in self._below:
+            self._lowered(self._below, key)
         else:
-            self._tell(key, stored=False)
+            self._gone(key)
 
-    def _lowered(self, key: BlockHash) -> None:
-        if self.on_lowered is not None and _is_announced(key):
+    def _lowered(self, below: LowerCopies, key: BlockHash) -> None:
+        tier = below.tier_of(key)
+        assert tier is not None, "a block that left for a tier is there"
+        self._news.lowered(key, tier)
+        if self.on_lowered is not None and is_announced(key):
             self.on_lowered(key)
 
     def clear_cached(self, num: int | None = None) -> int:
@@ -354,21 +337,20 @@ class BlockPool:
     @property
     def has_events(self) -> bool:
         """Whether `take_events` has anything to tell."""
-        return bool(self._changes)
+        return bool(self._news)
 
     def take_events(self) -> BlockEvents:
-        """Hashes stored and removed since the last call, in order, net of what cancelled out."""
-        changes, self._changes = self._changes, {}
-        return BlockEvents(
-            stored=[block_hash for block_hash, stored in changes.items() if stored],
-            removed=[block_hash for block_hash, stored in changes.items() if not stored],
-        )
+        """Names that came and went since the last call, in order, net of what cancelled out."""
+        return self._news.take()
 
     def held_hashes(self) -> list[BlockHash]:
-        """All hashes that can be matched now or brought up, oldest first; for a snapshot."""
-        below = [] if self.below is None else self.below.keys()
-        held = dict.fromkeys((*below, *self._block_of))
-        return [block_hash for block_hash in held if _is_announced(block_hash)]
+        """All hashes that can be matched now or brought up, oldest first."""
+        below = [] if self._below is None else self._below.keys()
+        return [key for key in dict.fromkeys((*below, *self._block_of)) if is_announced(key)]
+
+    def told_names(self) -> list[BlockHash]:
+        """All that others are told, as `take_events` tells it; for a snapshot."""
+        return self._news.names(self.held_hashes())
 
     def statistics(self) -> BlockPoolStatistics:
         """The counts of this moment."""
@@ -444,24 +426,24 @@ class BlockPool:
         self._unreferenced.add(came)
         return self._unreferenced
 
-    def _note(self, block_hash: BlockHash, *, stored: bool) -> None:
-        """A block came into the pool or went; others care if no tier below has it."""
-        below = self.below
-        if below is None or block_hash not in below:
-            self._tell(block_hash, stored=stored)
-        elif not stored:
-            below.left(block_hash)
-            self._lowered(block_hash)
+    def _note(self, key: BlockHash, *, stored: bool) -> None:
+        """A block came into the pool or went."""
+        below = self._below
+        if below is None or key not in below:
+            if stored:
+                self._news.stored(key)
+            else:
+                self._gone(key)
+        elif stored:
+            self._news.raised(key)
+        else:
+            below.left(key)
+            self._lowered(below, key)
 
-    def _tell(self, block_hash: BlockHash, *, stored: bool) -> None:
-        if not _is_announced(block_hash):
-            return
-        if not stored and self.on_removed is not None:
-            self.on_removed(block_hash)
-        # A hash is stored and removed in turn, so an opposite change that was not taken yet
-        # leaves the reader's view as it was.
-        if self._changes.pop(block_hash, None) is None:
-            self._changes[block_hash] = stored
+    def _gone(self, key: BlockHash) -> None:
+        if self.on_removed is not None and is_announced(key):
+            self.on_removed(key)
+        self._news.removed(key)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the records contradict each other. Costs O(num_blocks)."""
@@ -485,10 +467,11 @@ class BlockPool:
         assert unreferenced == empty | set(self._evictable), "what is unreferenced is not known"
         num_hashed = sum(block_hash is not None for block_hash in self._hash_of)
         assert len(self._block_of) == num_hashed, "a hash names a block that does not have it"
-        below: LowerCopies | frozenset[BlockHash] = self.below or frozenset()
-        for block_hash, stored in self._changes.items():
-            is_here = block_hash in self._block_of or block_hash in below
-            assert is_here == stored, "an event contradicts the index"
+        held = self.held_hashes()
+        outside = [key for key in held if key not in self._block_of]
+        self._news.check_integrity(
+            held, {} if self._below is None else dict(with_tiers(self._below, outside))
+        )
         assert self._unsaved.keys() <= self._evictable.keys(), "an unsaved block is in use"
         for block in self._unsaved_in_use:
             assert self._references[block] > 0, f"unsaved block {block} is not in use"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import BlockHash
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 
 HOLE = -1
 """In a table: no block is held for these positions."""
@@ -70,6 +70,11 @@ def group_key(block_hash: BlockHash, group: int) -> BlockHash:
 def state_key(block_hash: BlockHash, part: int) -> BlockHash:
     """The name of one block of the state after the positions that a hash stands for."""
     return BlockHash(block_hash + b"s" + part.to_bytes(2, "little"))
+
+
+def is_state_key(key: BlockHash) -> bool:
+    """Whether `state_key` made it."""
+    return key[BLOCK_HASH_BYTES : BLOCK_HASH_BYTES + 1] == b"s"
 
 
 def resume_length(

@@ -50,16 +50,28 @@ def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> 
     Raises:
         ValueError: a token id is not a uint32.
     """
-    assert block_size > 0, f"block size {block_size}"
-    num_tokens = len(token_ids) - len(token_ids) % block_size
+    return packed_hashes(root, packed_tokens(token_ids), block_size)
+
+
+def packed_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as hashes take them: little-endian uint32.
+
+    Raises:
+        ValueError: a token id is not a uint32.
+    """
     try:
-        packed = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
     except struct.error as error:
         raise ValueError(f"token ids must be uint32: {error}") from error
+
+
+def packed_hashes(root: BlockHash, packed: bytes, block_size: int) -> list[BlockHash]:
+    """As `chain_hashes`, of token ids that are packed already, for those who hash them twice."""
+    assert block_size > 0, f"block size {block_size}"
     stride = 4 * block_size
     hashes: list[bytes] = []
     parent: bytes = root
-    for start in range(0, len(packed), stride):
+    for start in range(0, len(packed) - len(packed) % stride, stride):
         digest = _EMPTY.copy()  # takes half as long as a new one
         digest.update(parent + packed[start : start + stride])
         parent = digest.digest()

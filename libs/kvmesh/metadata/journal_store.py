@@ -8,8 +8,7 @@ Tests: tests/unit/gateway/request/test_journal.py, tests/integration/test_gatewa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvmesh.metadata.redis_answers import strings_of, understanding
 
@@ -47,8 +46,7 @@ MAX_WRITES = 128
 """Lines of one script call: Redis does nothing else meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """Something to be written.
 
     Attributes:
@@ -85,9 +83,9 @@ class RedisJournalStore:
         found: list[bool] = []
         for start in range(0, len(lines), MAX_WRITES):
             arguments: list[bytes | str] = []
-            for line in lines[start : start + MAX_WRITES]:
-                life = "" if line.life_s is None else str(max(1, round(line.life_s * 1000)))
-                arguments += (line.word, line.key, line.value, life)
+            for word, key, value, life_s in lines[start : start + MAX_WRITES]:
+                life = "" if life_s is None else str(max(1, round(life_s * 1000)))
+                arguments += (word, key, value, life)
             told = await self._client.ask(_WRITE, *arguments)
             with understanding():
                 found += [int(length) > 0 for length in told]

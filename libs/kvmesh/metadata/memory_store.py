@@ -16,13 +16,15 @@ from itertools import islice
 from kvmesh.core.clock import Clock
 from kvmesh.core.slots import (
     SLOT_WIDTH,
+    PrefixMatch,
     Publisher,
     Slot,
     SlotChange,
     SlotChanges,
     SlotState,
 )
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.kv.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
 from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 LOG_LENGTH = 1024
@@ -37,6 +39,19 @@ class _SlotRecord:
     sequence: int = 0
     held: set[BlockHash] = field(default_factory=set)
     told_end: bool = False
+
+
+def _match_of(record: _SlotRecord, hashes: bytes, length: int) -> PrefixMatch:
+    """What one slot has of the `length` leading blocks that it holds."""
+    held, publisher, found = record.held, record.publisher, list(islice(_split(hashes), length))
+    if TELLS_STATES in held:
+        saved = (end for end in range(length, 0, -1) if saved_state(found[end - 1]) in held)
+        length = next(saved, 0)
+    lower = [0, 0]
+    if TELLS_TIERS in held:
+        lower = [sum(name(each) in held for each in found[:length]) for name in (in_host, in_disk)]
+    whose = publisher.worker_id, publisher.incarnation, publisher.cluster
+    return PrefixMatch(*whose, length, *lower)
 
 
 def _split(joined: bytes) -> Iterator[BlockHash]:
@@ -143,14 +158,10 @@ class MemoryMetadataStore:
                 break
             lengths.update(dict.fromkeys(active, position + 1))
         matches = [
-            PrefixMatch(
-                record.publisher.worker_id,
-                record.publisher.incarnation,
-                record.publisher.cluster,
-                length,
-            )
+            match
             for slot, length in lengths.items()
             if (record := self._alive(slot)) is not None and record.live
+            if (match := _match_of(record, hashes, length)).num_blocks
         ]
         return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotChanges, SlotState
-from kvmesh.core.types import BLOCK_HASH_BYTES, PrefixMatch, WorkerId
+from kvmesh.core.slots import PrefixMatch, Publisher, Slot, SlotChange, SlotChanges, SlotState
+from kvmesh.core.types import BLOCK_HASH_BYTES, WorkerId
 from kvmesh.metadata import scripts
 from kvmesh.metadata.redis_answers import strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient, milliseconds
@@ -152,8 +152,10 @@ class RedisMetadataStore:
         found = await self._client.ask(scripts.MATCH, namespace, hashes)
         with understanding():
             matches = [
-                PrefixMatch(WorkerId(worker.decode()), int(incarnation), cluster.decode(), +length)
-                for worker, incarnation, cluster, length in found
+                PrefixMatch(
+                    WorkerId(worker.decode()), int(incarnation), cluster.decode(), *map(int, counts)
+                )
+                for worker, incarnation, cluster, *counts in found
             ]
         return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
 

@@ -5,6 +5,7 @@ may build them itself:
 
     P index:<namespace>   hash: block hash -> slots that hold it, sorted and joined
     P held:<slot>         set: block hashes that the slot holds
+                          (in both also the other names of `kv/block_names.py`)
     P slot:<slot>         hash: worker, incarnation, cluster, namespace, sequence, live
     P lease:<slot>        exists, with a TTL, while the slot's lease lasts
     P slots               set: every slot that is not swept yet
@@ -19,6 +20,7 @@ Tests: tests/contract/test_metadata_store.py.
 from __future__ import annotations
 
 from kvmesh.core.slots import SLOT_WIDTH
+from kvmesh.kv.block_names import DISK_TURN, HOST_TURN, STATE_TURN, TELLS_STATES, TELLS_TIERS
 
 # Slots in an entry are sorted, so that blocks with the same holders have equal strings: comparing
 # those is one pointer comparison in Lua, whatever the number of holders.
@@ -209,9 +211,62 @@ return 1
 )
 """ARGV: prefix, slot."""
 
+# What is told of blocks besides that they are held; most fleets tell nothing.
+_TOLD = f"""
+local function entries_of(index, hashes, turn, count)
+  local found = {{}}
+  for start = 0, count - 1, SLICE do
+    local fields = {{}}
+    for at = start, math.min(start + SLICE, count) - 1 do
+      local hash = string.sub(hashes, at * 16 + 1, at * 16 + 16)
+      fields[#fields + 1] = string.sub(hash, turn + 1) .. string.sub(hash, 1, turn)
+    end
+    for _, entry in ipairs(redis.call('HMGET', index, unpack(fields))) do
+      found[#found + 1] = entry or ''
+    end
+  end
+  return found
+end
+local function num_with(entries, slot, count)
+  local total, previous, is_in = 0, nil, false
+  for at = 1, count do
+    local entry = entries[at]
+    if entry ~= previous then previous, is_in = entry, has(entry, slot) end
+    if is_in then total = total + 1 end
+  end
+  return total
+end
+local function told_of(index, hashes, lengths)
+  local tellers = redis.call('HMGET', index, '{TELLS_TIERS.decode()}', '{TELLS_STATES.decode()}')
+  local tiers, states, longest = tellers[1] or '', tellers[2] or '', 0
+  for _, length in pairs(lengths) do longest = math.max(longest, length) end
+  if states ~= '' then
+    local saved = entries_of(index, hashes, {STATE_TURN}, longest)
+    for slot, length in pairs(lengths) do
+      while has(states, slot) and length > 0 and not has(saved[length], slot) do
+        length = length - 1
+      end
+      lengths[slot] = length
+    end
+  end
+  local lower = {{}}
+  if tiers ~= '' then
+    local host = entries_of(index, hashes, {HOST_TURN}, longest)
+    local disk = entries_of(index, hashes, {DISK_TURN}, longest)
+    for slot, length in pairs(lengths) do
+      if has(tiers, slot) then
+        lower[slot] = {{num_with(host, slot, length), num_with(disk, slot, length)}}
+      end
+    end
+  end
+  return lower
+end
+"""
+
 # One argument and a few HMGETs are three times as fast as an argument and an HGET per hash.
 MATCH = (
     _ENTRIES
+    + _TOLD
     + """
 local prefix, namespace, hashes = unpack(ARGV)
 local index, total = prefix .. 'index:' .. namespace, #hashes / 16
@@ -245,18 +300,22 @@ local function walk()
 end
 walk()
 for _, slot in ipairs(active or {}) do lengths[slot] = position end
-local found = {}
+local found, lower = {}, told_of(index, hashes, lengths)
 for slot, length in pairs(lengths) do
-  if redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 then
+  if length > 0 and redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 then
     local facts = redis.call('HMGET', prefix .. 'slot:' .. slot,
       'worker', 'incarnation', 'cluster', 'live')
-    if facts[4] == '1' then found[#found + 1] = {facts[1], facts[2], facts[3], length} end
+    local host, disk = unpack(lower[slot] or {0, 0})
+    if facts[4] == '1' then
+      found[#found + 1] = {facts[1], facts[2], facts[3], length, host, disk}
+    end
   end
 end
 return found
 """
 )
-"""ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length} of each."""
+"""ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length, of these in host
+memory, on disk} of each."""
 
 DEAD_SLOTS = (
     _LOG

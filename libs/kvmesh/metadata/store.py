@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotChanges
-from kvmesh.core.types import PrefixMatch, WorkerId
+from kvmesh.core.slots import PrefixMatch, Publisher, Slot, SlotChange, SlotChanges
+from kvmesh.core.types import WorkerId
 
 
 class StoreUnavailableError(KvMeshError):
@@ -43,7 +43,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Live publishers and the blocks that they hold; a block held by two counts twice."""
+    """Live publishers, and the names that hold of their blocks; one of two publishers is two."""
 
     num_publishers: int
     num_blocks: int
@@ -54,8 +54,9 @@ class MetadataStore(Protocol):
 
     A slot is `live` (lookups see it, events change it) or `loading` (a snapshot is coming in). A
     slot whose lease ended is neither: lookups stop seeing it at once, `sweep` removes the rest.
-    Hashes travel joined, 16 bytes each; the caller has checked the length. Every method raises
-    StoreUnavailableError.
+    Hashes and the other names that hold of blocks (`kv/block_names.py`) travel joined, 16 bytes
+    each; the caller has checked the length. Only `match` looks at what a name means. Every method
+    raises StoreUnavailableError.
     """
 
     async def register(self, publisher: Publisher) -> Registration:
@@ -98,7 +99,7 @@ class MetadataStore(Protocol):
         ...
 
     async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
-        """Longest run of leading blocks of every live worker with at least one, longest first."""
+        """What every live worker can resume from, at least one leading block; longest first."""
         ...
 
     async def sweep(self, max_blocks: int) -> int:

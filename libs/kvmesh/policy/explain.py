@@ -39,6 +39,8 @@ class CandidateFacts:
         fetch: why it fetches a prefix, or does not: a `FetchReason`.
         source: whom it fetches from; empty: nobody.
         saved_tokens: of `score`, by the fetch.
+        host_tokens, disk_tokens: of `cached_tokens`, those that have to come up from there.
+        load_tokens: of `score`, for that.
     """
 
     worker_id: WorkerId
@@ -53,6 +55,9 @@ class CandidateFacts:
     fetch: str = FetchReason.NOBODY.value
     source: str = ""
     saved_tokens: float = 0.0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    load_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +172,8 @@ def _facts(
 def _fact(
     worker: WorkerView, candidate: Candidate, query: RouteQuery, rank: RankFunction, reads: float
 ) -> CandidateFacts:
-    standing = Standing(
-        worker, query, candidate.cached_tokens, turn=0, saved_tokens=candidate.saved_tokens
-    )
+    sooner = candidate.saved_tokens - candidate.load_tokens
+    standing = Standing(worker, query, candidate.cached_tokens, turn=0, saved_tokens=sooner)
     if candidate.cached_tokens:
         standing.reads = reads
     return CandidateFacts(
@@ -185,4 +189,7 @@ def _fact(
         fetch=candidate.fetch.value,
         source=candidate.source.worker_id if candidate.source else "",
         saved_tokens=candidate.saved_tokens,
+        host_tokens=candidate.host_tokens,
+        disk_tokens=candidate.disk_tokens,
+        load_tokens=candidate.load_tokens,
     )

@@ -10,12 +10,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvmesh.core.types import WorkerId
 
 _WORD = 60
 _WORD_MASK = (1 << _WORD) - 1
+
+
+Levels = list[tuple[int, int]]
+"""`(blocks, workers)` from the most blocks to the fewest; no worker is in two."""
+
+
+class Lower(NamedTuple):
+    """Of the leading blocks that a worker holds, those that are not in its pool."""
+
+    host: int = 0
+    disk: int = 0
+
+
+NOTHING_LOWER = Lower()
 
 
 class Holders(Mapping[WorkerId, int]):
@@ -24,20 +38,26 @@ class Holders(Mapping[WorkerId, int]):
     Args:
         names: of the fleet, in order; a worker's place here is its bit.
         places: of each name.
-        levels: `(blocks, workers)` from the most blocks to the fewest; no worker is in two.
+        levels: of all that can be resumed from.
+        in_pool, in_memory: of leading blocks in pools, and in pools or host memory, where some
+            holder has more than that; else None.
     """
 
-    __slots__ = ("_levels", "_names", "_places")
+    __slots__ = ("_in_memory", "_in_pool", "_levels", "_names", "_places")
 
     def __init__(
         self,
         names: Sequence[WorkerId],
         places: Mapping[WorkerId, int],
-        levels: list[tuple[int, int]],
+        levels: Levels,
+        in_pool: Levels | None = None,
+        in_memory: Levels | None = None,
     ) -> None:
         self._names = names
         self._places = places
         self._levels = levels
+        self._in_pool = in_pool
+        self._in_memory = in_memory
 
     def __getitem__(self, worker_id: WorkerId) -> int:
         blocks = self.get(worker_id)
@@ -77,6 +97,21 @@ class Holders(Mapping[WorkerId, int]):
     def __bool__(self) -> bool:
         return bool(self._levels)
 
+    def lower(self, names: Sequence[WorkerId]) -> list[Lower] | None:
+        """As `lower_of`."""
+        if self._in_pool is None or self._in_memory is None:
+            return None
+        found: list[Lower] = []
+        for name, held in zip(names, self.of(names), strict=True):
+            place = self._places.get(name)
+            if not held or place is None:
+                found.append(NOTHING_LOWER)
+                continue
+            in_memory = min(held, _blocks_at(self._in_memory, place))
+            in_pool = min(in_memory, _blocks_at(self._in_pool, place))
+            found.append(Lower(in_memory - in_pool, held - in_memory))
+        return found
+
     def longest(self, count: int) -> list[tuple[int, WorkerId]]:
         """As `longest_holders`."""
         return list(islice(self._pairs(), count))
@@ -97,6 +132,39 @@ class Holders(Mapping[WorkerId, int]):
                         break
             found.append(held)
         return found
+
+
+def _blocks_at(levels: Levels, place: int) -> int:
+    return next((blocks for blocks, workers in levels if workers >> place & 1), 0)
+
+
+class HeldBlocks(dict[WorkerId, int]):
+    """As `Holders`, of a fleet whose places nobody keeps.
+
+    Attributes:
+        below: of each worker that holds blocks below its pool.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below: dict[WorkerId, Lower] = {}
+
+    def take(self, worker_id: WorkerId, blocks: int, lower: Lower) -> None:
+        """Adds a match; of several of one worker the longest counts."""
+        if blocks >= self.get(worker_id, 0):
+            self[worker_id] = blocks
+            self.below[worker_id] = lower
+
+
+def lower_of(
+    matches: Mapping[WorkerId, int] | None, names: Sequence[WorkerId]
+) -> list[Lower] | None:
+    """Of the leading blocks of each of some workers, those below its pool; None: of nobody any."""
+    if isinstance(matches, Holders):
+        return matches.lower(names)
+    if not isinstance(matches, HeldBlocks) or not any(map(any, matches.below.values())):
+        return None
+    return [matches.below.get(name, NOTHING_LOWER) for name in names]
 
 
 def held_by(matches: Mapping[WorkerId, int] | None, names: Sequence[WorkerId]) -> list[int]:

@@ -268,7 +268,7 @@ def _seat(worker: WorkerView, candidate: Candidate, query: RouteQuery) -> Seat:
         worker,
         candidate,
         wait=worker.pending_tokens + worker.prefill_in_flight * query.num_tokens,
-        work=uncached - candidate.saved_tokens,
+        work=uncached + candidate.load_tokens - candidate.saved_tokens,
         free=worker.info.prefill_slots - worker.prefill_used,
         brought=max(min(held, query.num_tokens) - candidate.cached_tokens, 0),
     )
@@ -307,7 +307,8 @@ def _settled(
 
 def _standing(seat: Seat, query: RouteQuery) -> Standing:
     candidate = seat.candidate
-    standing = Standing(seat.worker, query, candidate.cached_tokens, 0, candidate.saved_tokens)
+    sooner = candidate.saved_tokens - candidate.load_tokens
+    standing = Standing(seat.worker, query, candidate.cached_tokens, 0, sooner)
     standing.source, standing.fetch = candidate.source, candidate.fetch
     return standing
 

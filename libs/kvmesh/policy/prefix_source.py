@@ -1,4 +1,5 @@
-"""Whether a worker computes the start of a prompt, brings it from one that holds it, or asks there.
+"""Whether a worker computes the start of a prompt, brings it up from its own tiers, brings it from
+one that holds it, or asks there.
 
 Pure. All are counted in the unit of `ranking.Standing.first_token`, tokens computed until the first
 one: a token that is brought costs the part of a token in which its KV travels; questions cost what
@@ -15,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvmesh.core.types import WorkerLoad
+from kvmesh.policy.holders import Lower
+
 T = TypeVar("T")
 
 ASK_CHUNK_TOKENS = 512
@@ -29,6 +33,13 @@ which it is computed."""
 
 BETWEEN_SHARE = 0.5
 """As `INSIDE_SHARE`, from one cluster to another."""
+
+HOST_SHARE = 0.05
+"""Before anything is measured: a token's KV comes up from host memory in this part of the time in
+which it is computed; accelerators compute fast, and their hosts are behind a narrow bus."""
+
+DISK_SHARE = 0.25
+"""As `HOST_SHARE`, from disk."""
 
 OVERHEAD_S = 0.005
 """Lease, first read and last answer, whatever the length."""
@@ -70,6 +81,20 @@ class FetchPace:
         """Cost of any fetch, in tokens that are computed."""
         return OVERHEAD_S / self.token_s if self.token_s else OVERHEAD_TOKENS
 
+    def load_tokens(self, lower: Lower, block_size: int, load: WorkerLoad) -> float:
+        """Cost of bringing up what a worker holds below its pool, in tokens that are computed.
+
+        Args:
+            load: says what the worker has measured of its tiers.
+        """
+        host = self._up_tokens(lower.host * block_size, load.host_token_s, HOST_SHARE)
+        return host + self._up_tokens(lower.disk * block_size, load.disk_token_s, DISK_SHARE)
+
+    def _up_tokens(self, num_tokens: int, up_token_s: float, share: float) -> float:
+        if self.token_s and up_token_s:
+            share = up_token_s / self.token_s
+        return num_tokens * share
+
     def ask_tokens(self, num_new: int, num_remote: int) -> float | None:
         """Cost of asking about a prefix, in tokens that are computed; None while not known."""
         if not self.token_s or not self.ask_chunk_s:
@@ -80,27 +105,37 @@ class FetchPace:
 
 
 class Way(enum.Enum):
-    """What becomes of a prefix that another worker holds."""
+    """What becomes of a prefix that is not in the pool."""
 
     COMPUTE = "compute"
+    LOAD = "load"
     FETCH = "fetch"
     ASK = "ask"
 
 
 def cheapest_way(
-    compute: float, fetch: float | None, ask: float | None, *, worth: float = 1.0
+    compute: float,
+    fetch: float | None,
+    ask: float | None,
+    load: float | None = None,
+    *,
+    worth: float = 1.0,
 ) -> tuple[Way, float]:
     """The cheapest way, and its cost in the unit of the arguments.
 
-    Computing goes before fetching, and that before asking, where they cost the same.
+    Computing goes before loading, that before fetching, and that before asking, where they cost
+    the same.
 
     Args:
-        fetch, ask: None where that cannot be, or is not known.
-        worth: another worker is troubled only for less than this share of what computing costs.
+        fetch, ask, load: None where that cannot be, or is not known.
+        worth: another worker is troubled only for less than this share of what it costs without.
     """
     best = (Way.COMPUTE, compute)
+    if load is not None and load < compute:
+        best = (Way.LOAD, load)
+    most = worth * best[1]
     for way, cost in ((Way.FETCH, fetch), (Way.ASK, ask)):
-        if cost is not None and cost <= worth * compute and cost < best[1]:
+        if cost is not None and cost <= most and cost < best[1]:
             best = (way, cost)
     return best
 

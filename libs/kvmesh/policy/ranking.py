@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import PrefixSource, RouteCause, RouteQuery
+from kvmesh.policy.holders import NOTHING_LOWER
 from kvmesh.policy.token_pace import takes
 from kvmesh.policy.view import WorkerView
 
@@ -69,6 +70,8 @@ class Standing:
         source: whom it fetches from.
         uneven: load is spread so badly over the workers of the list that the policy goes by it.
         saved_tokens: by which the first token comes sooner because a prefix is fetched.
+        lower: of the cached blocks, those below the pool.
+        load_tokens: by which the first token comes later because they have to come up.
         first_token: tokens computed until this request's first one, where prompts are computed one
             after the other. Prompts on their way, which no report shows yet, are taken to be as
             long as this one.
@@ -80,6 +83,8 @@ class Standing:
         "decode_share",
         "fetch",
         "first_token",
+        "load_tokens",
+        "lower",
         "prefill_busy",
         "prefill_share",
         "query",
@@ -119,6 +124,8 @@ class Standing:
         self.fetch = FetchReason.NOBODY
         self.source: PrefixSource | None = None
         self.saved_tokens = saved_tokens
+        self.lower = NOTHING_LOWER
+        self.load_tokens = 0.0
         listed = load.decode_running + load.decode_reserved + load.decode_preempted
         decode_used = listed + worker.decode_in_flight
         slots = decode_used / (info.decode_slots or 1)

@@ -29,6 +29,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.fetch_route import Decoders, fetch_words, weigh_fetches
 from kvmesh.policy.group_route import restrict_to_group
+from kvmesh.policy.holders import NOTHING_LOWER
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
@@ -353,8 +354,8 @@ def _plan(
 
 
 def _candidate(seat: Seat) -> Candidate:
-    info = seat.worker.info
-    return Candidate(
+    info, lower = seat.worker.info, seat.lower
+    candidate = Candidate(
         info.worker_id,
         info.incarnation,
         info.control_endpoint,
@@ -362,4 +363,13 @@ def _candidate(seat: Seat) -> Candidate:
         seat.source,
         seat.fetch,
         seat.saved_tokens,
+    )
+    if lower is NOTHING_LOWER:
+        return candidate
+    size = info.layout.block_size
+    return dataclasses.replace(
+        candidate,
+        host_tokens=lower.host * size,
+        disk_tokens=lower.disk * size,
+        load_tokens=seat.load_tokens,
     )

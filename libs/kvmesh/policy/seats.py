@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import KvLayout, Role, RouteCause, RouteQuery, WorkerId
-from kvmesh.policy.holders import held_by
+from kvmesh.policy.holders import held_by, lower_of
 from kvmesh.policy.ranking import Rank, RankFunction, RoutePolicy, Standing
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -84,6 +84,9 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
             call.groups.add(group)
         seat.group = group
         seats.append(seat)
+    lower = lower_of(call.matches, [worker.info.worker_id for worker in able])
+    for seat, below in zip(seats, lower or (), strict=lower is not None):
+        seat.lower = below
     return seats
 
 

@@ -3,18 +3,23 @@
 A set of workers is one integer; blocks that came together share it. A lookup halves the chain: a
 block's hash covers all before it, so as a rule who holds a block holds those before it, and between
 two blocks with the same holders nobody needs to look. A worker that dropped blocks out of the
-middle of a prefix may be said to hold them; it finds out when it looks them up itself.
+middle of a prefix may be said to hold them; it finds out when it looks them up itself. Likewise a
+prefix's beginning is in the pool, what follows below, as pools and tiers evict ends first.
+
+Besides hashes, the names of `kv/block_names.py` stand here: they say which tier has a block, and
+where a prefix of a model with linear layers can be resumed.
 Tests: tests/unit/policy/test_slot_index.py, tests/contract/test_store_log.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
-from kvmesh.policy.holders import Holders
+from kvmesh.kv.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
+from kvmesh.policy.holders import Holders, Levels
 
 _Space = dict[BlockHash, int]
 
@@ -93,12 +98,33 @@ class SlotIndex:
             self._set_live(change.slot, slot, is_live=change.state is SlotState.LIVE)
 
     def match(self, namespace: str, hashes: Sequence[BlockHash]) -> Holders:
-        """Leading blocks held by each worker; those that hold none are left out."""
-        levels: list[tuple[int, int]] = []
+        """Leading blocks that each worker can resume from; those that have none are left out."""
         space = self._spaces.get(namespace)
-        if space and hashes:
-            levels = _levels(space, hashes, self._live)
-        return Holders(self._names, self._places, levels)
+        if not space or not hashes:
+            return Holders(self._names, self._places, [])
+        get, live = space.get, self._live
+        levels = _levels(lambda at: get(hashes[at], 0), len(hashes), live)
+        tellers = get(TELLS_STATES, 0) & live
+        if tellers:
+            levels = _resumable(lambda at: get(saved_state(hashes[at]), 0), levels, tellers)
+        tellers = get(TELLS_TIERS, 0) & live
+        if not (tellers and levels):
+            return Holders(self._names, self._places, levels)
+
+        def in_memory(at: int) -> int:
+            return get(hashes[at], 0) & ~get(in_disk(hashes[at]), 0)
+
+        def in_pool(at: int) -> int:
+            return in_memory(at) & ~get(in_host(hashes[at]), 0)
+
+        most = levels[0][0]
+        return Holders(
+            self._names,
+            self._places,
+            levels,
+            _levels(in_pool, most, live),
+            _levels(in_memory, most, live),
+        )
 
     def held(self, namespace: str, worker_id: WorkerId) -> set[BlockHash]:
         """All that a worker holds; looks at every hash."""
@@ -170,14 +196,17 @@ class SlotIndex:
         self._free += (place for place in range(gone.bit_length()) if gone >> place & 1)
 
 
-def _levels(space: _Space, hashes: Sequence[BlockHash], live: int) -> list[tuple[int, int]]:
-    """Leading blocks and who holds so many, from the most to the fewest."""
-    found: list[tuple[int, int]] = []
-    get = space.get
-    last = len(hashes) - 1
-    low, left = 0, get(hashes[0], 0) & live
+def _levels(look: Callable[[int], int], count: int, live: int) -> Levels:
+    """Leading blocks of `count`, and who has so many.
+
+    Args:
+        look: who has a block.
+    """
+    found: Levels = []
+    last = count - 1
+    low, left = 0, look(0) & live
     # Places further on that were looked at, the nearest last, with their holders.
-    ahead = [(last, get(hashes[last], 0))]
+    ahead = [(last, look(last))]
     while left and low < last:
         high, holders = ahead[-1]
         stay = left & holders
@@ -190,11 +219,33 @@ def _levels(space: _Space, hashes: Sequence[BlockHash], live: int) -> list[tuple
             ahead.pop()
         else:
             middle = (low + high) // 2
-            ahead.append((middle, get(hashes[middle], 0)))
+            ahead.append((middle, look(middle)))
     if left:
         found.append((last + 1, left))
     found.reverse()
     return found
+
+
+def _resumable(look: Callable[[int], int], levels: Levels, tellers: int) -> Levels:
+    """Cuts what is held at the last saved state of each of those who tell of states.
+
+    Looks at every block: where a worker saved states follows from prompts that are not known here.
+    """
+    cut: Levels = []
+    open_below, upcoming = 0, list(reversed(levels))
+    at = levels[0][0] if levels else 0
+    while at and (open_below or upcoming):
+        if upcoming and upcoming[-1][0] == at:
+            _, workers = upcoming.pop()
+            others = workers & ~tellers
+            if others:
+                cut.append((at, others))
+            open_below |= workers & tellers
+        if open_below and (saved := open_below & look(at - 1)):
+            cut.append((at, saved))
+            open_below ^= saved
+        at -= 1
+    return cut
 
 
 def _add(space: _Space, joined: bytes, bit: int) -> None:

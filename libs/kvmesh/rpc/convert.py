@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     BLOCK_HASH_BYTES,
     BlockHash,
@@ -17,7 +18,6 @@ from kvmesh.core.types import (
     HostRoute,
     KvLayout,
     Placement,
-    PrefixMatch,
     Refusal,
     RefusalReason,
     Reservation,
@@ -256,13 +256,20 @@ def prefix_match_to_proto(match: PrefixMatch) -> kv_manager_service_pb2.PrefixMa
         cluster=match.cluster,
         num_blocks=match.num_blocks,
         incarnation=match.incarnation,
+        host_blocks=match.host_blocks,
+        disk_blocks=match.disk_blocks,
     )
 
 
 def prefix_match_from_proto(message: kv_manager_service_pb2.PrefixMatch) -> PrefixMatch:
     """PrefixMatch from a message."""
     return PrefixMatch(
-        WorkerId(message.worker_id), message.incarnation, message.cluster, message.num_blocks
+        WorkerId(message.worker_id),
+        message.incarnation,
+        message.cluster,
+        message.num_blocks,
+        message.host_blocks,
+        message.disk_blocks,
     )
 
 

@@ -42,6 +42,7 @@ def prefix_source_to_proto(source: PrefixSource) -> types_pb2.PrefixSource:
         num_blocks=source.num_blocks,
         computes=source.computes,
         upstream=None if upstream is None else prefix_source_to_proto(upstream),
+        before_load=source.before_load,
     )
 
 
@@ -54,6 +55,7 @@ def prefix_source_from_proto(message: types_pb2.PrefixSource) -> PrefixSource:
         message.num_blocks,
         message.computes,
         prefix_source_from_proto(message.upstream) if message.HasField("upstream") else None,
+        message.before_load,
     )
 
 

@@ -127,6 +127,8 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         slowdown=load.slowdown,
         room=_room_to_proto(load.room),
         damaged_total=load.damaged_total,
+        host_token_s=load.host_token_s,
+        disk_token_s=load.disk_token_s,
     )
 
 
@@ -154,6 +156,8 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         slowdown=message.slowdown,
         room=_room_from_proto(message.room),
         damaged_total=message.damaged_total,
+        host_token_s=message.host_token_s,
+        disk_token_s=message.disk_token_s,
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import BlockHash, PrefixMatch
+from kvmesh.core.slots import PrefixMatch
+from kvmesh.core.types import BlockHash
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert import prefix_match_from_proto
 from kvmesh.rpc.correlator import Correlator

@@ -45,16 +45,16 @@ FLUSH_DELAY_S = 0.005
 
 
 class BlockEvents(Protocol):
-    """Net changes of the held blocks since the call before; no hash is in both lists."""
+    """Net changes of what is told (`kv/block_names.py`) since the call before; none is in both."""
 
     @property
     def stored(self) -> Sequence[BlockHash]:
-        """Hashes now held."""
+        """Names that hold now."""
         ...
 
     @property
     def removed(self) -> Sequence[BlockHash]:
-        """Hashes no longer held."""
+        """Names that hold no longer."""
         ...
 
 
@@ -91,7 +91,7 @@ class BlockPublisher:
     Args:
         target: the kvmanager's `host:port`.
         take_events: called on the event loop; returns and forgets the changes so far.
-        held_hashes: called on the event loop; all hashes held now.
+        held_hashes: called on the event loop; all that `take_events` has told and that holds now.
         interval_s: longest time between two messages; well below the service's lease.
         pool: without one the worker is no member of the pool and gets no orders.
     """

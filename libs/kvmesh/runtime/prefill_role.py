@@ -356,14 +356,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """
         sequence = attempt.sequence
         assert sequence is not None
-        if self._tiers is not None and self._may_load(sequence):
-            result = await load_prefix(self._tiers, self._core.begin_fill(sequence))
-            attempt.span.event(
-                "prefix_load",
-                loaded_tokens=result.num_loaded * self._core.block_size,
-                seconds=result.seconds,
-            )
         source = attempt.source
+        if source is None or not source.before_load:
+            await self._load(attempt, sequence)
         if source is not None and source.computes:
             assert self._chain is not None, "such a source is taken by who can chain"
             if len(self._attempts) == 1:  # others here would wait for all of it
@@ -372,11 +367,25 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             assert self._sources is not None, "a source is taken by who can fetch"
             may_stay = self._is_local(attempt.reservation)
             await self._sources.bring(attempt, source, may_stay=may_stay)
+            await self._load(attempt, sequence)  # what did not come from there
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)
         self._core.run(sequence)
         self._wake_engine()
+
+    async def _load(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
+        """Brings up what is below, if there is anything and that pays."""
+        if sequence.state is SequenceState.GONE or self._tiers is None:
+            return
+        if not self._may_load(sequence):
+            return
+        result = await load_prefix(self._tiers, self._core.begin_fill(sequence))
+        attempt.span.event(
+            "prefix_load",
+            loaded_tokens=result.num_loaded * self._core.block_size,
+            seconds=result.seconds,
+        )
 
     async def _wait_first(self, attempt: PrefillAttempt) -> None:
         """Waits for a prompt that is computed in its reservation on this worker."""

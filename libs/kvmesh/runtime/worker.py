@@ -25,6 +25,7 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.structure import StructureCompiler
+from kvmesh.kv.block_names import DISK, HOST
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
@@ -299,7 +300,7 @@ class Worker:
                     block_size=spec.layout.block_size,
                 ),
                 take_events=self.core.pool.take_events,
-                held_hashes=self.core.pool.held_hashes,
+                held_hashes=self.core.pool.told_names,
                 access=self._context.access,
                 pool=self.copies,
             )
@@ -413,6 +414,8 @@ class Worker:
             sending_bytes=self.channels.sending_bytes,
             sending_s_total=self.channels.sending_s,
             damaged_total=now.damaged_total,
+            host_token_s=0.0 if self.tiers is None else self.tiers.token_s(HOST),
+            disk_token_s=0.0 if self.tiers is None else self.tiers.token_s(DISK),
         )
 
     def report(self) -> WorkerLoad:

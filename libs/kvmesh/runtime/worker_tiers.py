@@ -22,6 +22,7 @@ from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
+from kvmesh.kv.block_names import DISK, HOST
 from kvmesh.kv.tiers import Tier
 from kvmesh.runtime.worker_config import TiersSection
 from kvmesh.telemetry.logs import event_logger
@@ -66,7 +67,7 @@ def make_tiers(config: TiersSection, parts: TierParts) -> TieredCache | None:
     tiers: list[Tier] = []
     stores: list[TierStore] = []
     if num_host:
-        tiers.append(Tier("host", num_host))
+        tiers.append(Tier(HOST, num_host))
         stores.append(HostStore(arena, parts.copier))
     disk: DiskStore | None = None
     if num_disk:
@@ -77,7 +78,7 @@ def make_tiers(config: TiersSection, parts: TierParts) -> TieredCache | None:
         file = BlockFile(path, f"{spec.layout} {spec.groups}", block_bytes, num_disk)
         passage = range(num_host, num_host + num_passage)
         disk = DiskStore(file, arena, passage, parts.copier, parts.disk)
-        tiers.append(Tier("disk", num_disk))
+        tiers.append(Tier(DISK, num_disk))
         tiers[-1].adopt(kept := file.kept())
         log.info("tier_on_disk", path=str(path), num_blocks=len(kept), num_places=num_disk)
         stores.append(disk)

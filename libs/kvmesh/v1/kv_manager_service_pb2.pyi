@@ -88,7 +88,14 @@ Global___PublisherHello: _TypeAlias = PublisherHello  # noqa: Y015
 
 @_typing.final
 class BlockEvents(_message.Message):
-    """Blocks stored and removed since the batch before."""
+    """What began and ceased to hold of the worker's blocks since the batch before. It is told in names of 16 bytes:
+    - a block's hash: the worker holds the block, in its pool or below;
+    - the hash with its first byte moved to its end: the block is in host memory, and not in the pool;
+    - with its first two bytes moved: it is on disk, and nowhere faster;
+    - with its first three bytes moved: the state of the linear layers after it is saved;
+    - "tells its tiers.": the worker tells where its blocks are; without it all are taken to be in the pool;
+    - "tells of states.": its prefixes can be resumed only where it tells of a state.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -98,9 +105,9 @@ class BlockEvents(_message.Message):
     sequence: _builtins.int
     """Grows by one per batch; the first after a hello or snapshot is its sequence plus one."""
     stored: _builtins.bytes
-    """Hashes now held, 16 bytes each, joined."""
+    """Names that hold now, joined."""
     removed: _builtins.bytes
-    """Hashes no longer held, 16 bytes each, joined. Applied after `stored`."""
+    """Names that hold no longer, joined. Applied after `stored`."""
     def __init__(
         self,
         *,
@@ -118,7 +125,7 @@ Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
 
 @_typing.final
 class BlockSnapshot(_message.Message):
-    """A part of all the blocks that the worker holds."""
+    """A part of all that holds of the worker's blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -129,7 +136,7 @@ class BlockSnapshot(_message.Message):
     sequence: _builtins.int
     """Sequence number that the snapshot stands for."""
     held: _builtins.bytes
-    """Hashes held, 16 bytes each, joined."""
+    """Names as in BlockEvents, joined."""
     first: _builtins.bool
     """The first part replaces all that was known."""
     last: _builtins.bool
@@ -356,14 +363,20 @@ class PrefixMatch(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which worker."""
     cluster: _builtins.str
     """Its cluster."""
     num_blocks: _builtins.int
-    """Leading blocks that it holds."""
+    """Leading blocks that it holds and can resume from."""
     incarnation: _builtins.int
     """Which life of it."""
+    host_blocks: _builtins.int
+    """Of these, blocks that are in its host memory and not in its pool."""
+    disk_blocks: _builtins.int
+    """Of these, blocks that are on its disk and nowhere faster."""
     def __init__(
         self,
         *,
@@ -371,10 +384,12 @@ class PrefixMatch(_message.Message):
         cluster: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "disk_blocks", b"disk_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,9 +585,9 @@ class SlotChange(_message.Message):
     state: Global___SlotState.ValueType
     """From now on; unset: as before."""
     stored: _builtins.bytes
-    """Hashes now held, 16 bytes each, joined."""
+    """Names that hold now, as in BlockEvents, joined."""
     removed: _builtins.bytes
-    """Hashes no longer held, 16 bytes each, joined. Applied after `stored`."""
+    """Names that hold no longer, joined. Applied after `stored`."""
     @_builtins.property
     def publisher(self) -> Global___PublisherHello:
         """Whose it is; with its first step."""

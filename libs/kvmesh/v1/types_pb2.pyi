@@ -693,6 +693,7 @@ class PrefixSource(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTES_FIELD_NUMBER: _builtins.int
     UPSTREAM_FIELD_NUMBER: _builtins.int
+    BEFORE_LOAD_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which worker."""
     incarnation: _builtins.int
@@ -701,6 +702,8 @@ class PrefixSource(_message.Message):
     """Leading blocks that it is said to hold."""
     computes: _builtins.bool
     """It holds them not: it is asked to compute them at the same time, layer by layer."""
+    before_load: _builtins.bool
+    """Fetching from it is sooner than bringing up what the reader has below its own pool."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Where its gRPC services are."""
@@ -718,10 +721,11 @@ class PrefixSource(_message.Message):
         num_blocks: _builtins.int = ...,
         computes: _builtins.bool = ...,
         upstream: Global___PrefixSource | None = ...,
+        before_load: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "upstream", b"upstream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computes", b"computes", "control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "upstream", b"upstream", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_load", b"before_load", "computes", b"computes", "control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "upstream", b"upstream", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -856,6 +860,8 @@ class WorkerLoad(_message.Message):
     SLOWDOWN_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
     DAMAGED_TOTAL_FIELD_NUMBER: _builtins.int
+    HOST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    DISK_TOKEN_S_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -896,6 +902,10 @@ class WorkerLoad(_message.Message):
     """Time of the steps of late over what steps like them have taken before; 0: not known."""
     damaged_total: _builtins.int
     """Sequences of which the engine computed logits that are not numbers, since start."""
+    host_token_s: _builtins.float
+    """Seconds until a token's KV is up from host memory, as measured of late; 0: not known."""
+    disk_token_s: _builtins.float
+    """Likewise from disk."""
     @_builtins.property
     def room(self) -> Global___PaceRoom:
         """What it can take of requests that limit their time per token."""
@@ -924,10 +934,12 @@ class WorkerLoad(_message.Message):
         slowdown: _builtins.float = ...,
         room: Global___PaceRoom | None = ...,
         damaged_total: _builtins.int = ...,
+        host_token_s: _builtins.float = ...,
+        disk_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["room", b"room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "damaged_total", b"damaged_total", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "damaged_total", b"damaged_total", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "disk_token_s", b"disk_token_s", "draining", b"draining", "host_token_s", b"host_token_s", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
+from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import SamplingParams
 from kvmesh.core.values import changed
 from services.gateway.api.openai import ApiCall, TokenPrompt
@@ -35,25 +35,12 @@ class ServedNames:
         """All names."""
         return (*self.model, *self.adapters)
 
+    def adapter(self, name: str) -> str:
+        """The adapter that one of the names asks for; empty for none.
 
-def check_model(name: str, served: ServedNames) -> str:
-    """Checks that a model is served; an empty name takes the model itself.
-
-    Returns:
-        The adapter that is asked for; empty for none.
-
-    Raises:
-        ModelNotFoundError: it is not.
-    """
-    if not name or name in served.model:  # an adapter of such a name is hidden by it
-        return ""
-    if name in served.adapters:
-        return name
-    raise ModelNotFoundError(
-        f"the model {name!r} does not exist here; served: {', '.join(served.every)}",
-        "model",
-        "model_not_found",
-    )
+        An empty name takes the model itself, and a name of the model hides an adapter's.
+        """
+        return "" if not name or name in self.model else name
 
 
 def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -76,17 +63,12 @@ def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
     return room
 
 
-def check_call(call: ApiCall, served: ServedNames, limits: LimitsConfig, vocab_size: int) -> str:
+def check_call(call: ApiCall, limits: LimitsConfig, vocab_size: int) -> None:
     """Checks all that can be said of a call before its prompts are tokens.
-
-    Returns:
-        The adapter that is asked for; empty for none.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
-        ModelNotFoundError: another model is asked for.
     """
-    adapter = check_model(call.model, served)
     check_limits(call, limits)
     sampling = call.sampling
     if sampling.logit_bias:
@@ -96,7 +78,6 @@ def check_call(call: ApiCall, served: ServedNames, limits: LimitsConfig, vocab_s
     for prompt in call.prompts:
         if isinstance(prompt, TokenPrompt):  # other prompts get their ids from the tokenizer
             check_known(prompt.token_ids, vocab_size, call.prompt_field)
-    return adapter
 
 
 def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> SamplingParams:

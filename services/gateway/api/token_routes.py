@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvmesh.core.errors import InvalidRequestError
 from services.gateway.api.answers import dumps
 from services.gateway.api.messages import Messages, Tool
-from services.gateway.api.model_checks import check_known, check_model
+from services.gateway.api.model_checks import check_known
 from services.gateway.api.openai import ApiCall, ChatPrompt, Prompt, TextPrompt
 from services.gateway.api.schema import MAX_TOOLS, TokenId
 from services.gateway.frontend import Frontend
@@ -53,9 +53,7 @@ async def tokenize(frontend: Frontend, body: TokenizeBody) -> str:
 
     Raises:
         InvalidRequestError: not exactly one of prompt and messages, or the template refuses.
-        ModelNotFoundError: another model is asked for.
     """
-    check_model(body.model or "", frontend.served)
     token_ids = await encode_prompt(frontend.tokenizer, _prompt(body))
     tokens, texts = await json_list(token_ids, int), "null"
     if body.return_token_strs:
@@ -69,9 +67,7 @@ async def count_tokens(frontend: Frontend, call: ApiCall) -> int:
 
     Raises:
         InvalidRequestError: the template refuses it.
-        ModelNotFoundError: another model is asked for.
     """
-    check_model(call.model, frontend.served)
     (prompt,) = call.prompts
     return len(await encode_prompt(frontend.tokenizer, prompt))
 
@@ -109,8 +105,6 @@ async def detokenize(frontend: Frontend, body: DetokenizeBody) -> dict[str, Any]
 
     Raises:
         InvalidRequestError: a token is outside the vocabulary.
-        ModelNotFoundError: another model is asked for.
     """
-    check_model(body.model or "", frontend.served)
     check_known(body.tokens, frontend.tokenizer.vocab_size, "tokens")
     return {"prompt": await frontend.tokenizer.decode(body.tokens)}

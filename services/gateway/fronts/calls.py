@@ -28,6 +28,7 @@ from services.gateway.api.openai import (
     completion_call,
 )
 from services.gateway.api.schema import ChatBody, CompletionBody, parse_body
+from services.gateway.entrance import Entrance, model_of
 from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.request.choice import Caller, Choice, Delivered, prompt_sum
 from services.gateway.request.event_ids import HEADER, GivenId, parse_id
@@ -81,12 +82,14 @@ class _Asked:
     """A call as it came, or as it came to the gateway where its stream began.
 
     Attributes:
+        frontend: of the model that it asks for.
         created: seconds since the epoch.
         given: what the client says of it, if it goes on here.
         delivered: what the client has of it.
     """
 
     endpoint: Endpoint
+    frontend: Frontend
     call: ApiCall
     caller: Caller
     body: bytes
@@ -98,8 +101,8 @@ class _Asked:
 class Calls:
     """Answers completions of both kinds."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
 
     async def answer(self, endpoint: Endpoint, exchange: Exchange) -> Whole | None:
         """Answers a call.
@@ -111,9 +114,9 @@ class Calls:
             KvMeshError: the call failed before anything was sent.
         """
         headers = exchange.headers
-        async with self._frontend.admit(headers.get("authorization", "")) as ticket:
+        async with self._entrance.admit(headers.get("authorization", "")) as ticket:
             body = await exchange.body()
-            await self._frontend.turn(exchange.arrived_at, ttft_ms_of(headers))
+            await self._entrance.turn(exchange.arrived_at, ttft_ms_of(headers))
             if last := headers.get(HEADER, ""):
                 return await self._go_on(endpoint, parse_id(last), body, exchange, ticket)
             return await self._answer(self._asked(endpoint, body, exchange, ticket), exchange)
@@ -121,10 +124,10 @@ class Calls:
     async def _go_on(
         self, endpoint: Endpoint, given: GivenId, body: bytes, exchange: Exchange, ticket: Ticket
     ) -> Whole | None:
-        metrics = self._frontend.metrics
+        metrics = self._entrance.metrics
         caller = caller_of(exchange.headers, exchange.arrived_at, exchange.request_id, ticket)
         try:
-            kept = await self._frontend.kept(given, endpoint.value, caller, body)
+            kept = await self._entrance.kept(given, endpoint.value, caller, body)
             asked = self._asked_again(endpoint, given, kept, exchange, caller)
             whole: Whole | None = None
             if given.is_over:
@@ -140,7 +143,7 @@ class Calls:
         return whole
 
     async def _answer(self, asked: _Asked, exchange: Exchange) -> Whole | None:
-        frontend = self._frontend
+        frontend = asked.frontend
         choices = await frontend.prepare(asked.call, asked.caller, asked.delivered)
         entry: Entry | None = None
         try:
@@ -156,11 +159,11 @@ class Calls:
 
     def _asked(self, endpoint: Endpoint, body: bytes, exchange: Exchange, ticket: Ticket) -> _Asked:
         headers = exchange.headers
-        call = self._call(endpoint, parse_json(body))
+        frontend, call = self._call(endpoint, parse_json(body))
         if call.request_id and not given_request_id(headers):
             exchange.request_id = clean_request_id(call.request_id)
         caller = caller_of(headers, exchange.arrived_at, exchange.request_id, ticket)
-        return _Asked(endpoint, call, caller, body, int(time.time()))
+        return _Asked(endpoint, frontend, call, caller, body, int(time.time()))
 
     def _asked_again(
         self, endpoint: Endpoint, given: GivenId, kept: Kept, exchange: Exchange, caller: Caller
@@ -180,13 +183,13 @@ class Calls:
             traceparent=caller.traceparent,
             ticket=caller.ticket,
         )
-        call = self._call(endpoint, parse_json(head.body))
-        delivered = delivered_of(given, kept)
-        return _Asked(endpoint, call, caller, head.body, head.created, given, delivered)
+        frontend, call = self._call(endpoint, parse_json(head.body))
+        delivered, body = delivered_of(given, kept), head.body
+        return _Asked(endpoint, frontend, call, caller, body, head.created, given, delivered)
 
     def _entry(self, asked: _Asked, choices: Sequence[Choice]) -> Entry | None:
         """The stream's entry in the journal; None without a journal."""
-        journal, caller = self._frontend.journal, asked.caller
+        journal, caller = self._entrance.journal, asked.caller
         if journal is None:
             return None
         head = Head(
@@ -203,15 +206,16 @@ class Calls:
         )
         return journal.open(head, choices, asked.given)
 
-    def _call(self, endpoint: Endpoint, content: Any) -> ApiCall:
-        frontend = self._frontend
+    def _call(self, endpoint: Endpoint, content: Any) -> tuple[Frontend, ApiCall]:
+        frontend = self._entrance.of(model_of(content))
         defaults = frontend.tokenizer.sampling_defaults
         if endpoint is Endpoint.CHAT:
             chat = frontend.tokenizer.chat
             body = parse_body(ChatBody, content)
             families = (chat.tool_family, chat.reasoning_family)
-            return chat_call(body, frontend.limits, defaults, *families)
-        return completion_call(parse_body(CompletionBody, content), frontend.limits, defaults)
+            return frontend, chat_call(body, frontend.limits, defaults, *families)
+        text = parse_body(CompletionBody, content)
+        return frontend, completion_call(text, frontend.limits, defaults)
 
 
 def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Ticket) -> Caller:

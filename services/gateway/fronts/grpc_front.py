@@ -28,6 +28,7 @@ from kvmesh.v1.inference_service_pb2 import (
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from services.gateway.api.model_checks import check_room
+from services.gateway.entrance import Entrance
 from services.gateway.errors import (
     QUOTA_HEADER,
     REFUSAL_HEADER,
@@ -54,8 +55,8 @@ ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class InferenceServicer(InferenceServiceServicer):
     """InferenceService."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
 
     async def Generate(
         self, request: GenerateRequest, context: ServerContext
@@ -64,13 +65,14 @@ class InferenceServicer(InferenceServiceServicer):
         metadata = _metadata(context)
         request_id = clean_request_id(request.request_id)
         try:
-            async with self._frontend.admit(metadata.get("authorization", "")) as ticket:
+            async with self._entrance.admit(metadata.get("authorization", "")) as ticket:
                 arrived_at = asyncio.get_running_loop().time()
                 await context.send_initial_metadata((("x-request-id", request_id),))
-                await self._frontend.turn(arrived_at, request.ttft_deadline_ms)
+                await self._entrance.turn(arrived_at, request.ttft_deadline_ms)
                 caller = _caller(request, arrived_at, request_id, metadata, ticket)
-                choice = await self._prepare(request, caller)
-                async for response in self._responses(choice, request_id):
+                frontend = self._entrance.of(request.model)
+                choice = await _prepare(frontend, request, caller)
+                async for response in _responses(frontend, choice, request_id):
                     yield response
         except KvMeshError as error:
             await _abort(context, error)
@@ -80,43 +82,49 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> ListModelsResponse:
         """Lists the models that are served."""
         try:
-            self._frontend.check_key(_metadata(context).get("authorization", ""))
+            self._entrance.check_key(_metadata(context).get("authorization", ""))
         except KvMeshError as error:
             await _abort(context, error)
-        frontend = self._frontend
-        longest = frontend.max_model_len
-        models = [Model(name=name, max_model_len=longest) for name in frontend.served.every]
+        entrance = self._entrance
+        models = [
+            Model(name=name, max_model_len=entrance.of(name).max_model_len)
+            for name in entrance.names
+        ]
         return ListModelsResponse(models=models)
 
-    async def _prepare(self, request: GenerateRequest, caller: Caller) -> Choice:
-        chat = self._frontend.tokenizer.chat
-        limits = self._frontend.limits
-        families = (chat.tool_family, chat.reasoning_family)
-        if request.WhichOneof("prompt") == "tokens":
-            # Before the ids become Python objects: a message holds up to 30 million of them.
-            check_room("tokens", len(request.tokens.token_ids), self._frontend.max_model_len)
-        call = call_from_proto(request, limits.max_stop, *families)
-        delivered: Delivered | None = None
-        if request.HasField("resume"):
-            point = request.resume
-            check_room("resume.token_ids", len(point.token_ids), self._frontend.max_model_len)
-            behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
-            # A client's claim is not proof of payment: the prompt is charged again.
-            checkpoints = (point.model_fingerprint,)
-            delivered = Delivered(point.seed, point.prompt_sum, False, checkpoints, (behind,))
-        (choice,) = await self._frontend.prepare(call, caller, delivered)
-        return choice
 
-    async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
-        tokenizer = self._frontend.tokenizer
-        sink = _ResponseSink(choice, tokenizer, request_id)
-        if choice.behind is not None:
-            text = delivered_text(tokenizer, choice, choice.behind.token_ids)
-            sink.resume(choice.behind, text)
-        work = self._frontend.run([choice], [sink])
-        async with aclosing(pulled(work, sink.responses)) as responses:
-            async for response in responses:
-                yield response
+async def _prepare(frontend: Frontend, request: GenerateRequest, caller: Caller) -> Choice:
+    chat = frontend.tokenizer.chat
+    limits = frontend.limits
+    families = (chat.tool_family, chat.reasoning_family)
+    if request.WhichOneof("prompt") == "tokens":
+        # Before the ids become Python objects: a message holds up to 30 million of them.
+        check_room("tokens", len(request.tokens.token_ids), frontend.max_model_len)
+    call = call_from_proto(request, limits.max_stop, *families)
+    delivered: Delivered | None = None
+    if request.HasField("resume"):
+        point = request.resume
+        check_room("resume.token_ids", len(point.token_ids), frontend.max_model_len)
+        behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
+        # A client's claim is not proof of payment: the prompt is charged again.
+        checkpoints = (point.model_fingerprint,)
+        delivered = Delivered(point.seed, point.prompt_sum, False, checkpoints, (behind,))
+    (choice,) = await frontend.prepare(call, caller, delivered)
+    return choice
+
+
+async def _responses(
+    frontend: Frontend, choice: Choice, request_id: str
+) -> AsyncIterator[GenerateResponse]:
+    tokenizer = frontend.tokenizer
+    sink = _ResponseSink(choice, tokenizer, request_id)
+    if choice.behind is not None:
+        text = delivered_text(tokenizer, choice, choice.behind.token_ids)
+        sink.resume(choice.behind, text)
+    work = frontend.run([choice], [sink])
+    async with aclosing(pulled(work, sink.responses)) as responses:
+        async for response in responses:
+            yield response
 
 
 def _caller(

@@ -20,7 +20,6 @@ from kvmesh.telemetry.exposition import exposition
 from services.gateway.api.answers import Whole, dumps
 from services.gateway.api.anthropic_api import MESSAGES_UNSUPPORTED, CountBody, as_counted_chat
 from services.gateway.api.anthropic_output import MESSAGES
-from services.gateway.api.model_checks import check_model
 from services.gateway.api.openai import ApiCall, chat_call
 from services.gateway.api.responses_output import RESPONSES
 from services.gateway.api.schema import BodyT, ChatBody, parse_body
@@ -34,6 +33,7 @@ from services.gateway.api.token_routes import (
     tokenizer_info,
 )
 from services.gateway.config import HttpConfig
+from services.gateway.entrance import Entrance, model_of
 from services.gateway.errors import (
     ErrorAnswer,
     answer_for,
@@ -70,7 +70,7 @@ class HttpFront:
     """The HTTP side of the gateway.
 
     Args:
-        created: when the model was loaded, in seconds since the epoch.
+        created: when the models were loaded, in seconds since the epoch.
 
     Attributes:
         calls: answers completions; `DirectHttp` uses it too.
@@ -78,12 +78,12 @@ class HttpFront:
 
     def __init__(
         self,
-        frontend: Frontend,
+        entrance: Entrance,
         config: HttpConfig,
         created: int,
     ) -> None:
-        self._frontend = frontend
-        self.calls = Calls(frontend)
+        self._entrance = entrance
+        self.calls = Calls(entrance)
         self._config = config
         self._created = created
 
@@ -115,7 +115,7 @@ class HttpFront:
 
     def is_draining(self) -> bool:
         """Whether connections close after their next answer."""
-        return self._frontend.is_draining
+        return self._entrance.is_draining
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         request_id = request.get(_REQUEST_ID, "")
@@ -123,7 +123,7 @@ class HttpFront:
         if request.path.startswith(ANTHROPIC):
             response.headers["request-id"] = request_id
         response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
-        if self._frontend.is_draining:
+        if self._entrance.is_draining:
             response.headers["Connection"] = "close"
             response.force_close()
 
@@ -150,9 +150,11 @@ class HttpFront:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
-        async with self._frontend.admit(_authorization(request)):
-            body = parse_body(CountBody, await self._json(request), MESSAGES_UNSUPPORTED)
-            count = await count_tokens(self._frontend, self._chat_call(as_counted_chat(body)))
+        async with self._entrance.admit(_authorization(request)):
+            content = await self._json(request)
+            frontend = self._entrance.of(model_of(content))
+            body = parse_body(CountBody, content, MESSAGES_UNSUPPORTED)
+            count = await count_tokens(frontend, _chat_call(frontend, as_counted_chat(body)))
             return web.json_response({"input_tokens": count})
 
     async def _single(self, request: web.Request, form: Form[BodyT]) -> web.StreamResponse:
@@ -162,11 +164,13 @@ class HttpFront:
                 "events have no id; send the request without it for a new answer",
                 HEADER,
             )
-        async with self._frontend.admit(_authorization(request)) as ticket:
+        async with self._entrance.admit(_authorization(request)) as ticket:
             raw, arrived_at = await self._raw(request), _arrived_at(request)
-            await self._frontend.turn(arrived_at, ttft_ms_of(request.headers))
-            body = parse_body(form.body, parse_json(raw), form.unsupported)
-            call = self._chat_call(form.as_chat(body))
+            await self._entrance.turn(arrived_at, ttft_ms_of(request.headers))
+            content = parse_json(raw)
+            frontend = self._entrance.of(model_of(content))
+            body = parse_body(form.body, content, form.unsupported)
+            call = _chat_call(frontend, form.as_chat(body))
             call = replace(
                 call, prompt_field=form.prompt_field, max_tokens_field=form.max_tokens_field
             )
@@ -174,55 +178,53 @@ class HttpFront:
                 request[_REQUEST_ID] = clean_request_id(call.request_id)
             request_id = request[_REQUEST_ID]
             caller = caller_of(request.headers, arrived_at, request_id, ticket)
-            choices = await self._frontend.prepare(call, caller)
-            answer = SingleAnswer(self._frontend, form, body, choices, request_id)
+            choices = await frontend.prepare(call, caller)
+            answer = SingleAnswer(frontend, form, body, choices, request_id)
             if not call.stream:
                 return _answered(await answer.whole())
             async with contextlib.aclosing(_AiohttpExchange(request, self._config)) as exchange:
                 await answer.stream(exchange)
             return exchange.response
 
-    def _chat_call(self, body: ChatBody) -> ApiCall:
-        tokenizer = self._frontend.tokenizer
-        families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
-        defaults = tokenizer.sampling_defaults
-        return chat_call(body, self._frontend.limits, defaults, *families)
-
     # --- tokens and models ---
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
-        async with self._frontend.admit(_authorization(request)):
-            body = parse_body(TokenizeBody, await self._json(request), {})
-            return web.json_response(text=await tokenize(self._frontend, body))
+        async with self._entrance.admit(_authorization(request)):
+            content = await self._json(request)
+            frontend = self._entrance.of(model_of(content))
+            body = parse_body(TokenizeBody, content, {})
+            return web.json_response(text=await tokenize(frontend, body))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        async with self._frontend.admit(_authorization(request)):
-            body = parse_body(DetokenizeBody, await self._json(request), {})
-            return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
+        async with self._entrance.admit(_authorization(request)):
+            content = await self._json(request)
+            frontend = self._entrance.of(model_of(content))
+            body = parse_body(DetokenizeBody, content, {})
+            return web.json_response(await detokenize(frontend, body), dumps=dumps)
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """GET /tokenizer_info."""
-        self._frontend.check_key(_authorization(request))
-        return web.json_response(tokenizer_info(self._frontend), dumps=dumps)
+        """GET /tokenizer_info, with `?model=NAME` of that model."""
+        self._entrance.check_key(_authorization(request))
+        frontend = self._entrance.of(request.query.get("model", ""))
+        return web.json_response(tokenizer_info(frontend), dumps=dumps)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        self._frontend.check_key(_authorization(request))
-        data = [self._model_card(name) for name in self._frontend.served.every]
+        self._entrance.check_key(_authorization(request))
+        data = [self._model_card(name) for name in self._entrance.names]
         return web.json_response({"object": "list", "data": data}, dumps=dumps)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}."""
-        self._frontend.check_key(_authorization(request))
-        name = request.match_info["model"]
-        check_model(name, self._frontend.served)
-        return web.json_response(self._model_card(name), dumps=dumps)
+        self._entrance.check_key(_authorization(request))
+        card = self._model_card(request.match_info["model"])
+        return web.json_response(card, dumps=dumps)
 
     def _model_card(self, name: str) -> dict[str, Any]:
-        frontend = self._frontend
-        is_adapter = bool(check_model(name, frontend.served))
+        frontend = self._entrance.of(name)
+        is_adapter = bool(frontend.served.adapter(name))
         return {
             "id": name,
             "object": "model",
@@ -244,15 +246,19 @@ class HttpFront:
         return web.json_response({"status": "ok"})
 
     async def ready(self, _request: web.Request) -> web.StreamResponse:
-        """GET /ready: requests can be served now."""
-        reason = self._frontend.not_ready
-        if not reason:
-            slower = self._frontend.missing_native
-            return web.json_response(
-                {"status": "ready", **({"missing_native": slower} if slower else {})}
-            )
-        body = error_body(reason, "not_ready")
-        return web.json_response({"status": "not ready", **body}, status=503)
+        """GET /ready: requests can be served now, of one model at least; others are named."""
+        entrance = self._entrance
+        if entrance.is_draining:
+            reason, failed = "draining", {}
+        else:
+            failed = entrance.not_ready
+            reason = "; ".join(failed.values()) if len(failed) == len(entrance.frontends) else ""
+        if reason:
+            body = error_body(reason, "not_ready")
+            return web.json_response({"status": "not ready", **body}, status=503)
+        notes = {"missing_native": entrance.missing_native, "not_ready": failed}
+        told = {name: note for name, note in notes.items() if note}
+        return web.json_response({"status": "ready", **told})
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """GET /metrics, in Prometheus' text format; without tenants' names unless configured."""
@@ -355,6 +361,12 @@ class _AiohttpExchange:
             while (data := await self._events.get()) is not None:
                 await self.response.write(data)
             await self.response.write_eof()
+
+
+def _chat_call(frontend: Frontend, body: ChatBody) -> ApiCall:
+    tokenizer = frontend.tokenizer
+    families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
+    return chat_call(body, frontend.limits, tokenizer.sampling_defaults, *families)
 
 
 def _answered(whole: Whole) -> web.Response:

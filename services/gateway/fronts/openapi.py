@@ -27,7 +27,7 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
 """POST routes: their bodies and what they do."""
 
 PLAIN: dict[str, str] = {
-    "/v1/models": "The model that is served.",
+    "/v1/models": "The models that are served.",
     "/tokenizer_info": "Special tokens, chat template and settings of the tokenizer.",
     "/health": "The process lives.",
     "/ready": "Whether requests can be served now.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +28,7 @@ class Caller:
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         tpot_ms: longest mean time per token; 0 takes the default.
         traceparent: the caller's trace context.
-        ticket: from `Frontend.admit`; what the call uses is charged to its tenant.
+        ticket: from `Entrance.admit`; what the call uses is charged to its tenant.
     """
 
     arrived_at: float
@@ -117,7 +116,7 @@ def prompt_sum(choices: Sequence[Choice]) -> int:
     for choice in choices:
         if choice.prompt_index != last:
             last = choice.prompt_index
-            found = crc32(array("I", choice.request.prompt_ids), found)
+            found = crc32(choice.request.packed_prompt, found)
     return found
 
 

@@ -45,41 +45,48 @@ class Place:
     Attributes:
         num_tokens: that the client has after this event.
         waiting: the last ones of them, which the journal may not hold yet.
+        tail: what ids say of these and of cached tokens.
         cached: tokens of its prompt, if the journal may not hold that yet.
         is_opened: some event was sent.
-        text: the place as ids have it.
+        is_complete: the last event was sent.
     """
 
-    __slots__ = ("_tail", "cached", "is_opened", "num_tokens", "text", "waiting")
+    __slots__ = ("cached", "is_complete", "is_opened", "num_tokens", "tail", "waiting")
 
     def __init__(self, num_tokens: int = 0, waiting: Sequence[int] = ()) -> None:
         self.num_tokens = num_tokens
         self.waiting = list(waiting)
         self.cached: int | None = None
         self.is_opened = num_tokens > 0
-        self.text = self._tail = ""
+        self.is_complete = False
+        self.tail = ""
         self._note_tail()
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """The next event has these tokens, too; every token of a stream passes here."""
+    @property
+    def text(self) -> str:
+        """The place as ids have it."""
+        if not self.is_opened:
+            return ""
+        return f"{self.num_tokens}{self.tail}{'!' if self.is_complete else ''}"
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The next event has these tokens, too; the place after it. All tokens pass here."""
         self.num_tokens = count = self.num_tokens + len(token_ids)
         self.waiting += token_ids
-        tail = self._tail
+        tail = self.tail
         for token_id in token_ids:
             tail = f"{tail}.{token_id:x}"
-        self._tail = tail
-        self.text = f"{count}{tail}"
+        self.tail = tail
         self.is_opened = True
+        return f"{count}{tail}"
 
     def open(self) -> None:
         """An event is sent."""
         self.is_opened = True
-        self._write()
 
     def complete(self) -> None:
         """The last event is sent."""
-        self.open()
-        self.text += "!"
+        self.is_opened = self.is_complete = True
 
     def has_cached(self, num_tokens: int) -> None:
         """So many of the prompt's tokens were cached; before there are any tokens."""
@@ -94,12 +101,7 @@ class Place:
 
     def _note_tail(self) -> None:
         cached = "" if self.cached is None else f"~{self.cached}"
-        self._tail = cached + "".join([f".{token_id:x}" for token_id in self.waiting])
-        self._write()
-
-    def _write(self) -> None:
-        end = "!" if self.text.endswith("!") else ""
-        self.text = f"{self.num_tokens}{self._tail}{end}" if self.is_opened else ""
+        self.tail = cached + "".join([f".{token_id:x}" for token_id in self.waiting])
 
 
 def id_line(name: str, places: Sequence[Place], *, is_over: bool = False) -> str:

@@ -1,9 +1,10 @@
 """What another gateway needs to go on with a stream: its request, and its tokens so far.
 
 Nothing waits for it: an id names what is not written yet itself (`event_ids`), as long as that is
-the start as well (`stream_head`). What all streams have to be written goes out together, every
-`FLUSH_S`. A stream that goes on is written under a new key, and has ids of the old one until then:
-two gateways never write to one.
+the start as well (`stream_head`). So a stream is written when it began, when `MAX_WAITING` tokens
+wait, and when it ended; what there is of all streams goes out together, every `FLUSH_S`. A stream
+that goes on is written under a new key, and has ids of the old one until then: two gateways never
+write to one.
 Tests: tests/integration/test_gateway_resume.py, tests/unit/gateway/request/test_journal.py.
 """
 
@@ -26,7 +27,7 @@ from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.choice import Behind, Caller, Choice, Delivered
-from services.gateway.request.event_ids import MAX_CHOICES, MAX_TAIL, GivenId, Place, id_line
+from services.gateway.request.event_ids import MAX_CHOICES, GivenId, Place, id_line
 from services.gateway.request.stream_head import (
     Head,
     head_bytes,
@@ -39,7 +40,10 @@ from services.gateway.tenants.admission import Ticket
 log = event_logger(__name__)
 
 FLUSH_S = 0.1
-"""Tokens are written at most this late, while Redis answers."""
+"""What is to be written is, at most this late, while Redis answers."""
+MAX_WAITING = 16
+"""A stream is written when its ids name so many tokens: each costs all events until then 5 bytes,
+and each write the gateway as much as 10 tokens do."""
 PROBE_S = 1.0
 """After a failure Redis is left alone for this long."""
 
@@ -153,8 +157,10 @@ class Entry:
         name: as ids have it.
         written: the head that the journal has.
         is_kept: another gateway can go on with it.
+        is_alone: it has one choice.
         num_bytes: that it takes in the journal; 0 before it is begun there.
-        is_dirty: there is something to be written.
+        room: for so many more tokens in its ids; with none left it is to be written.
+        is_dirty: it is going to be written.
         until: then it is forgotten; 0 as long as it grows.
     """
 
@@ -167,11 +173,14 @@ class Entry:
     name: str = ""
     written: Head | None = None
     is_kept: bool = True
+    is_alone: bool = False
     num_bytes: int = 0
+    room: int = 0
     is_dirty: bool = False
     until: float = 0.0
 
     def __post_init__(self) -> None:
+        self.is_alone = len(self.places) == 1
         self.rename()
 
     def rename(self) -> None:
@@ -190,6 +199,7 @@ class Entry:
         if checkpoints[choice] != checkpoint:
             checkpoints[choice] = checkpoint
             self.head = changed(self.head, checkpoints=tuple(checkpoints))
+            self.room = 0
             self.rename()
 
     def id_line(self, *, is_over: bool = False) -> str:
@@ -199,11 +209,12 @@ class Entry:
     def after(self, choice: int, token_ids: Sequence[int]) -> str:
         """The next event has these tokens, too: its line. Every token of a stream passes here."""
         place = self.places[choice]
-        place.add(token_ids)
-        if not self.is_dirty:
+        position = place.add(token_ids)
+        self.room = room = self.room - len(token_ids)
+        if room > 0 and self.is_alone:
+            return f"id: {self.name}:{position}\n"  # as nearly all are
+        if room <= 0 and not self.is_dirty:
             self.journal.mark(self)
-        if self.is_kept and len(place.waiting) < MAX_TAIL and len(self.places) == 1:
-            return f"id: {self.name}:{place.text}\n"  # as nearly all are
         return self.id_line()
 
     def close(self) -> None:
@@ -218,12 +229,22 @@ class _Sent(NamedTuple):
         head: that the journal has then.
         counts: tokens of its choices.
         numbers: of its lines that tell whether it is there.
+        is_over: its end as well.
     """
 
     entry: Entry
     head: Head
     counts: list[tuple[Place, int]]
     numbers: range
+    is_over: bool
+
+
+class _Ended(NamedTuple):
+    """A stream that the journal has to its end: all that is left of its entry."""
+
+    key: str
+    until: float
+    num_bytes: int
 
 
 class Journal:
@@ -256,7 +277,7 @@ class Journal:
         self._num_bytes = self._num_told = 0
         self._dirty: list[Entry] = []
         self._drops: list[Line] = []
-        self._closed: deque[Entry] = deque()
+        self._ended: deque[_Ended] = deque()
         self._tidying: asyncio.TimerHandle | None = None
         self._has_more = asyncio.Event()
         self._down_until = 0.0
@@ -293,9 +314,6 @@ class Journal:
         if entry.until:
             return
         entry.until = self._loop.time() + self._keep_s
-        self._closed.append(entry)
-        if self._tidying is None:
-            self._tidying = self._loop.call_at(entry.until, self._tidy)
         if entry.num_bytes and not entry.is_dirty:
             self.mark(entry)
 
@@ -330,7 +348,9 @@ class Journal:
         sent: list[_Sent] = []
         for entry in dirty:
             entry.is_dirty = False
-            if entry.is_kept and self._fits(entry):
+            if not entry.is_kept or self._is_late(entry):
+                self._forget(entry)
+            elif self._fits(entry):
                 sent.append(self._take(entry, lines))
         drops, self._drops = self._drops, []
         told = await self._write([*lines, *drops]) if lines or drops else []
@@ -341,16 +361,30 @@ class Journal:
                 self._done(each, told)
         self._tell_bytes()
 
+    def _is_late(self, entry: Entry) -> bool:
+        """Whether nobody needs a stream any more that could not be written until now."""
+        return 0 < entry.until <= self._loop.time()
+
+    def _forget(self, entry: Entry) -> None:
+        """Nobody can go on with it; its room is free when it grows no more."""
+        entry.is_kept = False
+        if entry.until:
+            self._num_bytes -= entry.num_bytes
+            entry.num_bytes = 0
+
     def _fits(self, entry: Entry) -> bool:
-        """Whether there is room for a stream; if not, it is asked again."""
+        """Whether there is room for a stream; if not, it is asked again, unless it is over."""
         if entry.num_bytes:
             return True
         num_bytes = len(entry.head.body) + HEAD_BYTES + 4 * sum(map(len, entry.behind))
-        if self._make_room(num_bytes) and entry.is_kept:
+        if self._make_room(num_bytes):
             entry.num_bytes = num_bytes
             self._num_bytes += num_bytes
             return True
-        self._again(entry)
+        if entry.until:
+            self._forget(entry)
+        else:
+            self._again(entry)
         return False
 
     def _take(self, entry: Entry, lines: list[Line]) -> _Sent:
@@ -376,7 +410,7 @@ class Journal:
         numbers = range(begin, len(lines))
         if entry.until:
             lines.append(Line("end", key, life_s=self._keep_s))
-        return _Sent(entry, head, counts, numbers)
+        return _Sent(entry, head, counts, numbers, bool(entry.until))
 
     def _done(self, sent: _Sent, told: Sequence[bool]) -> None:
         entry = sent.entry
@@ -385,10 +419,20 @@ class Journal:
             place.kept(count)
             entry.num_bytes += 4 * count
             self._num_bytes += 4 * count
+        num_waiting = sum([len(place.waiting) for place in entry.places])
+        entry.room = MAX_WAITING - num_waiting if entry.is_kept else 0
         if entry.written is not sent.head:
             entry.written = sent.head
             entry.behind.clear()
             entry.rename()
+        if not sent.is_over:
+            return
+        if not entry.is_kept:
+            self._forget(entry)
+            return
+        self._ended.append(_Ended(entry.key, entry.until, entry.num_bytes))
+        if self._tidying is None:
+            self._tidying = self._loop.call_at(entry.until, self._tidy)
 
     def _again(self, entry: Entry) -> None:
         """Nobody knows whether it was written; a second time does no harm."""
@@ -415,7 +459,7 @@ class Journal:
         """Forgets streams whose time is over."""
         self._make_room(0)
         self._tell_bytes()
-        first = self._closed[0] if self._closed else None
+        first = self._ended[0] if self._ended else None
         self._tidying = self._loop.call_at(first.until, self._tidy) if first is not None else None
 
     def _tell_bytes(self) -> None:
@@ -424,11 +468,10 @@ class Journal:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Whether so much more fits, if need be without the streams that ended first."""
-        now, closed = self._loop.time(), self._closed
-        while closed and (closed[0].until <= now or self._num_bytes + num_bytes > self._max_bytes):
-            entry = closed.popleft()
-            entry.is_kept = False
-            self._num_bytes -= entry.num_bytes
-            if entry.num_bytes and entry.until > now:
-                self._drops.append(Line("drop", entry.key))
+        now, ended = self._loop.time(), self._ended
+        while ended and (ended[0].until <= now or self._num_bytes + num_bytes > self._max_bytes):
+            stream = ended.popleft()
+            self._num_bytes -= stream.num_bytes
+            if stream.until > now:
+                self._drops.append(Line("drop", stream.key))
         return self._num_bytes + num_bytes <= self._max_bytes

@@ -65,9 +65,9 @@ class Ledger:
             request = changed(request, traceparent=traceparent)
         self.request = request
         self.cached_tokens: int | None = None
-        self._record = RequestRecord(mesh.metrics, request, mesh.log, ticket, now)
+        self._record = RequestRecord(mesh.of_model, request, mesh.log, ticket, now)
         self._trace = mesh.log.trace(request.request_id)
-        self._phases = Phases(mesh.metrics, now)
+        self._phases = Phases(mesh.of_model, now)
         self._spans: dict[str, Span] = {}
         self._is_searching = False
         self._connected: WorkerId | None = None
@@ -121,7 +121,7 @@ class Ledger:
         mesh, prefill = self._mesh, taken.prefill_worker
         self._end_search(now, placed=True)
         self._end_span("gateway.offer", worker=prefill)
-        mesh.metrics.prefill_offers.observe(num_offers)
+        mesh.of_model.prefill_offers.observe(num_offers)
         mesh.connections.accepted(prefill)
         self._connected = prefill
         self._taken_at = now

@@ -13,7 +13,7 @@ from kvmesh.core.values import quick
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import GatewayMetrics, ModelMetrics
 from services.gateway.request.doorstep import Doorstep
 from services.gateway.request.lanes import Lanes
 from services.gateway.request.routing import Router
@@ -27,6 +27,7 @@ class GenerationRequest:
 
     Attributes:
         request_id: unique among all requests in the mesh.
+        packed_prompt: the prompt's token ids as hashes take them.
         arrived_at: when it came to this machine, in seconds on the loop's clock.
         ttft_s: longest wait until a worker takes it, in seconds.
         tpot_s: longest mean time per token that its client accepts; infinite for none.
@@ -41,6 +42,7 @@ class GenerationRequest:
     request_id: RequestId
     model: str
     prompt_ids: tuple[int, ...]
+    packed_prompt: bytes
     sampling: SamplingParams
     arrived_at: float
     ttft_s: float
@@ -77,11 +79,18 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The parts of the gateway that all requests share."""
+    """The parts of the gateway that all requests of a model share.
+
+    Attributes:
+        router: to the model's workers; it and `of_model` are the model's own, all else is shared
+            with the other models.
+        of_model: metrics of its requests.
+    """
 
     router: Router
     sessions: WorkerSessions
     metrics: GatewayMetrics
+    of_model: ModelMetrics
     limits: LimitsConfig
     rng: random.Random
     lanes: Lanes = field(default_factory=Lanes)

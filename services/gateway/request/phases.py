@@ -5,7 +5,7 @@ Tests: tests/integration/test_gateway_http.py.
 
 from __future__ import annotations
 
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import ModelMetrics
 
 
 class Phases:
@@ -15,7 +15,7 @@ class Phases:
         now: when the request arrived; all times are seconds on the loop's clock.
     """
 
-    def __init__(self, metrics: GatewayMetrics, now: float) -> None:
+    def __init__(self, metrics: ModelMetrics, now: float) -> None:
         self._metrics = metrics
         self._arrived_at = now
         self._accepted_at: float | None = None

@@ -13,7 +13,7 @@ from kvmesh.core.types import FINISH_WORDS, FinishReason
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span
 from services.gateway.errors import StageRefusedError
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import ModelMetrics
 from services.gateway.request.mesh import GenerationRequest
 from services.gateway.tenants.admission import Ticket
 
@@ -33,7 +33,7 @@ class RequestRecord:
 
     def __init__(
         self,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         request: GenerationRequest,
         shown: RequestLog,
         ticket: Ticket | None,

@@ -24,7 +24,7 @@ from kvmesh.core.types import (
     SequenceSpec,
     WorkerId,
 )
-from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.kv.hashing import packed_hashes, packed_tokens, root_hash
 from kvmesh.policy.connections import BY_CONNECTIONS
 from kvmesh.policy.fair_share import Claim
 from kvmesh.policy.forwarding import (
@@ -216,8 +216,10 @@ class Search:
     def _hashes(self, block_size: int) -> tuple[BlockHash, ...]:
         """Hashes of the sequence's full blocks; all queries of one search share them."""
         if self._block_hashes is None:
-            hashes = chain_hashes(self.sequence.root_hash, self._token_ids, block_size)
-            self._block_hashes = tuple(hashes)
+            packed, prompt = self._request.packed_prompt, self._request.prompt_ids
+            if len(self._token_ids) > len(prompt):
+                packed += packed_tokens(self._token_ids[len(prompt) :])
+            self._block_hashes = tuple(packed_hashes(self.sequence.root_hash, packed, block_size))
         return self._block_hashes
 
     def _query(self, remaining_s: float, block_size: int) -> RouteQuery:

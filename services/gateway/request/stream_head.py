@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import json
+import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -52,8 +53,9 @@ class Head:
 
 
 _FIELDS = tuple(field.name for field in fields(Head) if field.name != "body")
-_START = {"kind": str, "request_id": str, "created": int, "seed": int, "prompt_sum": int}
-_SEEDS, _SECONDS = 1 << 64, 1 << 40
+_START = struct.Struct("<QQIII")
+"""Seed, seconds, and sums of the prompt, the owner and the body; then words with NULs between."""
+_SECONDS = 1 << 40
 
 
 def head_bytes(head: Head) -> bytes:
@@ -77,9 +79,10 @@ def start_text(head: Head) -> str:
     """A head without what the client sends again: its request and who it is; these by a sum."""
     checkpoints = head.checkpoints
     told = checkpoints[:1] if len(set(checkpoints)) == 1 else checkpoints
-    sums = (crc32(head.owner.encode()), crc32(head.body))
-    start = (*(getattr(head, name) for name in _START), *sums, *told)
-    return urlsafe_b64encode(json.dumps(start).encode()).decode().rstrip("=")
+    sums = (head.prompt_sum, crc32(head.owner.encode()), crc32(head.body))
+    words = "\0".join((head.kind, head.request_id, *told))
+    start = _START.pack(head.seed, head.created, *sums) + words.encode()
+    return urlsafe_b64encode(start).decode().rstrip("=")
 
 
 def head_of_start(
@@ -94,18 +97,12 @@ def head_of_start(
         InvalidRequestError: it was another request, or that is no start.
     """
     try:
-        found = json.loads(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
-        if not isinstance(found, list) or len(found) < len(_START) + 3:
-            raise ValueError("too short")
-        told, (owner_sum, body_sum, *checkpoints) = found[: len(_START)], found[len(_START) :]
-        if [type(each) for each in told] != list(_START.values()):
-            raise ValueError("other types")
-        if not all(isinstance(each, str) for each in checkpoints):
-            raise ValueError("other types")
-        named = dict(zip(_START, told, strict=True))
-        if not (0 <= named["seed"] < _SEEDS and 0 <= named["created"] < _SECONDS):
-            raise ValueError("out of range")
-    except (ValueError, RecursionError, binascii.Error) as error:
+        start = urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        seed, created, prompt_sum, owner_sum, body_sum = _START.unpack_from(start)
+        kind, request_id, *checkpoints = start[_START.size :].decode().split("\0")
+        if not checkpoints or created >= _SECONDS:
+            raise ValueError("too short, or out of range")
+    except (ValueError, struct.error, binascii.Error) as error:
         raise InvalidRequestError("Last-Event-ID: no id of an event", HEADER) from error
     if owner_sum != crc32(owner.encode()):
         raise GoneError("Last-Event-ID: nothing is kept of this stream")
@@ -113,7 +110,7 @@ def head_of_start(
         raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
     every = _each(checkpoints, num_choices)
     return Head(
-        **named, owner=owner, checkpoints=every, scenario=scenario, placement=placement, body=body
+        kind, owner, request_id, created, seed, prompt_sum, every, scenario, placement, body
     )
 
 

@@ -12,7 +12,7 @@ from services.gateway.tenants.admission import Admission, Ticket
 
 
 class Admitted:
-    """Context manager of one admitted call; see `Frontend.admit`."""
+    """Context manager of one admitted call; see `Entrance.admit`."""
 
     __slots__ = ("_admission", "_authorization", "_keys", "_metrics", "_ticket")
 

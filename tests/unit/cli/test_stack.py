@@ -10,6 +10,7 @@ import pytest
 
 from kvmesh.cli.stack import (
     Member,
+    OtherModel,
     RemoteOptions,
     StackOptions,
     StackPaths,
@@ -73,6 +74,29 @@ def test_members_start_from_below() -> None:
     names = [member.spec.name for member in _plan().members]
     below, workers = ["redis", "kvmanager", "scheduler"], ["prefill-0", "prefill-1", "decode-0"]
     assert names == [*below, *workers, "gateway"]
+
+
+def test_each_model_has_workers_and_the_gateway_has_all_models() -> None:
+    others = (OtherModel(("b", "bee"), Path("/models/b"), "auto", 64),)
+    plan = _plan(replace(OPTIONS, others=others, num_spare=1, lora="x=/x"))
+    models = {
+        member.spec.name: (flags["--engine.model"], flags["--engine.model-name"])
+        for member in plan.members
+        if "--engine.model" in (flags := _flags_if_any(member))
+    }
+    own, other = ("/models/m", "m"), ("/models/b", "b")
+    assert models == {
+        **dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "spare-0"), own),
+        **dict.fromkeys(("prefill-2", "prefill-3", "decode-1"), other),
+    }
+    flags = _flags(_member(plan, "decode-1"))
+    assert (flags["--engine.max-model-len"], flags["--engine.dtype"]) == ("64", "auto")
+    assert flags["--engine.lora"] == ""  # adapters are the first model's
+    assert _flags(_member(plan, "gateway"))["--model.others"] == "b=/models/b,bee=/models/b"
+
+
+def _flags_if_any(member: Member) -> dict[str, str]:
+    return {} if member.spec.name == "redis" else _flags(member)
 
 
 def test_members_stop_from_above() -> None:

@@ -23,14 +23,16 @@ def exposition(metrics: GatewayMetrics) -> str:
 
 
 def test_the_gateway_s_own_metrics_are_understood() -> None:
-    metrics = GatewayMetrics("m")
+    metrics = GatewayMetrics()
+    one, another = metrics.of("m"), metrics.of("n")
     before = gateway_totals(exposition(metrics))
     metrics.requests_open.inc()
-    metrics.ttft_s.observe(0.25)
-    metrics.generation_tokens.inc(40)
+    one.ttft_s.observe(0.25)
+    one.generation_tokens.inc(30)
+    another.generation_tokens.inc(10)
     metrics.refused("busy", "prefill")
     metrics.refused("no_slots", "decode")
-    metrics.finished(FinishReason.STOP)
+    one.finished(FinishReason.STOP)
     rates = gateway_rates(before, gateway_totals(exposition(metrics)), 2.0)
     assert (rates.requests_open, rates.finished_s, rates.tokens_s) == (1, 0.5, 20.0)
     assert (rates.refusals_s, rates.ttft_s) == (1.0, 0.25)

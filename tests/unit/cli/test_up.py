@@ -12,6 +12,7 @@ from kvmesh.cli.stack import RemoteOptions
 from kvmesh.cli.stack_ports import ApiPorts
 from kvmesh.cli.stack_state import CHECKOUT, hold_state
 from kvmesh.cli.up import main, stack_options
+from kvmesh.core.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
     "model": "",
@@ -33,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "threshold": 512,
     "aliases": "",
     "lora": "",
+    "other_models": "",
 }
 PORTS = ApiPorts(8001, 8002)
 
@@ -52,6 +54,21 @@ def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
     assert (options.model, options.model_name) == (tmp_path, tmp_path.name)
     assert options.dtype == "auto"
     assert options.num_threads == 1
+
+
+def test_other_models_share_the_machine(tmp_path: Path) -> None:
+    named = {**DEFAULTS, "aliases": "gpt", "other_models": f"a={tmp_path},b=org/b,c={tmp_path}"}
+    options = stack_options(argparse.Namespace(**named), PORTS, cores=12)
+    assert [(each.names, each.folder) for each in options.others] == [
+        (("a", "c"), tmp_path),
+        (("b",), Path("org/b")),
+    ]
+    assert options.num_workers == 6
+    assert options.num_threads == 2
+    for taken in ("gpt", options.model_name):
+        wrong = {**named, "other_models": f"{taken}={tmp_path}"}
+        with pytest.raises(ConfigError, match=f"first model has the name {taken}"):
+            stack_options(argparse.Namespace(**wrong), PORTS, cores=12)
 
 
 def test_members_never_take_a_port_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def of_worker() -> dict[str, str]:
 
 
 SECTIONS = {
-    "Gateway": lambda: exported(GatewayMetrics("m").collect()),
+    "Gateway": lambda: exported(GatewayMetrics().collect()),
     "Scheduler": lambda: of_module(scheduler_metrics),
     "Kvmanager": lambda: of_module(kvmanager_metrics),
     "Workers": of_worker,

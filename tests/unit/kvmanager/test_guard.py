@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from kvmesh.core.clock import ManualClock
-from kvmesh.core.slots import Publisher
-from kvmesh.core.types import PrefixMatch, WorkerId
+from kvmesh.core.slots import PrefixMatch, Publisher
+from kvmesh.core.types import WorkerId
 from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.v1 import kv_manager_service_pb2 as pb

@@ -17,6 +17,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.composition import COMPOSITIONS, decide_route
 from kvmesh.policy.explain import describe_decision
+from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace
 from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, RoutePolicy
@@ -208,3 +209,92 @@ def test_the_last_token_is_computed_and_what_is_just_too_short_is_not_fetched() 
         assert first.worker_id == "b"
         assert first.fetch is expected or expected is None
         assert (first.source is not None) == (expected is None)
+
+
+def tiered(name: str, **changes: Any) -> WorkerView:
+    """A worker that has measured its tiers: a token is up in a fiftieth, or a fifth, of 1 ms."""
+    view = pending(name, 0, **changes)
+    return dataclasses.replace(
+        view, load=dataclasses.replace(view.load, host_token_s=2e-5, disk_token_s=2e-4)
+    )
+
+
+def below(held: dict[str, tuple[int, int, int]]) -> HeldBlocks:
+    """Of each worker: leading blocks, of these in host memory, and on disk."""
+    matches = HeldBlocks()
+    for name, (blocks, host, disk) in held.items():
+        matches.take(WorkerId(name), blocks, Lower(host, disk))
+    return matches
+
+
+MEASURED = FetchPace(token_s=1e-3, inside_token_s=3e-5)
+
+
+def plan_below(
+    *workers: WorkerView, held: dict[str, tuple[int, int, int]], pace: FetchPace = MEASURED
+) -> RoutePlan:
+    view: FleetView = dataclasses.replace(fleet(*workers), pace=pace)
+    made = plan_route(view, query(LONG), below(held), NOW, random.Random(0), KVMESH)
+    assert isinstance(made, RoutePlan), made
+    return made
+
+
+def test_what_lies_on_disk_costs_what_bringing_it_up_costs() -> None:
+    made = plan_below(
+        tiered("a"), tiered("b"), DECODE, held={"a": (BLOCKS, 0, BLOCKS), "b": (BLOCKS, BLOCKS, 0)}
+    )
+    first = made.prefill[0]
+    assert (first.worker_id, first.fetch, first.source) == ("b", FetchReason.LOAD, None)
+    assert (first.cached_tokens, first.host_tokens, first.disk_tokens) == (LONG, LONG, 0)
+    assert round(first.load_tokens) == LONG / 50
+    assert f"brings up {LONG} of the cached ones" in made.reason
+
+
+def test_a_peer_s_memory_is_read_where_one_s_own_disk_is_slower() -> None:
+    workers = (tiered("a"), pending("b", 900), DECODE)
+    held = {"a": (BLOCKS, 0, BLOCKS), "b": (BLOCKS, 0, 0)}
+    first = plan_below(*workers, held=held).prefill[0]
+    assert (first.worker_id, first.fetch) == ("a", FetchReason.FETCH)
+    assert first.source is not None
+    assert first.source.worker_id == "b"
+    assert first.source.before_load
+    # 5 ms for any fetch and 3e-5 s for each token, against 2e-4 s for each token from disk.
+    assert round(first.load_tokens - first.saved_tokens) == round(5 + (LONG - 16) * 0.03 + 0.48)
+    slow = dataclasses.replace(MEASURED, inside_token_s=1.8e-4)
+    first = plan_below(*workers, held=held, pace=slow).prefill[0]
+    assert (first.worker_id, first.fetch, first.source) == ("a", FetchReason.LOAD, None)
+
+
+def test_whoever_has_it_in_memory_is_read_rather_than_who_has_to_bring_it_up() -> None:
+    held = {"a": (BLOCKS, 0, BLOCKS), "b": (BLOCKS, 0, 0)}
+    for seed in range(8):
+        view: FleetView = dataclasses.replace(
+            fleet(tiered("a", prefill_active=4), pending("b", 9000), pending("c", 0), DECODE),
+            pace=MEASURED,
+        )
+        made = plan_route(view, query(LONG), below(held), NOW, random.Random(seed), KVMESH)
+        assert isinstance(made, RoutePlan), made
+        first = made.prefill[0]
+        assert first.worker_id == "c"
+        assert first.source is not None
+        assert (first.source.worker_id, first.source.before_load) == ("b", False)
+
+
+def test_a_tier_slower_than_computing_counts_as_computing() -> None:
+    slow = dataclasses.replace(
+        tiered("a"), load=dataclasses.replace(tiered("a").load, disk_token_s=1.0)
+    )
+    made = plan_below(slow, tiered("b"), DECODE, held={"a": (BLOCKS, 0, BLOCKS)})
+    costs = {str(each.worker_id): each.load_tokens for each in made.prefill}
+    assert costs["a"] == LONG
+
+
+def test_the_debug_page_shows_what_has_to_come_up() -> None:
+    view = dataclasses.replace(fleet(tiered("a"), DECODE), pace=MEASURED)
+    held = below({"a": (BLOCKS, 100, 20)})
+    decision = decide_route(COMPOSITIONS["kvmesh"], view, query(LONG), held, NOW, OffloadState())
+    facts = describe_decision(view, query(LONG), decision, KVMESH, OffloadState())
+    (shown,) = facts.prefill
+    assert (shown.host_tokens, shown.disk_tokens) == (1600, 320)
+    assert round(shown.load_tokens) == 1600 / 50 + 320 / 5
+    assert shown.score[0] == 1 + shown.load_tokens

@@ -9,6 +9,14 @@ from hypothesis import strategies as st
 
 from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
 from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.kv.block_names import (
+    TELLS_STATES,
+    TELLS_TIERS,
+    in_disk,
+    in_host,
+    saved_state,
+)
+from kvmesh.policy.holders import Lower
 from kvmesh.policy.slot_index import SlotIndex
 
 SPACE = "model"
@@ -27,6 +35,10 @@ def opened(index: SlotIndex, name: str, held: list[int], incarnation: int = 1) -
     index.apply(SlotChange(slot, whose, SlotState.LIVE, stored))
     index.note_life(whose.worker_id, incarnation)
     return slot
+
+
+def told(index: SlotIndex, slot: Slot, *names: BlockHash) -> None:
+    index.apply(SlotChange(slot, stored=b"".join(names)))
 
 
 def run_of(held: set[int], length: int) -> int:
@@ -115,3 +127,56 @@ def test_places_of_swept_slots_are_used_again_and_nothing_is_left() -> None:
     opened(index, "b", [0])
     assert dict(index.match(SPACE, [block(0)])) == {"b": 1}
     assert index.held(SPACE, WorkerId("b")) == {block(0)}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=6),
+    st.integers(1, 30),
+)
+def test_a_match_says_in_which_tiers_its_blocks_are(
+    workers: list[tuple[int, int, int]], length: int
+) -> None:
+    """Each worker holds the beginning in its pool, then blocks in host memory, then on disk."""
+    index = SlotIndex()
+    names = [WorkerId(f"w{number}") for number in range(len(workers))]
+    for name, (pool, host, disk) in zip(names, workers, strict=True):
+        slot = opened(index, name, list(range(pool + host + disk)))
+        told(index, slot, TELLS_TIERS)
+        told(index, slot, *(in_host(block(each)) for each in range(pool, pool + host)))
+        told(index, slot, *(in_disk(block(pool + host + each)) for each in range(disk)))
+    found = index.match(SPACE, [block(number) for number in range(length)])
+    expected = []
+    for pool, host, disk in workers:
+        held, in_memory = min(length, pool + host + disk), min(length, pool + host)
+        expected.append(Lower(in_memory - min(length, pool), held - in_memory))
+    assert found.lower(names) == (expected if found else None)
+
+
+def test_a_fleet_without_tiers_pays_for_no_further_look() -> None:
+    index = SlotIndex()
+    opened(index, "a", list(range(5)))
+    assert index.match(SPACE, [block(number) for number in range(9)]).lower([A]) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.sets(st.integers(1, 12)), st.booleans()), max_size=5),
+    st.integers(1, 12),
+)
+def test_a_match_ends_where_a_state_is_saved(
+    workers: list[tuple[int, set[int], bool]], length: int
+) -> None:
+    index = SlotIndex()
+    expected = {}
+    for number, (held, states, tells) in enumerate(workers):
+        name, kept = f"w{number}", {end for end in states if end <= held}
+        slot = opened(index, name, list(range(held)))
+        if tells:
+            told(index, slot, TELLS_STATES, *(saved_state(block(end - 1)) for end in kept))
+        longest = min(held, length)
+        if tells:
+            longest = max((end for end in kept if end <= longest), default=0)
+        if longest:
+            expected[name] = longest
+    found = index.match(SPACE, [block(number) for number in range(length)])
+    assert dict(found) == expected
+    assert [blocks for blocks, _ in found.longest(9)] == sorted(expected.values(), reverse=True)

@@ -8,6 +8,7 @@ import pytest
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pace import PaceRoom, StepPace
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     BlockHash,
     Candidate,
@@ -15,7 +16,6 @@ from kvmesh.core.types import (
     FinishReason,
     KvLayout,
     Placement,
-    PrefixMatch,
     PrefixSource,
     Refusal,
     RefusalReason,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import REGISTRY
 
-from kvmesh.core.types import BlockHash, PrefixMatch, Role, WorkerId
+from kvmesh.core.slots import PrefixMatch
+from kvmesh.core.types import BlockHash, Role, WorkerId
 from services.scheduler.fleet import Fleet
 from services.scheduler.knowledge import Known, Lookup, PrefixKnowledge
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info

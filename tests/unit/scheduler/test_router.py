@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY
 
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     BlockHash,
-    PrefixMatch,
     Refusal,
     RequestId,
     Role,

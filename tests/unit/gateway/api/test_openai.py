@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
+from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.api.messages import MAX_MESSAGES
 from services.gateway.api.model_checks import (
     ServedNames,
     check_call,
-    check_model,
     check_prompt,
     choice_sampling,
 )
@@ -117,7 +116,9 @@ def test_chat_logprobs(fields: dict[str, Any], num_logprobs: int) -> None:
 def test_priority_is_a_place_in_the_tenants_queue() -> None:
     call = chat(priority=-3)
     assert call.priority == -3
-    request = GenerationRequest(RequestId("r"), "m", (5, 6), SamplingParams(), 0.0, 1.0, rank=-3)
+    request = GenerationRequest(
+        RequestId("r"), "m", (5, 6), b"", SamplingParams(), 0.0, 1.0, rank=-3
+    )
     claim = claim_of(request)
     assert (claim.rank, claim.cost) == (-3, 2)
 
@@ -264,10 +265,8 @@ def test_context_overflow(call: ApiCall, num_prompt_tokens: int, param: str) -> 
 
 def test_model_name() -> None:
     served = ServedNames(("tiny", "gpt-4o"), ["sql", "tiny"])
-    assert [check_model(name, served) for name in ("", "tiny", "gpt-4o")] == ["", "", ""]
-    assert check_model("sql", served) == "sql"
-    with pytest.raises(ModelNotFoundError, match="served: tiny, gpt-4o, sql"):
-        check_model("other", served)
+    assert [served.adapter(name) for name in ("", "tiny", "gpt-4o")] == ["", "", ""]
+    assert served.adapter("sql") == "sql"
 
 
 def test_an_empty_prompt() -> None:
@@ -290,5 +289,5 @@ def test_what_is_wrong_before_its_prompts_are_tokens(changes: dict[str, Any], pa
     body = parse_body(CompletionBody, {"prompt": "a", **changes})
     call = completion_call(body, limits)
     with pytest.raises(InvalidRequestError) as caught:
-        check_call(call, ServedNames(("tiny",)), limits, VOCAB)
+        check_call(call, limits, VOCAB)
     assert caught.value.param == param

@@ -102,7 +102,7 @@ class Tokenizer:
 def _delivery(**fields: Any) -> tuple[Delivery, Kept, Counted, list[int]]:
     fast = make_tokenizer()
     call = ApiCall(Endpoint.CHAT, "m", (TextPrompt("x"),), SamplingParams(), **fields)
-    request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 0.0, 1.0)
+    request = GenerationRequest(RequestId("r"), "m", (1,), b"", SamplingParams(), 0.0, 1.0)
     sink, ledger, tokenizer = Kept(), Counted(), Tokenizer(fast)
     choice = Choice(0, 0, request, call)
     delivery = Delivery(tokenizer, choice, ledger, sink)  # type: ignore[arg-type]

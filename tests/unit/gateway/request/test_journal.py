@@ -15,10 +15,12 @@ from kvmesh.metadata.journal_store import Line
 from kvmesh.metadata.store import StoreUnavailableError
 from services.gateway.api.openai import ApiCall, Endpoint, TextPrompt
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request import journal as journal_module
 from services.gateway.request.choice import Behind, Caller, Choice
 from services.gateway.request.event_ids import GivenId, parse_id
 from services.gateway.request.journal import (
     HEAD_BYTES,
+    MAX_WAITING,
     Entry,
     Journal,
     Kept,
@@ -34,6 +36,12 @@ HEAD = Head(
     "text_completion", "me", "name", 7, 2**64 - 1, 5, ("fp", "fp"), "", "auto", b'{"a":\n1}'
 )
 CALLER = Caller(0.0)
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flush writes all tokens, however few they are."""
+    monkeypatch.setattr(journal_module, "MAX_WAITING", 1)
 
 
 def test_a_stream_is_read_as_it_was_written() -> None:
@@ -88,7 +96,7 @@ class FakeStore:
 
 
 def _journal(store: FakeStore, max_bytes: int = 10_000, timeout_s: float = 5.0) -> Journal:
-    metrics = GatewayMetrics("m")
+    metrics = GatewayMetrics()
     return Journal(
         store, metrics, max_bytes=max_bytes, keep_s=60.0, longest_s=600.0, timeout_s=timeout_s
     )
@@ -96,7 +104,7 @@ def _journal(store: FakeStore, max_bytes: int = 10_000, timeout_s: float = 5.0) 
 
 def _choices(count: int) -> list[Choice]:
     call = ApiCall(Endpoint.COMPLETION, "m", (TextPrompt("x"),), SamplingParams())
-    request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 0.0, 1.0)
+    request = GenerationRequest(RequestId("r"), "m", (1,), b"", SamplingParams(), 0.0, 1.0)
     return [Choice(number, 0, request, call) for number in range(count)]
 
 
@@ -134,6 +142,32 @@ async def test_ids_name_what_is_not_written_yet() -> None:
     assert entry.id_line() == f"id: {entry.key}:2,1\n"
     entry.after(0, [13])
     assert _tokens(entry, kept_of(store.streams[entry.key])) == [(10, 11, 13), (12,)]
+
+
+async def test_few_tokens_wait_in_ids_until_there_are_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_WAITING", MAX_WAITING)
+    journal = _journal(store := FakeStore())
+    entry = await _opened(journal)
+    for count in range(1, MAX_WAITING):
+        entry.after(count % 2, [count])
+        await journal.flush()
+        assert kept_of(store.streams[entry.key]).token_ids == [[], []]
+        assert sum(len(place.tail) for place in _given(entry).places) == count
+    entry.after(0, [7])
+    await journal.flush()
+    assert kept_of(store.streams[entry.key]).token_ids == [
+        [*range(2, 16, 2), 7],
+        [*range(1, 16, 2)],
+    ]
+    assert [place.tail for place in _given(entry).places] == [(), ()]
+    entry.after(0, [8])
+    await journal.flush()
+    assert _given(entry).places[0].tail == (8,)
+    entry.close()
+    await journal.flush()
+    assert kept_of(store.streams[entry.key]).token_ids[0][-1] == 8
 
 
 async def test_until_its_head_is_written_an_id_tells_the_start() -> None:
@@ -250,6 +284,8 @@ async def test_ended_streams_make_room_and_open_ones_do_not() -> None:
     assert _given(third).is_whole, "as long as there is no room"
     second.close()
     second.close()
+    await journal.flush()
+    assert store.lives[second.key] == 60.0
     await journal.flush()
     assert set(store.streams) == {first.key, third.key}
     assert _given(third).start == ""

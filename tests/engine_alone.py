@@ -1,0 +1,59 @@
+"""What one runner generates under our scheduler, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmesh.core.types import SamplingParams, SequenceSpec
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.sequence import Emission
+from kvmesh.engine.sequence import Sequence as Line
+from kvmesh.kv.hashing import root_hash
+from kvmesh.policy.batching import BatchLimits
+
+
+def generated(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    *,
+    max_tokens: int = 512,
+    num_blocks: int = 0,
+    adapters: Sequence[str] = (),
+) -> list[list[int]]:
+    """Tokens after each prompt, all of them at once under our scheduler.
+
+    Args:
+        max_tokens: of one step.
+        num_blocks: that it may use; 0 for all.
+        adapters: of each prompt; empty for none at all.
+    """
+    blocks = num_blocks or runner.kv.num_blocks
+    core = EngineCore(runner.spec, blocks, BatchLimits(max_tokens=max_tokens), growth_tokens=0)
+    found: list[list[int]] = [[] for _ in prompts]
+    waiting = [
+        SequenceSpec(
+            tuple(prompt), len(prompt), sampling, root_hash("", adapter=name), adapter=name
+        )
+        for prompt, name in zip(prompts, adapters or [""] * len(prompts), strict=True)
+    ]
+    admitted = 0
+    while admitted < len(waiting) or core.has_work:
+        while admitted < len(waiting):
+            line = core.admit_decode(waiting[admitted])
+            if not isinstance(line, Line):
+                break
+
+            def take(emission: Emission, tokens: list[int] = found[admitted]) -> None:
+                tokens.append(emission.token_id)
+
+            line.on_emission = take
+            core.run(line)
+            admitted += 1
+        chunks = core.plan_step()
+        runner.forget(core.take_gone())
+        core.finish_step(chunks, runner.execute(chunks))
+    core.check_integrity()
+    assert core.is_idle
+    return found
