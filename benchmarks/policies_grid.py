@@ -216,7 +216,7 @@ def run_cell(entrant: Entrant, load: Load, limits: Limits) -> Outcome:
 
 
 def _mean(found: Sequence[Summary], name: str) -> float:
-    return round(statistics.mean(getattr(each, name) for each in found), 4)
+    return float(round(statistics.mean(getattr(each, name) for each in found), 4))
 
 
 def jobs_of(
