@@ -204,7 +204,7 @@ class Fleet:
         news: list[WorkerInfo] = []
         for name, verdict in verdicts.items():
             member = self._members.get(name)
-            if member is None or member.verdict == verdict:
+            if member is None or member.verdict is verdict or member.verdict == verdict:
                 continue
             is_news = member.verdict.level is not verdict.level
             member.verdict = verdict

@@ -12,14 +12,18 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import hiredis
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import MovedError, NoScriptError, RedisError
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.metadata.redis_library import (
+    MovedError,
+    NoBackoff,
+    NoScriptError,
+    RedisError,
+    Retry,
+    redis,
+)
 from kvmesh.metadata.redis_line import RedisLines, script_name
 from kvmesh.metadata.store import StoreUnavailableError
 

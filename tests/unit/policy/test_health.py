@@ -276,3 +276,29 @@ def test_a_fault_ejects_within_three_seconds(factor: float) -> None:
         assert fleet.now > begins_at or not ejected
     assert ejected == {"d2"}
     assert HANG_FACTOR * 0.05 < HANG_S
+
+
+def test_who_cannot_be_ill_is_judged_as_if_all_were_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over random histories, in which steps hang and gateways lose requests."""
+
+    def history() -> list[dict[WorkerId, Verdict]]:
+        fleet, draw, told = Fleet(num_each=6), random.Random(3), []
+        for _ in range(200):
+            name = draw.choice(list(fleet.infos))
+            fleet.loads[name] = WorkerLoad(
+                step_age_s=draw.choice((0.0, 0.0, 0.5, 2.0)),
+                step_expected_s=draw.choice((0.0, 0.05)),
+                slowdown=draw.choice((0.0, 1.0, 2.9, 3.1, 9.0)),
+                draining=draw.random() < 0.1,
+            )
+            if draw.random() < 0.3:
+                fleet.board.note_lost(WorkerId(draw.choice(list(fleet.infos))), fleet.now)
+            told.append(fleet.judge())
+        return told
+
+    found = history()
+    assert {each.level for told in found for each in told.values()} == set(Health)
+    monkeypatch.setattr("kvmesh.policy.health._Record.is_fine_with", lambda *_: False)
+    assert found == history()
