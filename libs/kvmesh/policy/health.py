@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.health import Health
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.groups import GroupKey
 
@@ -111,6 +112,11 @@ class _Record:
     back_at: float | None = None
     verdict: Verdict = FINE
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something went wrong there in the window."""
+        return bool(self.lost or self.refused or self.damaged)
+
     def is_fine_with(self, load: WorkerLoad) -> bool:
         """Whether nothing can be wrong, whatever the others do: so it is with almost all workers.
 
@@ -119,13 +125,15 @@ class _Record:
         return (
             load.slowdown < SUSPECT_SHARE * SLOW_FACTOR
             and load.step_age_s < SUSPECT_SHARE * HANG_S
-            and not self.lost
+            and not self.has_failed
             and self.ejected_at is None
             and self.back_at is None
         )
 
     def take(self, load: WorkerLoad, now: float) -> None:
         """Takes a report in."""
+        if load is self.last and self.idle_since is not None and not self.has_failed:
+            return  # it has told nothing new, and stood idle before
         for _ in range(min(load.damaged_total - self.last.damaged_total, MIN_DAMAGED)):
             self.damaged.append(now)
         if not _stands_idle(load, self.last):
@@ -159,7 +167,7 @@ class HealthBoard:
 
     def verdicts(
         self, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
-    ) -> dict[WorkerId, Verdict]:
+    ) -> Parts[dict[WorkerId, Verdict]]:
         """What becomes of each worker now.
 
         Args:
@@ -167,8 +175,11 @@ class HealthBoard:
         """
         found: dict[WorkerId, Verdict] = {}
         clusters: set[str] = set()
-        for info, load in workers:
+        for number, (info, load) in enumerate(workers):
+            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+                yield
             record = self._record(info)
+            record.take(load, now)
             if record.is_fine_with(load):
                 found[info.worker_id] = record.verdict = FINE
             else:
@@ -196,7 +207,6 @@ class HealthBoard:
         judged.sort(key=lambda each: self._record(each[0]).ejected_at is None)
         for info, load in judged:
             record = self._record(info)
-            record.take(load, now)
             beside = machines.get(info.control_endpoint.host, [])
             crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
             fault, share = self._fault(record, load, crowd, slowdowns)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.core.health import Health
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.step_watch import StepWatch
 from kvmesh.policy.health import (
@@ -54,7 +55,7 @@ class Fleet:
     def judge(self, after_s: float = 0.5) -> dict[WorkerId, Verdict]:
         self.now += after_s
         told = [(info, self.loads[name]) for name, info in self.infos.items()]
-        return self.board.verdicts(told, self.now)
+        return at_once(self.board.verdicts(told, self.now))
 
     def level(self, name: str, after_s: float = 0.5) -> Health:
         return self.judge(after_s)[WorkerId(name)].level
@@ -292,9 +293,11 @@ def test_who_cannot_be_ill_is_judged_as_if_all_were_compared(
                 step_expected_s=draw.choice((0.0, 0.05)),
                 slowdown=draw.choice((0.0, 1.0, 2.9, 3.1, 9.0)),
                 draining=draw.random() < 0.1,
+                damaged_total=fleet.loads[name].damaged_total + (draw.random() < 0.1),
             )
-            if draw.random() < 0.3:
-                fleet.board.note_lost(WorkerId(draw.choice(list(fleet.infos))), fleet.now)
+            for note in (fleet.board.note_lost, fleet.board.note_refused):
+                if draw.random() < 0.3:
+                    note(WorkerId(draw.choice(list(fleet.infos))), fleet.now)
             told.append(fleet.judge())
         return told
 
