@@ -4,7 +4,8 @@
 # the CPU build, or an index of your own, pass --secret id=pip.conf,src=<file>: its extra-index-url
 # and index-url hold while packages are installed. Build arguments would stay in the image's history,
 # and a URL may hold a password; what is mounted does not.
-# Code is copied after the dependencies are installed, so changing it does not install them again.
+# Code is copied after the dependencies are installed, so changing it does not install them again. It
+# is compiled there: a service cannot write what it compiles, and would do it at each start.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS base
@@ -25,6 +26,7 @@ COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
 COPY services/gateway services/gateway
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 8000 7000
 ENTRYPOINT ["python", "-m", "services.gateway"]
@@ -35,6 +37,7 @@ RUN --mount=type=secret,id=pip.conf \
 COPY libs libs
 COPY services/__init__.py services/__init__.py
 COPY services/scheduler services/scheduler
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000
 ENTRYPOINT ["python", "-m", "services.scheduler"]
@@ -45,6 +48,7 @@ RUN --mount=type=secret,id=pip.conf \
 COPY libs libs
 COPY services/__init__.py services/__init__.py
 COPY services/kvmanager services/kvmanager
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000
 ENTRYPOINT ["python", "-m", "services.kvmanager"]
@@ -75,12 +79,14 @@ ENV TRITON_CACHE_DIR=/tmp/triton
 
 FROM worker AS prefill
 COPY services/prefill services/prefill
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.prefill"]
 
 FROM worker AS decode
 COPY services/decode services/decode
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.decode"]
@@ -107,12 +113,14 @@ ENV TRITON_CACHE_DIR=/tmp/triton VLLM_CACHE_ROOT=/tmp/vllm VLLM_CONFIG_ROOT=/tmp
 
 FROM worker-vllm AS prefill-vllm
 COPY services/prefill services/prefill
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.prefill"]
 
 FROM worker-vllm AS decode-vllm
 COPY services/decode services/decode
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.decode"]

@@ -250,6 +250,10 @@ bench-queries: setup ## queries that travel to a prefix against fetching or comp
 bench-first-start: setup ## first starts in fresh clones, on all cores and on a crowded one, and interrupted; writes bench/results/first_start.*
 	$(PY) -m benchmarks.first_start $(ARGS)
 
+.PHONY: bench-footprint
+bench-footprint: setup ## the control plane before anybody asks: start, memory, processor at rest; writes bench/results/footprint.*
+	$(PY) -m benchmarks.footprint $(ARGS)
+
 bench-summary: setup ## what all benchmarks measured last: writes bench/results/README.md and the tables of other pages
 	$(PY) -m benchmarks.summary
 

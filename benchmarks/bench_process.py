@@ -70,14 +70,23 @@ class Process:
                 total_ns += int((task / "schedstat").read_text().split()[0])
         return total_ns / 1e9
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
     async def line(self) -> str:
+        """As `next_line`, while the event loop goes on."""
+        return await asyncio.to_thread(self.next_line)
+
+    def next_line(self) -> str:
         """Its next line of output.
 
         Raises:
             RuntimeError: it ended instead.
         """
         assert self._process.stdout is not None
-        line = await asyncio.to_thread(self._process.stdout.readline)
+        line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.name} ended:\n{self._log_path.read_text()[-2000:]}")
         return line.decode().strip()

@@ -117,6 +117,11 @@ def _phases(result: Result) -> tuple[str, str]:
     )
 
 
+def _at_rest(result: Result) -> tuple[str, str]:
+    slowest = max(each["value"] for each in result["targets"] if each["name"].startswith("start"))
+    return f"{_target(result, 'memory together, pss mib'):.0f} MiB, {slowest:.1f} s", "–"
+
+
 _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     (
         "gateway",
@@ -146,6 +151,7 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
         _brought_up,
     ),
     ("transfer", "KV over TCP, one peer", _link_speed),
+    ("footprint", "control plane at rest: memory together, slowest start", _at_rest),
     ("routing", "one route decision among 1,000 workers, p99", _decision),
     ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from aiohttp import web
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.clock import Clock
@@ -164,28 +164,26 @@ class Pool:
             for order in orders:
                 seats[worker_id].order(pool_types_pb2.PoolOrder.FromString(order))
 
-    async def show(self, _request: web.Request) -> web.StreamResponse:
+    def shown(self, _query: Mapping[str, str]) -> dict[str, Any]:
         """`/debug/segments`: hot prefixes with their holders, reads per worker, the last orders."""
         view = self._planner.view
-        return web.json_response(
-            {
-                "planning": self.planning,
-                "reads_cv": round(reads_cv(view.members), 4),
-                "workers": [
-                    {
-                        "worker_id": member.worker_id,
-                        "cluster": member.cluster,
-                        "role": member.report.role.value,
-                        "read_blocks": round(member.read_blocks, 2),
-                        "room_blocks": member.report.room_blocks,
-                        "leaving": member.report.leaving,
-                    }
-                    for member in view.members
-                ],
-                "segments": view.segments,
-                "orders": list(view.orders),
-            }
-        )
+        return {
+            "planning": self.planning,
+            "reads_cv": round(reads_cv(view.members), 4),
+            "workers": [
+                {
+                    "worker_id": member.worker_id,
+                    "cluster": member.cluster,
+                    "role": member.report.role.value,
+                    "read_blocks": round(member.read_blocks, 2),
+                    "room_blocks": member.report.room_blocks,
+                    "leaving": member.report.leaving,
+                }
+                for member in view.members
+            ],
+            "segments": view.segments,
+            "orders": list(view.orders),
+        }
 
 
 def merge_knowledge(

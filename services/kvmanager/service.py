@@ -215,4 +215,4 @@ async def build(config: KvManagerConfig, context: ServiceContext) -> None:
     context.spawn(servicer.guard.run(), "store-guard")
     context.spawn(sweep_forever(servicer.guard, config.index), "store-sweep")
     context.spawn(servicer.pool.run(), "pool")
-    context.admin.route("GET", "/debug/segments", servicer.pool.show)
+    context.show("/debug/segments", servicer.pool.shown)

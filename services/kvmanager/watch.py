@@ -13,7 +13,7 @@ from kvmesh.rpc.convert_slots import slot_change_to_proto
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.guard import StoreGuard
 
-WAIT_S = 0.25
+WAIT_S = 1.0
 """Longest wait for a change; then the log is asked whether it still knows the position."""
 
 GATHER_S = 0.005

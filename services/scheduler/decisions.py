@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from aiohttp import web
-
 from kvmesh.core.clock import Clock
+from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import RequestId
 from kvmesh.policy.explain import DecisionFacts
 
@@ -88,12 +87,16 @@ class DecisionLog:
             "fleet": fleet[:limit],
         }
 
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        """GET /debug/decisions?limit=N&request=ID."""
-        limit = request.query.get("limit", str(DEFAULT_LIMIT))
+    def shown(self, query: Mapping[str, str]) -> Json:
+        """GET /debug/decisions?limit=N&request=ID.
+
+        Raises:
+            InvalidRequestError: the limit is not a number.
+        """
+        limit = query.get("limit", str(DEFAULT_LIMIT))
         if not (limit.isascii() and limit.isdigit()):
-            raise web.HTTPBadRequest(text=f"limit: {limit!r} is not a number of decisions")
-        return web.json_response(self.as_json(int(limit), request.query.get("request", "")))
+            raise InvalidRequestError(f"limit: {limit!r} is not a number of decisions", "limit")
+        return self.as_json(int(limit), query.get("request", ""))
 
 
 def _plain(facts: DecisionFacts) -> Json:

@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
@@ -204,7 +205,7 @@ class Fleet:
         news: list[WorkerInfo] = []
         for name, verdict in verdicts.items():
             member = self._members.get(name)
-            if member is None or member.verdict == verdict:
+            if member is None or member.verdict is verdict or member.verdict == verdict:
                 continue
             is_news = member.verdict.level is not verdict.level
             member.verdict = verdict
@@ -303,6 +304,12 @@ class Fleet:
     def workers(self) -> tuple[FleetWorker, ...]:
         """All members, for watchers."""
         return tuple(_worker_of(member) for member in self._members.values())
+
+    def workers_in_parts(self, count: int) -> Iterator[list[FleetWorker]]:
+        """The members of this moment, so many at a time, each as it is when its part is taken."""
+        members = iter(tuple(self._members.values()))
+        while part := [_worker_of(member) for member in islice(members, count)]:
+            yield part
 
     def changes_since(self, version: int) -> FleetChanges | None:
         """What is other now than in a version; None if that is too long ago to know."""

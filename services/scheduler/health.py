@@ -9,6 +9,7 @@ import asyncio
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.health import Health
+from kvmesh.core.turns import in_turns
 from kvmesh.core.types import RequestId, RouteQuery, WorkerId
 from kvmesh.policy.health import LOST_WINDOW_S, HealthBoard
 from kvmesh.telemetry.logs import event_logger
@@ -42,7 +43,7 @@ class FleetHealth:
         """Judges all the time, until cancelled."""
         while True:
             await asyncio.sleep(JUDGE_S)
-            self.judge(self._clock.now())
+            await self.judge(self._clock.now())
             self._feed.changed()
 
     def note_query(self, query: RouteQuery, now: float) -> None:
@@ -55,9 +56,9 @@ class FleetHealth:
                 note(worker_id, now)
             self._told[name] = now
 
-    def judge(self, now: float) -> None:
+    async def judge(self, now: float) -> None:
         """Takes stock."""
-        verdicts = self._board.verdicts(self._fleet.reports(), now)
+        verdicts = await in_turns(self._board.verdicts(self._fleet.reports(), now))
         for info in self._fleet.judge(verdicts):
             verdict = verdicts[info.worker_id]
             word = verdict.level.name.lower()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload
@@ -21,7 +22,7 @@ from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.reallocation import choose_giver
-from kvmesh.policy.role_loop import RoleCycle, RoleLoop, read_worker
+from kvmesh.policy.role_loop import RoleCycle, RoleLoop, WorkerReading, read_worker
 from kvmesh.policy.sending import Life, SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
@@ -35,7 +36,7 @@ _USUAL_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RoleWork:
-    """One cycle of one group's role loop, for any thread: nothing else touches the loop.
+    """One cycle of one group's role loop; nothing else touches the loop.
 
     Attributes:
         share: requests that wait, per worker of the side that they wait for.
@@ -46,10 +47,14 @@ class RoleWork:
     members: tuple[FleetWorker, ...]
     share: Waiting
 
-    def cycle(self, now: float) -> RoleCycle:
+    def cycle(self, now: float) -> Parts[RoleCycle]:
         """Decides."""
-        readings = [read_worker(each.info, each.load, self.share) for each in self.members]
-        return self.loop.cycle(readings, now)
+        readings: list[WorkerReading] = []
+        for each in self.members:
+            readings.append(read_worker(each.info, each.load, self.share))
+            if len(readings) % WORKERS_IN_A_TURN == 0:
+                yield
+        return (yield from self.loop.cycle(readings, now))
 
 
 class ModelLoops:
@@ -106,7 +111,7 @@ class ModelLoops:
 
     def observe(
         self, workers: Sequence[FleetWorker], demand: Demand, num_new: int, elapsed_s: float
-    ) -> None:
+    ) -> Parts[None]:
         """Takes the loads of a cycle.
 
         Args:
@@ -114,10 +119,13 @@ class ModelLoops:
             elapsed_s: since the last cycle.
         """
         self._meter.observe(workers, num_new, elapsed_s)
+        yield
         self._paths.observe(workers)
         self._pace = self._paths.pace(self._prompt_token_s())
+        yield
         waiting = self._waiting(workers, demand)
         self._allocation.observe(waiting)
+        yield
         self._groups.observe(self._home(workers), demand, elapsed_s)
 
     def _prompt_token_s(self) -> float | None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker, ModelDetail
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts, in_turns
 from kvmesh.core.types import Role, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
 from kvmesh.policy.composition import Composition
-from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.prefix_source import FetchPace
@@ -171,7 +171,7 @@ class Planner:
         now = self._clock.now()
         elapsed_s = max(now - self._last_cycle, 1e-3)
         self._last_cycle = now
-        models = self._workers_by_model()
+        models = await in_turns(self._workers_by_model())
         ends_window = self._policy.monitor and now >= self._window_ends
         if ends_window:
             self._window_ends = now + self._config.monitor_s
@@ -184,7 +184,8 @@ class Planner:
             self.role_orders.keep(here)
         for model, workers in models.items():
             loops, demand = self._loops(model), self.demand.current(model, now)
-            loops.observe(workers, demand, self.demand.take_new(model), elapsed_s)
+            num_new = self.demand.take_new(model)
+            await in_turns(loops.observe(workers, demand, num_new, elapsed_s))
             if loops.adjust(workers, demand, elapsed_s):
                 threshold = loops.threshold
                 self._decisions.add_fleet(
@@ -225,11 +226,7 @@ class Planner:
         demand = self.demand.current(model, now)
         wanted: set[tuple[WorkerId, Role]] = set()
         for work in loops.role_work(workers, demand):
-            if len(workers) > SMALL_FLEET:
-                # Scores of many workers take longer than a route may wait.
-                cycle = await asyncio.to_thread(work.cycle, now)
-            else:
-                cycle = work.cycle(now)
+            cycle = await in_turns(work.cycle(now))
             group = work.group
             labels = (model, group.cluster, group.scenario)
             metrics.LOAD_SCORE.labels(*labels, "prefill").set(cycle.fleet.prefill)
@@ -265,19 +262,25 @@ class Planner:
         """One step of the slow scale."""
         if not self._policy.reallocate or self._changes is RoleChanges.OFF:
             return
-        for model, workers in self._workers_by_model().items():
+        for model, workers in (await in_turns(self._workers_by_model())).items():
             loops = self._loops(model)
             question = loops.question(workers)
             if question is None:
                 continue
             # In a thread: with many workers the search takes longer than a route may wait.
             found = await asyncio.to_thread(question.answer)
-            self._reallocate(model, loops, found, may_order=may_order)
+            here = (await in_turns(self._workers_by_model())).get(model, [])
+            self._reallocate(model, loops, found, here, may_order=may_order)
 
     def _reallocate(
-        self, model: str, loops: ModelLoops, found: Allocation, *, may_order: bool
+        self,
+        model: str,
+        loops: ModelLoops,
+        found: Allocation,
+        workers: list[FleetWorker],
+        *,
+        may_order: bool,
     ) -> None:
-        workers = self._workers_by_model().get(model, [])
         move, role = found.move, found.move.to_role
         giver, moved = loops.giver(role, workers), False
         if giver is None or role is None:
@@ -290,8 +293,10 @@ class Planner:
             )
         loops.accept(found, workers, moved=moved)
 
-    def _workers_by_model(self) -> dict[str, list[FleetWorker]]:
+    def _workers_by_model(self) -> Parts[dict[str, list[FleetWorker]]]:
         models: dict[str, list[FleetWorker]] = {}
-        for worker in self._fleet.workers():
-            models.setdefault(worker.info.model, []).append(worker)
+        for part in self._fleet.workers_in_parts(WORKERS_IN_A_TURN):
+            for worker in part:
+                models.setdefault(worker.info.model, []).append(worker)
+            yield
         return models

@@ -205,7 +205,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         metrics.INDEX_BLOCKS.set_function(partial(getattr, index, "num_blocks"))
         context.spawn(index.run(), "prefix_feed")
     decisions = DecisionLog(clock, config.routing.decisions)
-    context.admin.route("GET", "/debug/decisions", decisions.serve)
+    context.show("/debug/decisions", decisions.shown)
     store = await _remembered(config, context, fleet, feed, clock)
     planner = Planner(
         fleet,

@@ -30,6 +30,7 @@ from services.scheduler.role_orders import RoleChanges
 log = event_logger(__name__)
 
 LOOK_S = 0.25
+"""Pause between two looks while a place is open or taken by somebody else."""
 
 LATE_FACTOR = 3.0
 LATE_S = 1.0
@@ -97,27 +98,28 @@ class Substitutes:
         """Set by whoever is connected to the workers."""
 
     async def run(self) -> None:
-        """Looks at the fleet whenever somebody comes or goes, until cancelled."""
+        """Looks at the fleet whenever somebody comes, goes or falls ill, until cancelled."""
         while self._changes is not RoleChanges.OFF:
             version = self._fleet.version
-            await self.look()
+            is_open = await self.look()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(LOOK_S if is_open else None):
                     await self._feed.wait_urgent_past(version)
 
-    async def look(self) -> None:
-        """Takes stock once."""
+    async def look(self) -> bool:
+        """Takes stock once; whether a place is open, or taken by somebody else."""
         now = self._clock.now()
         here = {each.info.worker_id: each for each in self._fleet.workers()}
         self._take_losses(here, now)
         if not self._losses:
-            return
+            return False
         # One scheduler gives orders. Another one forgets: it would not know what came of them.
         if not await self._planner.leads():
             self._losses.clear()
-            return
+            return True  # who is ill still is when this scheduler may give orders
         for loss in list(self._losses.values()):
             self._follow(loss, here, now)
+        return True
 
     def _take_losses(self, here: Here, now: float) -> None:
         lost = [(info, False) for info in self._fleet.take_lost()]

@@ -18,6 +18,7 @@ from kvmesh.kv.block_names import (
 )
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_store import APPLY_SLICE_BLOCKS, RedisMetadataStore, apply_slices
+from kvmesh.metadata.scripts import MOST_MATCHED
 from kvmesh.metadata.store import (
     ApplyResult,
     FleetStore,
@@ -93,6 +94,20 @@ async def test_a_match_ends_where_a_state_is_saved(store: MetadataStore) -> None
     assert await lengths(store, blocks(*range(300))) == [("a", 201)]
     assert await lengths(store, blocks(*range(200))) == [("a", 3)]
     assert await lengths(store, blocks(0, 1)) == []
+
+
+async def test_of_many_holders_those_of_the_longest_prefixes_are_told(store: MetadataStore) -> None:
+    for number in range(MOST_MATCHED + 20):
+        slot = (await store.register(publisher(f"w{number}"))).slot
+        length = 300 if number % 20 == 7 else 10
+        await store.apply_events(slot, 1, blocks(*range(length)), b"")
+    found = await store.match(NAMESPACE, blocks(*range(400)))
+    assert len(found) >= MOST_MATCHED
+    longest = [f"w{number}" for number in range(7, MOST_MATCHED + 20, 20)]
+    assert [(m.worker_id, m.num_blocks) for m in found[: len(longest) + 1]] == [
+        *((name, 300) for name in sorted(longest)),
+        (found[len(longest)].worker_id, 10),
+    ]
 
 
 async def test_a_long_prefix_is_followed_across_slices(store: MetadataStore) -> None:

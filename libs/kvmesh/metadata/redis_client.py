@@ -12,14 +12,18 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import hiredis
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import MovedError, NoScriptError, RedisError
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.metadata.redis_library import (
+    MovedError,
+    NoBackoff,
+    NoScriptError,
+    RedisError,
+    Retry,
+    redis,
+)
 from kvmesh.metadata.redis_line import RedisLines, script_name
 from kvmesh.metadata.store import StoreUnavailableError
 
@@ -27,6 +31,10 @@ Argument = bytes | str | int
 
 MAX_CONNECTIONS = 64
 """Callers keep fewer calls than this in flight; one more waits for `timeout_s`."""
+
+
+LONGEST_WAIT_S = 1.0
+"""For an entry of a stream: longer, and nobody would notice soon that Redis lost its memory."""
 
 
 def milliseconds(seconds: float) -> int:
@@ -62,7 +70,7 @@ class _Node:
     """Connections to one server."""
 
     client: redis.Redis
-    pool: redis.ConnectionPool
+    patient: redis.Redis
     lines: RedisLines
 
 
@@ -90,21 +98,29 @@ class RedisClient:
     def _open(self, url: str) -> _Node:
         config, password = self._config, self._password
         try:
-            # No retries here: the caller's breaker decides when to ask again.
-            pool = redis.BlockingConnectionPool.from_url(
-                url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=config.timeout_s,
-                socket_timeout=config.timeout_s,
-                socket_connect_timeout=config.timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-                **({"password": password} if password else {}),
+            client, patient = (
+                self._connections(url, longest_s)
+                for longest_s in (config.timeout_s, config.timeout_s + LONGEST_WAIT_S)
             )
         except ValueError as error:
             raise ConfigError(f"redis.url: {error}") from error
         lines = RedisLines(url, password, config.timeout_s)
-        return _Node(redis.Redis(connection_pool=pool), pool, lines)
+        return _Node(client, patient, lines)
+
+    def _connections(self, url: str, longest_s: float) -> redis.Redis:
+        """Connections on which an answer may take so long."""
+        # No retries here: the caller's breaker decides when to ask again.
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=self._config.timeout_s,
+            socket_timeout=longest_s,
+            socket_connect_timeout=self._config.timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **({"password": self._password} if self._password else {}),
+        )
+        return redis.Redis.from_pool(pool)
 
     async def run(self, script: str, *arguments: Argument) -> Any:
         """Runs a script with the key prefix and `arguments` as ARGV.
@@ -114,7 +130,7 @@ class RedisClient:
         """
         words = [self.prefix, *arguments]
         return await self._call(
-            lambda node: node.register_script(script)(keys=[self.prefix], args=words)
+            lambda node: node.client.register_script(script)(keys=[self.prefix], args=words)
         )
 
     async def ask(self, script: str, *arguments: Argument) -> Any:
@@ -142,25 +158,25 @@ class RedisClient:
         raise StoreUnavailableError(str(reply))
 
     async def wait_for_entry(self, stream: str, after: str, wait_s: float) -> None:
-        """Returns when a stream has an entry after `after`, or later; at the latest after `wait_s`
-        or half the time that a call may take.
+        """Returns when a stream has an entry after `after`, or later; at the latest after `wait_s`,
+        and after `LONGEST_WAIT_S`.
 
         Raises:
             StoreUnavailableError: Redis cannot be reached, or refused.
         """
-        block = milliseconds(min(wait_s, self._config.timeout_s / 2))
+        block = milliseconds(min(wait_s, LONGEST_WAIT_S))
         key = self.prefix + stream
-        await self._call(lambda node: node.xread({key: after}, count=1, block=block))
+        await self._call(lambda node: node.patient.xread({key: after}, count=1, block=block))
 
-    async def _call(self, call: Callable[[redis.Redis], Awaitable[Any]]) -> Any:
+    async def _call(self, call: Callable[[_Node], Awaitable[Any]]) -> Any:
         """Asks the node that has our keys: of a cluster, another one says which that is."""
         node = self._node
         try:
             try:
-                return await call(node.client)
+                return await call(node)
             except MovedError as moved:
                 node = self._go_to(node, moved.host, moved.port)
-                return await call(node.client)
+                return await call(node)
         except NoScriptError as error:
             raise StoreUnavailableError("Redis lost the script while it ran") from error
         except (RedisError, OSError) as error:
@@ -193,5 +209,5 @@ class RedisClient:
         for node in {id(each): each for each in (*self._left, self._first, self._node)}.values():
             node.lines.close()
             await node.client.aclose()
-            await node.pool.aclose()
+            await node.patient.aclose()
         self._left.clear()

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import hiredis
-from redis.asyncio.connection import parse_url
 
+from kvmesh.metadata.redis_library import parse_url
 from kvmesh.metadata.store import StoreUnavailableError
 
 Argument = bytes | str | int

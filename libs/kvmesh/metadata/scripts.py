@@ -3,17 +3,16 @@
 Keys, all under a prefix P, whose braces keep them in one slot of a Redis Cluster, so that a script
 may build them itself:
 
-    P index:<namespace>   hash: block hash -> slots that hold it, sorted and joined
     P held:<slot>         set: block hashes that the slot holds
-                          (in both also the other names of `kv/block_names.py`)
+                          (and the other names of `kv/block_names.py`)
     P slot:<slot>         hash: worker, incarnation, cluster, namespace, sequence, live
     P lease:<slot>        exists, with a TTL, while the slot's lease lasts
     P slots               set: every slot that is not swept yet
     P workers             hash: worker id -> its live slot
     P log                 stream: the last changes of slots, see `_LOG`
 
-Invariant: a hash is in held:<slot> if and only if the slot is in the hash's entry of the index.
-A slot is a fixed number of hex digits (SLOT_WIDTH), so slots can be found by bisection.
+Nothing is kept by hash: schedulers have indexes of their own, which they make of this, and a lookup
+here looks into each worker's set (docs/adr/0039-no-index-in-redis.md).
 Tests: tests/contract/test_metadata_store.py.
 """
 
@@ -21,55 +20,6 @@ from __future__ import annotations
 
 from kvmesh.core.slots import SLOT_WIDTH
 from kvmesh.kv.block_names import DISK_TURN, HOST_TURN, STATE_TURN, TELLS_STATES, TELLS_TIERS
-
-# Slots in an entry are sorted, so that blocks with the same holders have equal strings: comparing
-# those is one pointer comparison in Lua, whatever the number of holders.
-# A call for each block of a prompt would be most of what a batch costs.
-_ENTRIES = f"""
-local W, SLICE = {SLOT_WIDTH}, 128
-local function find(entry, slot)
-  local low, high = 0, #entry / W
-  while low < high do
-    local middle = math.floor((low + high) / 2)
-    if string.sub(entry, middle * W + 1, middle * W + W) < slot then
-      low = middle + 1
-    else
-      high = middle
-    end
-  end
-  return low * W
-end
-local function has(entry, slot)
-  local at = find(entry, slot)
-  return string.sub(entry, at + 1, at + W) == slot
-end
-local function with(entry, slot)
-  if has(entry, slot) then return entry end
-  local at = find(entry, slot)
-  return string.sub(entry, 1, at) .. slot .. string.sub(entry, at + 1)
-end
-local function without(entry, slot)
-  if not has(entry, slot) then return entry end
-  local at = find(entry, slot)
-  return string.sub(entry, 1, at) .. string.sub(entry, at + W + 1)
-end
-local function change_entries(index, hashes, change, slot)
-  for first = 1, #hashes, SLICE do
-    local last = math.min(first + SLICE - 1, #hashes)
-    local entries, kept, gone = redis.call('HMGET', index, unpack(hashes, first, last)), {{}}, {{}}
-    for at, old in ipairs(entries) do
-      local hash, entry = hashes[first + at - 1], change(old or '', slot)
-      if entry == '' then
-        gone[#gone + 1] = hash
-      elseif entry ~= old then
-        kept[#kept + 1], kept[#kept + 2] = hash, entry
-      end
-    end
-    if #kept > 0 then redis.call('HSET', index, unpack(kept)) end
-    if #gone > 0 then redis.call('HDEL', index, unpack(gone)) end
-  end
-end
-"""
 
 LOG_LENGTH = 8192
 """Entries of the log at least; each has at most 256 hashes, 4 KiB."""
@@ -152,29 +102,27 @@ return open(prefix, worker, incarnation, cluster, namespace, '0', lease_ms)
 """ARGV as REGISTER. Returns the slot."""
 
 APPLY = (
-    _ENTRIES
-    + _LOG
+    _LOG
     + _PROMOTE
     + """
 local prefix, slot, lease_ms, live, sequence, final, stored, removed = unpack(ARGV)
 local record, lease = prefix .. 'slot:' .. slot, prefix .. 'lease:' .. slot
 if redis.call('EXISTS', lease) == 0 then return 'unknown' end
-local facts = redis.call('HMGET', record, 'live', 'sequence', 'namespace', 'worker')
+local facts = redis.call('HMGET', record, 'live', 'sequence', 'worker')
 if facts[1] ~= live then return 'unknown' end
 if live == '1' and tonumber(facts[2]) + 1 ~= tonumber(sequence) then return 'gap' end
-local index, held = prefix .. 'index:' .. facts[3], prefix .. 'held:' .. slot
-local function take(joined, command, change)
-  for first = 1, #joined, 16 * SLICE do
+local held = prefix .. 'held:' .. slot
+local function take(joined, command)
+  for first = 1, #joined, 16 * 256 do
     local hashes = {}
-    for at = first, math.min(first + 16 * SLICE, #joined + 1) - 1, 16 do
+    for at = first, math.min(first + 16 * 256, #joined + 1) - 1, 16 do
       hashes[#hashes + 1] = string.sub(joined, at, at + 15)
     end
     redis.call(command, held, unpack(hashes))
-    change_entries(index, hashes, change, slot)
   end
 end
-take(stored, 'SADD', with)
-take(removed, 'SREM', without)
+take(stored, 'SADD')
+take(removed, 'SREM')
 redis.call('PEXPIRE', lease, lease_ms)
 if stored ~= '' or removed ~= '' then
   log(prefix, slot, 'stored', stored, 'removed', removed)
@@ -183,7 +131,7 @@ if final == '1' then
   redis.call('HSET', record, 'sequence', sequence, 'live', '1')
   if live == '0' then
     log(prefix, slot, 'state', 'live')
-    promote(prefix, facts[4], slot)
+    promote(prefix, facts[3], slot)
   end
 end
 return 'applied'
@@ -211,109 +159,92 @@ return 1
 )
 """ARGV: prefix, slot."""
 
-# What is told of blocks besides that they are held; most fleets tell nothing.
-_TOLD = f"""
-local function entries_of(index, hashes, turn, count)
-  local found = {{}}
-  for start = 0, count - 1, SLICE do
-    local fields = {{}}
-    for at = start, math.min(start + SLICE, count) - 1 do
+MOST_MATCHED = 64
+"""Workers that a lookup tells of: of more, those that seem to hold most."""
+
+PROBES = 8
+"""Blocks of a prompt by which that is seen, the first and the last among them."""
+
+MATCH = f"""
+local prefix, namespace, hashes = unpack(ARGV)
+local SLICE, total, parts = 128, #hashes / 16, {{}}
+local function part(turn, number)
+  local key = turn * total + number
+  if not parts[key] then
+    local names = {{}}
+    for at = number * SLICE, math.min(number * SLICE + SLICE, total) - 1 do
       local hash = string.sub(hashes, at * 16 + 1, at * 16 + 16)
-      fields[#fields + 1] = string.sub(hash, turn + 1) .. string.sub(hash, 1, turn)
+      names[#names + 1] = string.sub(hash, turn + 1) .. string.sub(hash, 1, turn)
     end
-    for _, entry in ipairs(redis.call('HMGET', index, unpack(fields))) do
-      found[#found + 1] = entry or ''
+    parts[key] = names
+  end
+  return parts[key]
+end
+local function among(held, turn, number)
+  return redis.call('SMISMEMBER', held, unpack(part(turn, number)))
+end
+local function run(held)
+  local length = 0
+  for number = 0, math.ceil(total / SLICE) - 1 do
+    for _, is_in in ipairs(among(held, 0, number)) do
+      if is_in == 0 then return length end
+      length = length + 1
     end
+  end
+  return length
+end
+local function resumable(held, length)
+  for number = math.ceil(length / SLICE) - 1, 0, -1 do
+    local saved = among(held, {STATE_TURN}, number)
+    for at = math.min(SLICE, length - number * SLICE), 1, -1 do
+      if saved[at] == 1 then return number * SLICE + at end
+    end
+  end
+  return 0
+end
+local function num_in(held, turn, length)
+  local found = 0
+  for number = 0, math.ceil(length / SLICE) - 1 do
+    local is_in = among(held, turn, number)
+    for at = 1, math.min(SLICE, length - number * SLICE) do found = found + is_in[at] end
   end
   return found
 end
-local function num_with(entries, slot, count)
-  local total, previous, is_in = 0, nil, false
-  for at = 1, count do
-    local entry = entries[at]
-    if entry ~= previous then previous, is_in = entry, has(entry, slot) end
-    if is_in then total = total + 1 end
-  end
-  return total
+if total == 0 then return {{}} end
+local probes, holders, found = {{'{TELLS_STATES.decode()}', '{TELLS_TIERS.decode()}'}}, {{}}, {{}}
+for number = 0, {PROBES} - 1 do
+  local at = math.floor(number * (total - 1) / ({PROBES} - 1))
+  probes[#probes + 1] = string.sub(hashes, at * 16 + 1, at * 16 + 16)
 end
-local function told_of(index, hashes, lengths)
-  local tellers = redis.call('HMGET', index, '{TELLS_TIERS.decode()}', '{TELLS_STATES.decode()}')
-  local tiers, states, longest = tellers[1] or '', tellers[2] or '', 0
-  for _, length in pairs(lengths) do longest = math.max(longest, length) end
-  if states ~= '' then
-    local saved = entries_of(index, hashes, {STATE_TURN}, longest)
-    for slot, length in pairs(lengths) do
-      while has(states, slot) and length > 0 and not has(saved[length], slot) do
-        length = length - 1
-      end
-      lengths[slot] = length
-    end
-  end
-  local lower = {{}}
-  if tiers ~= '' then
-    local host = entries_of(index, hashes, {HOST_TURN}, longest)
-    local disk = entries_of(index, hashes, {DISK_TURN}, longest)
-    for slot, length in pairs(lengths) do
-      if has(tiers, slot) then
-        lower[slot] = {{num_with(host, slot, length), num_with(disk, slot, length)}}
-      end
-    end
-  end
-  return lower
-end
-"""
-
-# One argument and a few HMGETs are three times as fast as an argument and an HGET per hash.
-MATCH = (
-    _ENTRIES
-    + _TOLD
-    + """
-local prefix, namespace, hashes = unpack(ARGV)
-local index, total = prefix .. 'index:' .. namespace, #hashes / 16
-local active, lengths, previous, position = nil, {}, nil, 0
-local function step(entry)
-  if not entry then return false end
-  if entry ~= previous then
-    local kept = {}
-    if active then
-      for _, slot in ipairs(active) do
-        if has(entry, slot) then kept[#kept + 1] = slot else lengths[slot] = position end
-      end
-    else
-      for at = 1, #entry, W do kept[#kept + 1] = string.sub(entry, at, at + W - 1) end
-    end
-    active, previous = kept, entry
-  end
-  return #active > 0
-end
-local function walk()
-  for start = 0, total - 1, SLICE do
-    local fields = {}
-    for at = start, math.min(start + SLICE, total) - 1 do
-      fields[#fields + 1] = string.sub(hashes, at * 16 + 1, at * 16 + 16)
-    end
-    for _, entry in ipairs(redis.call('HMGET', index, unpack(fields))) do
-      if not step(entry) then return end
-      position = position + 1
-    end
+for _, slot in ipairs(redis.call('HVALS', prefix .. 'workers')) do
+  local held, most = prefix .. 'held:' .. slot, 0
+  if redis.call('SISMEMBER', held, probes[3]) == 1 then
+    local seen = redis.call('SMISMEMBER', held, unpack(probes))
+    while seen[3 + most] == 1 do most = most + 1 end
+    holders[#holders + 1] = {{slot=slot, most=most, states=seen[1] == 1, tiers=seen[2] == 1}}
   end
 end
-walk()
-for _, slot in ipairs(active or {}) do lengths[slot] = position end
-local found, lower = {}, told_of(index, hashes, lengths)
-for slot, length in pairs(lengths) do
-  if length > 0 and redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 then
-    local facts = redis.call('HMGET', prefix .. 'slot:' .. slot,
-      'worker', 'incarnation', 'cluster', 'live')
-    local host, disk = unpack(lower[slot] or {0, 0})
-    if facts[4] == '1' then
-      found[#found + 1] = {facts[1], facts[2], facts[3], length, host, disk}
+table.sort(holders, function(one, other) return one.most > other.most end)
+for _, holder in ipairs(holders) do
+  local held, length = prefix .. 'held:' .. holder.slot, 0
+  local facts = redis.call('HMGET', prefix .. 'slot:' .. holder.slot,
+    'worker', 'incarnation', 'cluster', 'live', 'namespace')
+  if facts[4] == '1' and facts[5] == namespace
+    and redis.call('EXISTS', prefix .. 'lease:' .. holder.slot) == 1 then
+    length = run(held)
+  end
+  if length > 0 and holder.states then length = resumable(held, length) end
+  if length > 0 then
+    local host, disk = 0, 0
+    if holder.tiers then
+      host, disk = num_in(held, {HOST_TURN}, length), num_in(held, {DISK_TURN}, length)
     end
+    found[#found + 1] = {{facts[1], facts[2], facts[3], length, host, disk}}
+    if #found == {MOST_MATCHED} then break end
   end
 end
 return found
 """
-)
 """ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length, of these in host
 memory, on disk} of each."""
 
@@ -333,15 +264,12 @@ return dead
 )
 """ARGV: prefix. Returns the slots without a lease."""
 
-SWEEP = (
-    _ENTRIES
-    + """
+SWEEP = """
 local prefix, slot, count = unpack(ARGV)
 local record, held = prefix .. 'slot:' .. slot, prefix .. 'held:' .. slot
 local facts = redis.call('HMGET', record, 'namespace', 'worker')
 if redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 or not facts[1] then return {0, 1} end
 local hashes = redis.call('SPOP', held, count)
-change_entries(prefix .. 'index:' .. facts[1], hashes, without, slot)
 if redis.call('EXISTS', held) == 1 then return {#hashes, 0} end
 redis.call('DEL', record)
 redis.call('SREM', prefix .. 'slots', slot)
@@ -350,7 +278,6 @@ if redis.call('HGET', prefix .. 'workers', facts[2]) == slot then
 end
 return {#hashes, 1}
 """
-)
 """ARGV: prefix, slot, most blocks to remove. Returns {blocks removed, 1 if done with it}."""
 
 STATISTICS = """

@@ -99,7 +99,10 @@ class MetadataStore(Protocol):
         ...
 
     async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
-        """What every live worker can resume from, at least one leading block; longest first."""
+        """What live workers can resume from, at least one leading block; longest first.
+
+        Of many workers a store may leave out those that seem to hold less than others.
+        """
         ...
 
     async def sweep(self, max_blocks: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.health import Health
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.groups import GroupKey
 
@@ -93,6 +94,9 @@ class Verdict:
     fault: HealthReason = HealthReason.FINE
 
 
+FINE = Verdict()
+
+
 @dataclass(slots=True)
 class _Record:
     """One life of one worker."""
@@ -106,10 +110,30 @@ class _Record:
     ejected_at: float | None = None
     rest_s: float = REST_S
     back_at: float | None = None
-    verdict: Verdict = Verdict()
+    verdict: Verdict = FINE
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something went wrong there in the window."""
+        return bool(self.lost or self.refused or self.damaged)
+
+    def is_fine_with(self, load: WorkerLoad) -> bool:
+        """Whether nothing can be wrong, whatever the others do: so it is with almost all workers.
+
+        All of a large fleet are judged while routes wait.
+        """
+        return (
+            load.slowdown < SUSPECT_SHARE * SLOW_FACTOR
+            and load.step_age_s < SUSPECT_SHARE * HANG_S
+            and not self.has_failed
+            and self.ejected_at is None
+            and self.back_at is None
+        )
 
     def take(self, load: WorkerLoad, now: float) -> None:
         """Takes a report in."""
+        if load is self.last and self.idle_since is not None and not self.has_failed:
+            return  # it has told nothing new, and stood idle before
         for _ in range(min(load.damaged_total - self.last.damaged_total, MIN_DAMAGED)):
             self.damaged.append(now)
         if not _stands_idle(load, self.last):
@@ -143,25 +167,34 @@ class HealthBoard:
 
     def verdicts(
         self, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
-    ) -> dict[WorkerId, Verdict]:
+    ) -> Parts[dict[WorkerId, Verdict]]:
         """What becomes of each worker now.
 
         Args:
             workers: all live ones, with their loads as they were reported.
         """
-        names = {info.worker_id for info, _ in workers}
-        self._records = {name: each for name, each in self._records.items() if name in names}
-        clusters: dict[str, list[tuple[WorkerInfo, WorkerLoad]]] = {}
-        for worker in workers:
-            clusters.setdefault(worker[0].cluster, []).append(worker)
         found: dict[WorkerId, Verdict] = {}
-        for members in clusters.values():
-            found.update(self._of_cluster(members, now))
+        clusters: set[str] = set()
+        for number, (info, load) in enumerate(workers):
+            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+                yield
+            record = self._record(info)
+            record.take(load, now)
+            if record.is_fine_with(load):
+                found[info.worker_id] = record.verdict = FINE
+            else:
+                clusters.add(info.cluster)
+        if len(self._records) > len(workers):
+            names = {info.worker_id for info, _ in workers}
+            self._records = {name: each for name, each in self._records.items() if name in names}
+        for cluster in clusters:
+            found |= self._of_cluster([each for each in workers if each[0].cluster == cluster], now)
         return found
 
     def _of_cluster(
         self, members: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
     ) -> dict[WorkerId, Verdict]:
+        """Of those members that may not be fine."""
         budget = max(1, int(EJECTED_SHARE * len(members)))
         slowdowns = sorted(load.slowdown for _, load in members if load.slowdown > 0)
         machines: dict[str, list[float]] = {}
@@ -169,11 +202,11 @@ class HealthBoard:
             if (late := _lateness(load)) > 0:
                 insort(machines.setdefault(info.control_endpoint.host, []), late)
         awake = [(info, self._record(info)) for info, load in members if not load.draining]
+        judged = [each for each in members if not self._record(each[0]).is_fine_with(each[1])]
         # Who is out stays out first: places go to others once its rest is over.
-        order = sorted(members, key=lambda each: self._record(each[0]).ejected_at is None)
-        for info, load in order:
+        judged.sort(key=lambda each: self._record(each[0]).ejected_at is None)
+        for info, load in judged:
             record = self._record(info)
-            record.take(load, now)
             beside = machines.get(info.control_endpoint.host, [])
             crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
             fault, share = self._fault(record, load, crowd, slowdowns)
@@ -190,7 +223,7 @@ class HealthBoard:
                     continue
                 record.ejected_at = now
             budget -= 1
-        return {info.worker_id: self._record(info).verdict for info, _ in members}
+        return {info.worker_id: self._record(info).verdict for info, _ in judged}
 
     def _judged(self, record: _Record, fault: HealthReason, share: float, now: float) -> Verdict:
         if share >= 1.0:
@@ -206,7 +239,7 @@ class HealthBoard:
             return Verdict(Health.SUSPECT, HealthReason.PROBATION, record.verdict.fault)
         if share >= SUSPECT_SHARE:
             return Verdict(Health.SUSPECT, fault, fault)
-        return Verdict()
+        return FINE
 
     def _fault(
         self,

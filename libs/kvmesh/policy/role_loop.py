@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.load_score import (
     Capacity,
@@ -148,7 +149,7 @@ class RoleLoop:
         """Whether a worker is away from its own side."""
         return bool(self._helping)
 
-    def cycle(self, readings: Sequence[WorkerReading], now: float) -> RoleCycle:
+    def cycle(self, readings: Sequence[WorkerReading], now: float) -> Parts[RoleCycle]:
         """Decides for one cycle.
 
         Args:
@@ -165,7 +166,11 @@ class RoleLoop:
         }
         for rest in self._rests.values():
             rest.cycle()
-        scored = [self._score(each, now) for each in readings]
+        scored: list[ScoredWorker] = []
+        for each in readings:
+            scored.append(self._score(each, now))
+            if len(scored) % WORKERS_IN_A_TURN == 0:
+                yield
         fleet = fleet_score(scored)
         regime = classify(fleet)
         resting = [role for role, rest in self._rests.items() if rest.cycles_left]

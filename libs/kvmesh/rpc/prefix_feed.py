@@ -27,7 +27,7 @@ STALE_S = 10.0
 """An index that is cut off counts for so long: as a kvmanager goes on matching a silent worker."""
 
 TURN_S = 0.05
-"""Pause between two looks at what is to be told of reads, or swept."""
+"""Reads that come closer together are told together, and slots that end are swept together."""
 
 SWEPT_AT_ONCE = 2000
 """Hashes that are looked at in one turn of the loop: about 0.5 ms."""
@@ -54,6 +54,7 @@ class PrefixFeed:
         self._position = ""
         self._cut_at = -math.inf
         self._reads: list[pb.PrefixRead] = []
+        self._to_do = asyncio.Event()
         self._stream: PeerStream[pb.WatchPrefixesRequest, pb.WatchPrefixesResponse] | None = None
 
     @property
@@ -79,6 +80,7 @@ class PrefixFeed:
             ((most, _),) = holders.longest(1)
             blocks = join_hashes(hashes[:most])
             self._reads.append(pb.PrefixRead(namespace=namespace, block_hashes=blocks))
+            self._to_do.set()
         return holders
 
     async def run(self) -> None:
@@ -98,6 +100,8 @@ class PrefixFeed:
 
     async def _keep(self) -> None:
         while True:
+            await self._to_do.wait()
+            self._to_do.clear()
             await asyncio.sleep(TURN_S)
             reads, self._reads = self._reads, []
             if reads and self._stream is not None and self._stream.connected:
@@ -124,10 +128,13 @@ class PrefixFeed:
         index = self._index if self._filling is None else self._filling
         for each in message.changes:
             index.apply(slot_change_from_proto(each))
+        if self._index.needs_sweep:
+            self._to_do.set()
         if not message.position:
             return
         self._position = message.position
         self._cut_at = math.inf
         if self._filling is not None:
             self._index, self._filling = self._filling, None
+            self._to_do.set()
             log.info("prefix_index_filled", num_blocks=self._index.num_blocks)

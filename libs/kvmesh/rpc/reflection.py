@@ -6,11 +6,12 @@ Tests: tests/integration/test_reflection.py, tests/integration/test_grpc_fuzz.py
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from functools import cached_property
 from typing import Any
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2 import (
+    DESCRIPTOR,
     ServerReflectionRequest,
     ServerReflectionResponse,
 )
@@ -18,7 +19,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import (
 from kvmesh.core.errors import ProtocolError
 from kvmesh.rpc.stream import incoming
 
-SERVICE_NAME = reflection.SERVICE_NAME
+SERVICE_NAME: str = DESCRIPTOR.services_by_name["ServerReflection"].full_name
 
 
 class ReflectionServicer:
@@ -29,8 +30,15 @@ class ReflectionServicer:
     """
 
     def __init__(self, service_names: Iterable[str]) -> None:
+        self._service_names = tuple(service_names)
+
+    @cached_property
+    def _answers(self) -> Any:
+        # Imported late: descriptors of descriptors take 2 MiB, and few ever ask.
+        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415
+
         # Its stub says that the method is a coroutine; it is an async generator.
-        self._answers: Any = reflection.aio.ReflectionServicer(service_names)
+        return reflection.aio.ReflectionServicer(self._service_names)
 
     async def ServerReflectionInfo(
         self, questions: AsyncIterator[ServerReflectionRequest], context: Any

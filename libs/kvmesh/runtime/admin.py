@@ -19,11 +19,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from kvmesh.core.errors import ConfigError
+from kvmesh.core.errors import ConfigError, InvalidRequestError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import server_context
@@ -192,6 +193,18 @@ class AdminPort:
             raise web.HTTPForbidden(text=f"ask for 127.0.0.1 or localhost, not {name}")
         if request.method not in _READING:
             raise web.HTTPForbidden(text="actions need a token: set server.admin.token_file")
+
+
+def showing(answer: Callable[[Mapping[str, str]], Any]) -> Handler:
+    """A handler that answers with what `answer` makes of the query, as JSON."""
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        try:
+            return web.json_response(answer(request.query))
+        except InvalidRequestError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+
+    return show
 
 
 def sent_token(authorization: str) -> str:

@@ -13,7 +13,7 @@ import functools
 import gc
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -145,11 +145,23 @@ class ServiceContext:
 
     @functools.cached_property
     def admin(self) -> AdminPort:
-        """Add routes for operators before `build` returns."""
-        # A worker without an admin port does not load the HTTP server.
+        """Add routes for operators before `build` returns; what only shows data uses `show`."""
+        # A service without an admin port does not load the HTTP server.
         from kvmesh.runtime.admin import AdminPort  # noqa: PLC0415
 
         return AdminPort(self._admin_config)
+
+    def show(self, path: str, answer: Callable[[Mapping[str, str]], Any]) -> None:
+        """Shows data as JSON on the admin port, if the configuration asks for one.
+
+        Args:
+            answer: makes it of a query's fields; `InvalidRequestError` says what is wrong.
+        """
+        if not self._admin_config.is_wanted:
+            return
+        from kvmesh.runtime.admin import showing  # noqa: PLC0415
+
+        self.admin.route("GET", path, showing(answer))
 
     async def open_admin(self, config: ServiceConfig) -> None:
         """Opens the admin port, if the configuration asks for one.

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
@@ -143,7 +144,7 @@ class Control:
 
     def _switch_roles(self) -> None:
         local = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
-        cycle = self._roles.cycle(self._read(local), self._events.now())
+        cycle = at_once(self._roles.cycle(self._read(local), self._events.now()))
         self._reasons[f"regime: {cycle.regime.value}"] += 1
         for switch in cycle.switches:
             self._fleet.workers[switch.worker_id].set_role(switch.role)

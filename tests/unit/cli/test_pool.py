@@ -14,7 +14,7 @@ from rich.console import Console
 from kvmesh.cli.pool import NoViewError, fetch_view, main, picture
 from kvmesh.cli.stack_state import hold_state, write_description
 from kvmesh.core.types import WorkerId
-from kvmesh.runtime.admin import AdminPort
+from kvmesh.runtime.admin import AdminPort, showing
 from kvmesh.runtime.admin_config import AdminConfig
 from services.kvmanager.pool import Pool
 from tests.unit.kvmanager.pool_stage import Stage
@@ -54,7 +54,7 @@ async def test_it_shows_prefixes_holders_and_orders(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     admin = AdminPort(AdminConfig(port=0, token=TOKEN))
-    admin.route("GET", "/debug/segments", (await planned()).show)
+    admin.route("GET", "/debug/segments", showing((await planned()).shown))
     code, text = await asked("--admin-token-file", str(token_file), admin=admin)
     assert code == 0
     assert "this replica plans" in text
@@ -64,7 +64,7 @@ async def test_it_shows_prefixes_holders_and_orders(tmp_path: Path) -> None:
 
 async def test_programs_get_all_of_it() -> None:
     admin = AdminPort(AdminConfig(port=0))
-    admin.route("GET", "/debug/segments", (await planned()).show)
+    admin.route("GET", "/debug/segments", showing((await planned()).shown))
     _, text = await asked("--json", admin=admin)
     view = json.loads(text)
     assert [each["worker_id"] for each in view["workers"]] == ["a", "b"]
@@ -103,7 +103,7 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 async def test_the_local_stack_is_found_by_itself(tmp_path: Path) -> None:
     admin = AdminPort(AdminConfig(port=0))
-    admin.route("GET", "/debug/segments", (await planned()).show)
+    admin.route("GET", "/debug/segments", showing((await planned()).shown))
     await admin.start()
     try:
         with hold_state(tmp_path):

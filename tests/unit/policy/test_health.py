@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.core.health import Health
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.step_watch import StepWatch
 from kvmesh.policy.health import (
@@ -54,7 +55,7 @@ class Fleet:
     def judge(self, after_s: float = 0.5) -> dict[WorkerId, Verdict]:
         self.now += after_s
         told = [(info, self.loads[name]) for name, info in self.infos.items()]
-        return self.board.verdicts(told, self.now)
+        return at_once(self.board.verdicts(told, self.now))
 
     def level(self, name: str, after_s: float = 0.5) -> Health:
         return self.judge(after_s)[WorkerId(name)].level
@@ -276,3 +277,31 @@ def test_a_fault_ejects_within_three_seconds(factor: float) -> None:
         assert fleet.now > begins_at or not ejected
     assert ejected == {"d2"}
     assert HANG_FACTOR * 0.05 < HANG_S
+
+
+def test_who_cannot_be_ill_is_judged_as_if_all_were_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over random histories, in which steps hang and gateways lose requests."""
+
+    def history() -> list[dict[WorkerId, Verdict]]:
+        fleet, draw, told = Fleet(num_each=6), random.Random(3), []
+        for _ in range(200):
+            name = draw.choice(list(fleet.infos))
+            fleet.loads[name] = WorkerLoad(
+                step_age_s=draw.choice((0.0, 0.0, 0.5, 2.0)),
+                step_expected_s=draw.choice((0.0, 0.05)),
+                slowdown=draw.choice((0.0, 1.0, 2.9, 3.1, 9.0)),
+                draining=draw.random() < 0.1,
+                damaged_total=fleet.loads[name].damaged_total + (draw.random() < 0.1),
+            )
+            for note in (fleet.board.note_lost, fleet.board.note_refused):
+                if draw.random() < 0.3:
+                    note(WorkerId(draw.choice(list(fleet.infos))), fleet.now)
+            told.append(fleet.judge())
+        return told
+
+    found = history()
+    assert {each.level for told in found for each in told.values()} == set(Health)
+    monkeypatch.setattr("kvmesh.policy.health._Record.is_fine_with", lambda *_: False)
+    assert found == history()

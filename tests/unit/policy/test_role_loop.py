@@ -5,9 +5,17 @@ import dataclasses
 import pytest
 
 from kvmesh.core.pace import PaceRoom, StepPace
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.policy.load_score import Regime
-from kvmesh.policy.role_loop import RoleLoop, WorkerReading, decode_slots, read_worker, room_used
+from kvmesh.policy.role_loop import (
+    RoleCycle,
+    RoleLoop,
+    WorkerReading,
+    decode_slots,
+    read_worker,
+    room_used,
+)
 from kvmesh.policy.role_switch import Switch, SwitchLimits, SwitchReason
 from kvmesh.policy.waiting import Waiting
 from tests.unit.policy.fleet_examples import worker_info
@@ -79,6 +87,10 @@ def test_room_is_what_is_scarcer_of_slots_and_blocks(
     assert room_used(info, load) == used
 
 
+def cycled(loop: RoleLoop, readings: list[WorkerReading], now: float) -> RoleCycle:
+    return at_once(loop.cycle(readings, now))
+
+
 class TestRoles:
     @staticmethod
     def readings(
@@ -92,7 +104,7 @@ class TestRoles:
 
     def test_an_idle_worker_helps_and_is_called_back(self) -> None:
         loop = RoleLoop()
-        cycle = loop.cycle(self.readings(), 0.0)
+        cycle = cycled(loop, self.readings(), 0.0)
         assert cycle.regime is not Regime.NORMAL
         (switch,) = cycle.switches
         assert (switch.worker_id, switch.role) == ("d0", Role.PREFILL)
@@ -103,8 +115,8 @@ class TestRoles:
             for n, r in (("d0", Role.PREFILL), ("d1", Role.DECODE), ("p0", Role.PREFILL))
         ]
         for now in range(1, SwitchLimits().min_cycles):
-            assert loop.cycle(quiet, 10.0 + now).switches == (), "not before what it brings shows"
-        (back,) = loop.cycle(quiet, 20.0).switches
+            assert cycled(loop, quiet, 10.0 + now).switches == (), "not before what it brings shows"
+        (back,) = cycled(loop, quiet, 20.0).switches
         assert (back.worker_id, back.role, back.cycles) == ("d0", Role.DECODE, 0)
         assert back.reason is SwitchReason.NO_LONGER_NEEDED
         loop.carried_out(back)
@@ -125,7 +137,7 @@ class TestRoles:
         now, ended_at = 0.0, 0.0
         while len(rests) < 7:
             now += 1.0
-            cycle = loop.cycle(starved if loop.is_helping else self.readings(), now)
+            cycle = cycled(loop, starved if loop.is_helping else self.readings(), now)
             for switch in cycle.switches:
                 loop.carried_out(switch)
                 if switch.cycles:
@@ -138,7 +150,7 @@ class TestRoles:
         loop = RoleLoop()
         idle = [read_worker(worker_info(f"p{n}"), IDLE, Waiting(0, 0)) for n in range(2)]
         full = [read_worker(worker_info("d0", Role.DECODE), IDLE, Waiting(0, 90))]
-        (switch,) = loop.cycle([*idle, *full], 0.0).switches
+        (switch,) = cycled(loop, [*idle, *full], 0.0).switches
         loop.carried_out(switch)
         prefill = [read_worker(worker_info("p1"), FULL_PREFILL, Waiting(9, 0))]
         decode = [
@@ -146,7 +158,7 @@ class TestRoles:
             for name in ("p0", "d0")
         ]
         for now in range(10, 10 + SwitchLimits().min_cycles):
-            switches = loop.cycle([*prefill, *decode], float(now)).switches
+            switches = cycled(loop, [*prefill, *decode], float(now)).switches
         (back,) = switches
         assert (back.worker_id, back.role) == ("p0", Role.PREFILL)
         loop.carried_out(back)
@@ -154,7 +166,7 @@ class TestRoles:
         spare = [
             read_worker(worker_info(f"d{n}", Role.DECODE), IDLE, Waiting(0, 0)) for n in range(2)
         ]
-        (help_,) = loop.cycle([*prefill, *spare], 16.0).switches
+        (help_,) = cycled(loop, [*prefill, *spare], 16.0).switches
         assert help_.reason is SwitchReason.HELPS_PREFILL
 
     def test_all_whom_their_side_calls_in_one_cycle_are_one_mistake(self) -> None:
@@ -165,7 +177,7 @@ class TestRoles:
         )
         factor = 1
         for returns in (called, [called[0], over[1]], [over[0], called[1]]):
-            loop.cycle([], 0.0)
+            cycled(loop, [], 0.0)
             for switch in returns:
                 loop.carried_out(switch)
             factor *= 2
@@ -175,12 +187,13 @@ class TestRoles:
     def test_who_was_not_told_is_asked_for_again(self) -> None:
         loop = RoleLoop()
         assert (
-            loop.cycle(self.readings(), 0.0).switches == loop.cycle(self.readings(), 1.0).switches
+            cycled(loop, self.readings(), 0.0).switches
+            == cycled(loop, self.readings(), 1.0).switches
         )
 
     def test_a_helper_that_somebody_else_moved_helps_no_more(self) -> None:
         loop = RoleLoop()
-        (switch,) = loop.cycle(self.readings(), 0.0).switches
+        (switch,) = cycled(loop, self.readings(), 0.0).switches
         loop.carried_out(switch)
-        loop.cycle(self.readings(helper=Role.HYBRID), 1.0)
+        cycled(loop, self.readings(helper=Role.HYBRID), 1.0)
         assert not loop.is_helping

@@ -9,6 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import Placement, RequestId
 from kvmesh.policy.explain import DecisionFacts
+from kvmesh.runtime.admin import showing
 from services.scheduler.decisions import DecisionLog
 
 
@@ -61,7 +62,7 @@ def test_fleet_decisions_are_apart() -> None:
 
 async def test_over_http() -> None:
     app = web.Application()
-    app.router.add_get("/debug/decisions", log_of("a", "b", "c").serve)
+    app.router.add_get("/debug/decisions", showing(log_of("a", "b", "c").shown))
     async with TestClient(TestServer(app)) as client:
         body = await (await client.get("/debug/decisions?limit=2")).json()
         assert [each["request_id"] for each in body["routes"]] == ["c", "b"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.allocation_loop import MIN_LENGTHS
 from kvmesh.sim.cost_fit import DecodeSample, PrefillSample
@@ -49,7 +50,7 @@ def test_splits_are_planned_and_fetches_priced_before_anything_is_measured(profi
         loops = parts.planner._loops(model)
         for _ in range(MIN_LENGTHS):
             loops.note_prompt(1000, 32)
-        loops.observe(WORKERS, parts.planner.demand.current(model, 0.0), 0, 1.0)
+        at_once(loops.observe(WORKERS, parts.planner.demand.current(model, 0.0), 0, 1.0))
         question = loops.question(WORKERS)
         if model == "another":
             assert question is None

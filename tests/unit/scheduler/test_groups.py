@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.pdserve import MIN_PER_ROLE
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
@@ -152,7 +153,7 @@ async def test_the_monitor_tells_clusters_apart() -> None:
 async def test_reallocation_moves_nobody_between_groups() -> None:
     mesh = groups(policy="kvmesh")
     loops = mesh.planner._loops("m")
-    workers = mesh.planner._workers_by_model()["m"]
+    workers = at_once(mesh.planner._workers_by_model())["m"]
     assert loops.giver(Role.PREFILL, workers) is None
     chat = [each for each in workers if each.info.scenario == "chat"]
     assert loops.giver(Role.PREFILL, chat) == "chat-d0"

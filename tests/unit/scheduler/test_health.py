@@ -28,13 +28,13 @@ class Judged(Parts):
                 assert isinstance(member, Membership)
                 self.members[info.worker_id] = member
 
-    def second(self, **loads: WorkerLoad) -> None:
+    async def second(self, **loads: WorkerLoad) -> None:
         self.clock.advance(1.0)
         now = self.clock.now()
         for name, member in self.members.items():
             load = loads.get(name, IDLE)
             assert self.fleet.report(member, load, now)
-        self.health.judge(now)
+        await self.health.judge(now)
 
     def shown(self, name: str) -> tuple[Health, bool, str]:
         (found,) = [each for each in self.fleet.workers() if each.info.worker_id == name]
@@ -49,60 +49,60 @@ class Judged(Parts):
 
 async def test_an_engine_that_hangs_gets_nothing_and_is_said_to_be_dead() -> None:
     parts = Judged()
-    parts.second()
+    await parts.second()
     assert sorted(await parts.decoders("a")) == ["d0", "d1", "d2"]
     version = parts.fleet.urgent_version
-    parts.second(d0=HANGS)
+    await parts.second(d0=HANGS)
     assert parts.shown("d0") == (Health.DEAD, True, "its step does not end")
     assert parts.fleet.urgent_version > version, "gateways hear of it at once"
     assert sorted(await parts.decoders("b")) == ["d1", "d2"]
     (entry,) = [e for e in parts.decisions.as_json()["fleet"] if e["kind"] == "health"]
     assert (entry["worker_id"], entry["health"], entry["reason"]) == ("d0", "dead", "hangs")
     for _ in range(round(REST_S)):
-        parts.second()
+        await parts.second()
     assert parts.shown("d0")[:2] == (Health.SUSPECT, False)
     assert (await parts.decoders("c"))[-1] == "d0", "it is tried last"
 
 
 async def test_the_last_of_a_role_is_asked_all_the_same() -> None:
     parts = Judged()
-    parts.second(d0=HANGS)
+    await parts.second(d0=HANGS)
     for name in ("d1", "d2"):
         assert parts.fleet.leave(parts.members.pop(name))
-    parts.second(d0=HANGS)
+    await parts.second(d0=HANGS)
     assert parts.shown("d0")[1], "who was ejected while there were others stays so"
     fresh = Judged()
     for name in ("d1", "d2"):
         assert fresh.fleet.leave(fresh.members.pop(name))
-    fresh.second(d0=HANGS)
+    await fresh.second(d0=HANGS)
     assert fresh.shown("d0") == (Health.SUSPECT, False, "it is the last of its role")
     assert await fresh.decoders("a") == ["d0"]
 
 
 async def test_each_request_that_a_gateway_lost_counts_once() -> None:
     parts = Judged()
-    parts.second()
+    await parts.second()
     lost = frozenset({WorkerId("d0")})
     for _ in range(3 * MIN_LOST):
         await parts.decoders("same", avoid=lost, lost=lost)
-    parts.second()
+    await parts.second()
     assert parts.shown("d0")[0] is Health.OK
     for number in range(MIN_LOST - 1):
         await parts.decoders(f"r{number}", avoid=lost, lost=lost)
-    parts.second()
+    await parts.second()
     assert parts.shown("d0") == (Health.DEGRADED, True, "gateways lose requests there")
 
 
 async def test_each_request_that_an_idle_worker_refused_counts_once() -> None:
     parts = Judged()
     for _ in range(3):
-        parts.second()
+        await parts.second()
     refused = frozenset({WorkerId("p0")})
     for _ in range(2 * MIN_REFUSED):
         await parts.decoders("same", avoid=refused)
-    parts.health.judge(parts.clock.now())
+    await parts.health.judge(parts.clock.now())
     assert parts.shown("p0")[0] is Health.OK
     for number in range(MIN_REFUSED):
         await parts.decoders(f"other {number}", avoid=refused)
-    parts.health.judge(parts.clock.now())
+    await parts.health.judge(parts.clock.now())
     assert parts.shown("p0")[0] is Health.DEGRADED

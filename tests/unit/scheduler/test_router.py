@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY
@@ -26,6 +25,7 @@ from kvmesh.core.types import (
 from kvmesh.policy import gathering
 from kvmesh.policy.joint_choice import JointReason
 from kvmesh.telemetry import tracing
+from kvmesh.telemetry.sdk_spans import SdkSpans
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.router import Router
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
@@ -113,9 +113,9 @@ async def test_outcomes_are_counted() -> None:
 
 async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    installed = tracing.Tracing(provider, tracing.Allowance())
+    # The global provider may be set once per process, and spans do not come from it.
+    monkeypatch.setattr("kvmesh.telemetry.sdk_spans.trace.set_tracer_provider", lambda _: None)
+    installed = SdkSpans("test", SimpleSpanProcessor(exporter), tracing.Allowance())
     monkeypatch.setattr(tracing, "_installed", [installed])
     fleet = fleet_of(worker_info("h", Role.HYBRID))
     plan = await make_router(fleet).route(query(), TRACEPARENT)
@@ -126,7 +126,7 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
     assert f"{span.parent.span_id:016x}" in TRACEPARENT
     assert span.attributes is not None
     assert span.attributes["reason"] == plan.reason
-    provider.shutdown()
+    installed.close()
 
 
 async def test_every_decision_is_kept_with_its_numbers() -> None:

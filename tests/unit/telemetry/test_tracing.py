@@ -9,7 +9,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.telemetry.tracing import Allowance, JsonLinesExporter, configure_tracing, start_span
+from kvmesh.telemetry.sdk_spans import JsonLinesExporter
+from kvmesh.telemetry.tracing import Allowance, configure_tracing, start_span
 
 
 def test_a_trace_travels_in_a_traceparent_and_lands_in_a_file(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_a_caller_says_whether_its_request_is_traced(
 ) -> None:
     """Whatever share of traces that start here is kept."""
     # The global provider may be set once per process, and spans do not come from it.
-    monkeypatch.setattr("kvmesh.telemetry.tracing.trace.set_tracer_provider", lambda _: None)
+    monkeypatch.setattr("kvmesh.telemetry.sdk_spans.trace.set_tracer_provider", lambda _: None)
     file = tmp_path / "spans.jsonl"
     ids = {1.0: "a" * 32, 0.0: "b" * 32}
     for ratio, flags in ((1.0, "00"), (0.0, "01")):
@@ -65,7 +66,7 @@ def test_a_caller_says_whether_its_request_is_traced(
 def test_a_trace_that_is_not_kept_is_not_begun_again_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.telemetry.tracing.trace.set_tracer_provider", lambda _: None)
+    monkeypatch.setattr("kvmesh.telemetry.sdk_spans.trace.set_tracer_provider", lambda _: None)
     file = tmp_path / "spans.jsonl"
     with configure_tracing("test", "jsonl", str(file), Allowance(0.0)):
         root = start_span("begun here")
