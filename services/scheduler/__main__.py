@@ -11,4 +11,5 @@ if __name__ == "__main__":
     from services.scheduler.config import SchedulerConfig
     from services.scheduler.service import build
 
-    run_service("scheduler", SchedulerConfig, build)
+    # A cycle of the planner makes a dozen objects for each worker, which end with it.
+    run_service("scheduler", SchedulerConfig, build, collect_after=200_000)

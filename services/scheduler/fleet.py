@@ -250,6 +250,12 @@ class Fleet:
             self._remove(name, is_lost=True)
         return lost
 
+    def ill(self) -> Iterator[WorkerInfo]:
+        """Workers that were ejected and have not recovered."""
+        return (
+            each.info for each in self._members.values() if each.verdict.level >= Health.DEGRADED
+        )
+
     def take_lost(self) -> list[WorkerInfo]:
         """Workers that left without a goodbye since this was asked last."""
         lost, self._lost = list(self._lost), deque(maxlen=MAX_GONE)

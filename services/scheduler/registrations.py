@@ -113,9 +113,14 @@ class Registrations:
 
     async def expire_leases(self) -> None:
         """Removes silent workers, until cancelled."""
+        pause_s = self._config.lease_s / 6
         while True:
-            await asyncio.sleep(self._config.lease_s / 6)
-            for worker_id in self._fleet.expire(self._clock.now()):
+            slept_at = self._clock.now()
+            await asyncio.sleep(pause_s)
+            now = self._clock.now()
+            if now > slept_at + 2 * pause_s:
+                continue  # it is this process that stood still: what workers said waits to be read
+            for worker_id in self._fleet.expire(now):
                 log.warning("worker_lost", worker_id=worker_id, cause="lease")
                 metrics.WORKERS_LOST.labels("lease").inc()
             self._note_change()

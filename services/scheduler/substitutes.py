@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,12 @@ LATE_FACTOR = 3.0
 LATE_S = 1.0
 """Whoever is not in the place after so many times what was expected, and this, does not come."""
 
+GATHER_S = 0.02
+"""Comings and goings that are closer together are looked at together."""
+
+MAX_CHOICES = 8
+"""In one look: each weighs the whole fleet. Where half of it is lost at once, routes go on."""
+
 FORGET_S = 3600.0
 """A worker that is away for so long is not awaited any more."""
 
@@ -56,6 +63,7 @@ class _Loss:
         option: who is to take it; None: nobody yet.
         before: what the substitute was.
         failed: who was to take it and did not come.
+        weighed_at: when the fleet was searched for somebody last.
     """
 
     info: WorkerInfo
@@ -66,6 +74,7 @@ class _Loss:
     ordered_at: float = 0.0
     is_filled: bool = False
     failed: tuple[WorkerId, ...] = ()
+    weighed_at: float = -math.inf
 
 
 class Substitutes:
@@ -105,35 +114,43 @@ class Substitutes:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if is_open else None):
                     await self._feed.wait_urgent_past(version)
+            await asyncio.sleep(GATHER_S)
 
     async def look(self) -> bool:
         """Takes stock once; whether a place is open, or taken by somebody else."""
         now = self._clock.now()
-        here = {each.info.worker_id: each for each in self._fleet.workers()}
-        self._take_losses(here, now)
+        self._take_losses(now)
         if not self._losses:
             return False
         # One scheduler gives orders. Another one forgets: it would not know what came of them.
         if not await self._planner.leads():
             self._losses.clear()
             return True  # who is ill still is when this scheduler may give orders
+        here = {each.info.worker_id: each for each in self._fleet.workers()}
         for loss in list(self._losses.values()):
             self._follow(loss, here, now)
+        is_open = [loss for loss in self._losses.values() if loss.option is None]
+        for loss in sorted(is_open, key=lambda each: each.weighed_at)[:MAX_CHOICES]:
+            loss.weighed_at = now
+            self._choose(loss, here, now)
+            await asyncio.sleep(0)
         return True
 
-    def _take_losses(self, here: Here, now: float) -> None:
+    def _take_losses(self, now: float) -> None:
         lost = [(info, False) for info in self._fleet.take_lost()]
-        ill = [(each.info, True) for each in here.values() if each.health >= Health.DEGRADED]
+        ill = [(info, True) for info in self._fleet.ill()]
+        takers = self._takers()
         for info, lived in [*lost, *ill]:
             known = self._losses.get(info.worker_id)
             if known is not None:
                 known.lived = known.lived and lived
-            elif info.role is not Role.SPARE and not self._takes_a_place(info.worker_id):
+            elif info.role is not Role.SPARE and info.worker_id not in takers:
                 self._losses[info.worker_id] = _Loss(info, now, lived)
 
-    def _takes_a_place(self, name: WorkerId) -> bool:
+    def _takers(self) -> set[WorkerId]:
+        """Who takes somebody's place."""
         options = (each.option for each in self._losses.values())
-        return any(each is not None and each.worker_id == name for each in options)
+        return {each.worker_id for each in options if each is not None}
 
     # --- one place -----------------------------------------------------------------------------
 
@@ -148,8 +165,6 @@ class Substitutes:
         option = loss.option
         if option is not None and self._changes is RoleChanges.APPLY:
             self._watch(loss, option, here, now)
-        if loss.option is None:
-            self._choose(loss, here, now)
 
     def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
         """Sees whether who is to take the place does, and stays."""
@@ -164,11 +179,12 @@ class Substitutes:
             loss.option, loss.is_filled = None, False
 
     def _choose(self, loss: _Loss, here: Here, now: float) -> None:
+        takers = self._takers()
         loads = {info.worker_id: load for info, load in self._fleet.reports()}
         members = [
             Member(each.info, loads[name], each.health, each.detail)
             for name, each in here.items()
-            if name not in loss.failed and not self._takes_a_place(name)
+            if name in loads and name not in loss.failed and name not in takers
         ]
         place = Place(loss.info, self._back_s(loss, now))
         paces = Paces(self._ready_s, self._planner.pace(loss.info.model).token_s)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = event_logger(__name__)
 
 FORCED_EXIT = 130
+COLLECT_AFTER = 10_000
 _THIS_HOST = ("127.0.0.1", "::1", "[::1]", "localhost")
 
 _LAST_TASKS_S = 0.5  # at most this long for tasks that are about to end
@@ -300,7 +301,7 @@ async def serving(
         yield context
 
 
-async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
+async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after: int) -> int:
     stop = asyncio.Event()
     _install_signals(stop)
     async with serving(name, config, build, stop) as context:
@@ -309,7 +310,7 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
         gc.collect()
         gc.freeze()
         # Little of a request is in cycles: seldom looked for, they cost 1 % and not 4.
-        gc.set_threshold(10_000, 20, 20)
+        gc.set_threshold(collect_after, 20, 20)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         crashed: asyncio.Future[Any] = context.failure
         await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
@@ -347,8 +348,19 @@ def _install_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, ask)
 
 
-def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -> None:
-    """Runs a service until a signal; exits the process with 0, 1 (crash) or 2 (config)."""
+def run_service(
+    name: str,
+    config_class: type[ConfigT],
+    build: Build[ConfigT],
+    *,
+    collect_after: int = COLLECT_AFTER,
+) -> None:
+    """Runs a service until a signal; exits the process with 0, 1 (crash) or 2 (config).
+
+    Args:
+        collect_after: so many more objects than before make the garbage collector look for cycles,
+            while everything waits.
+    """
     configure_logging(name)  # for what goes wrong before the config is known
     try:
         config = load_config(config_class, sys.argv[1:], prog=f"python -m services.{name}")
@@ -360,7 +372,7 @@ def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -
             stack.enter_context(configure_tracing(name, trace.exporter, trace.target, allowance))
             if telemetry.metrics_port >= 0:
                 stack.enter_context(metrics_server(config.server.host, telemetry.metrics_port))
-            code = uvloop.run(_main(name, config, build))
+            code = uvloop.run(_main(name, config, build, collect_after))
     except KvMeshError as error:
         cannot_start(name, error)
         code = 2

@@ -9,7 +9,7 @@ from kvmesh.policy.health import HealthReason, Verdict
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Membership
 from services.scheduler.role_orders import RoleChanges
-from services.scheduler.substitutes import FORGET_S, Substitutes
+from services.scheduler.substitutes import FORGET_S, MAX_CHOICES, Substitutes
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.parts import Parts
 
@@ -190,3 +190,19 @@ async def test_nobody_is_awaited_for_ever() -> None:
     parts.come("d0", Role.DECODE, incarnation=2)
     await parts.look()
     assert parts.roles() == {"d0": "decode", "s0": "decode"}
+
+
+async def test_of_many_that_are_lost_at_once_some_are_looked_at_in_each_turn() -> None:
+    parts = Places(
+        {f"d{number}": Role.DECODE for number in range(40)}
+        | {f"s{number}": Role.SPARE for number in range(30)}
+        | {"p0": Role.PREFILL}
+    )
+    await parts.look()
+    for number in range(2 * MAX_CHOICES + 1):
+        parts.lose(f"d{number}")
+    await parts.look()
+    assert len(parts.told) == MAX_CHOICES
+    for _ in range(2):
+        await parts.look()
+    assert len({name for name, _ in parts.told}) == len(parts.told) == 2 * MAX_CHOICES + 1
