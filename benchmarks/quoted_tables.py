@@ -102,5 +102,5 @@ _TABLES: Mapping[str, tuple[str, Callable[[Result], list[Row]]]] = {
     "sensitivity": ("policies_ablation", _variants("Sensitivity")),
 }
 
-DOCUMENTS = (ROOT / "docs/adr/0018-joint-dispatch.md",)
+DOCUMENTS = (ROOT / "docs/adr/0018-joint-dispatch.md", ROOT / "docs/evaluation.md")
 """Where the tables are."""
