@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from kvmesh.core.errors import ConfigError
-from kvmesh.core.slots import PrefixMatch, Slot
-from kvmesh.core.types import WorkerId
-from kvmesh.kv.block_names import (
+from kvmesh.core.block_names import (
     TELLS_STATES,
     TELLS_TIERS,
     in_disk,
     in_host,
     saved_state,
 )
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.slots import PrefixMatch, Slot
+from kvmesh.core.types import WorkerId
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_store import APPLY_SLICE_BLOCKS, RedisMetadataStore, apply_slices
 from kvmesh.metadata.scripts import MOST_MATCHED

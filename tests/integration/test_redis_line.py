@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -63,6 +65,21 @@ async def test_an_error_of_redis_is_an_error_here(client: RedisClient) -> None:
         with pytest.raises(StoreUnavailableError, match="rong number"):
             await client.ask(bad)
     assert await client.ask(ECHO, "still there") == [b"{t:}", b"still there"]
+
+
+async def test_a_redis_that_stands_still_fails_who_asks_in_time() -> None:
+    with redis_process() as server:
+        client = RedisClient(RedisConfig(server.url, key_prefix="t:", timeout_s=0.1))
+        await client.ask(ECHO, "a")
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailableError, match="in time"):
+                await client.ask(ECHO, "b")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert await client.ask(ECHO, "c") == [b"{t:}", b"c"]
+        await client.close()
 
 
 async def test_a_killed_redis_fails_what_waits_and_a_new_one_is_found() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import prometheus_client
 import pytest
 
+from kvmesh.core.block_names import in_host
 from kvmesh.core.types import PrefixSource
-from kvmesh.kv.block_names import in_host
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.core.block_names import TELLS_TIERS, in_disk
 from kvmesh.engine.block_file import BlockFile
-from kvmesh.kv.block_names import TELLS_TIERS, in_disk
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection
 from tests.integration.families import NEW_TOKENS, Checkpoint

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmesh.core.block_names import DISK, HOST, IN_TIER, TELLS_TIERS
 from kvmesh.core.types import BlockHash
-from kvmesh.kv.block_names import DISK, HOST, IN_TIER, TELLS_TIERS
 from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
 from kvmesh.kv.tiers import Copy, Tier, Tiers
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from kvmesh.core.block_names import IN_TIER, TELLS_STATES, TELLS_TIERS, saved_state
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
-from kvmesh.kv.block_names import IN_TIER, TELLS_STATES, TELLS_TIERS, saved_state
 from kvmesh.kv.groups import is_state_key
 
 

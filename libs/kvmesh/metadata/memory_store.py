@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kvmesh.core.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
 from kvmesh.core.clock import Clock
 from kvmesh.core.slots import (
     SLOT_WIDTH,
@@ -24,7 +25,6 @@ from kvmesh.core.slots import (
     SlotState,
 )
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
-from kvmesh.kv.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
 from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 LOG_LENGTH = 1024

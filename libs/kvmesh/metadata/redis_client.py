@@ -5,6 +5,7 @@ Tests: tests/contract/test_metadata_store.py.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ class RedisClient:
         """As `run`, for scripts that every request needs: all on one connection, one after another.
 
         Raises:
-            StoreUnavailableError: Redis cannot be reached, or refused.
+            StoreUnavailableError: Redis cannot be reached, is too slow, or refused.
         """
         node = self._node
         if not node.lines.can_open:
@@ -147,7 +148,11 @@ class RedisClient:
             name = self._names[script] = script_name(script)
         try:
             line = await node.lines.line()
-            reply = await line.ask("EVALSHA", name, 1, self.prefix, self.prefix, *arguments)
+            async with asyncio.timeout(self._config.timeout_s):
+                reply = await line.ask("EVALSHA", name, 1, self.prefix, self.prefix, *arguments)
+        except TimeoutError as error:
+            self._go_back(node)
+            raise StoreUnavailableError("Redis did not answer in time") from error
         except StoreUnavailableError:
             self._go_back(node)
             raise

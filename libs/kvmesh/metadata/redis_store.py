@@ -100,7 +100,7 @@ class RedisMetadataStore:
     ) -> ApplyResult:
         """See `MetadataStore.apply_snapshot_part`."""
         for stored, _, final in apply_slices(held, b""):
-            result = await self._client.run(
+            result = await self._client.ask(
                 scripts.APPLY,
                 slot,
                 self._lease_ms,
@@ -124,7 +124,7 @@ class RedisMetadataStore:
         where it was, so that the next batch is a GAP and a snapshot makes the index exact again.
         """
         for added, gone, final in apply_slices(stored, removed):
-            result = await self._client.run(
+            result = await self._client.ask(
                 scripts.APPLY,
                 slot,
                 self._lease_ms,
@@ -141,7 +141,7 @@ class RedisMetadataStore:
 
     async def renew(self, slot: Slot, sequence: int) -> bool:
         """See `MetadataStore.renew`."""
-        return bool(await self._client.run(scripts.RENEW, slot, self._lease_ms, sequence))
+        return bool(await self._client.ask(scripts.RENEW, slot, self._lease_ms, sequence))
 
     async def forget(self, slot: Slot) -> None:
         """See `MetadataStore.forget`."""

@@ -4,7 +4,7 @@ Keys, all under a prefix P, whose braces keep them in one slot of a Redis Cluste
 may build them itself:
 
     P held:<slot>         set: block hashes that the slot holds
-                          (and the other names of `kv/block_names.py`)
+                          (and the other names of `core/block_names.py`)
     P slot:<slot>         hash: worker, incarnation, cluster, namespace, sequence, live
     P lease:<slot>        exists, with a TTL, while the slot's lease lasts
     P slots               set: every slot that is not swept yet
@@ -18,8 +18,8 @@ Tests: tests/contract/test_metadata_store.py.
 
 from __future__ import annotations
 
+from kvmesh.core.block_names import DISK_TURN, HOST_TURN, STATE_TURN, TELLS_STATES, TELLS_TIERS
 from kvmesh.core.slots import SLOT_WIDTH
-from kvmesh.kv.block_names import DISK_TURN, HOST_TURN, STATE_TURN, TELLS_STATES, TELLS_TIERS
 
 LOG_LENGTH = 8192
 """Entries of the log at least; each has at most 256 hashes, 4 KiB."""

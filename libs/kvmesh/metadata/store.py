@@ -54,7 +54,7 @@ class MetadataStore(Protocol):
 
     A slot is `live` (lookups see it, events change it) or `loading` (a snapshot is coming in). A
     slot whose lease ended is neither: lookups stop seeing it at once, `sweep` removes the rest.
-    Hashes and the other names that hold of blocks (`kv/block_names.py`) travel joined, 16 bytes
+    Hashes and the other names that hold of blocks (`core/block_names.py`) travel joined, 16 bytes
     each; the caller has checked the length. Only `match` looks at what a name means. Every method
     raises StoreUnavailableError.
     """

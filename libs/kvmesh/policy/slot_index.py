@@ -6,7 +6,7 @@ two blocks with the same holders nobody needs to look. A worker that dropped blo
 middle of a prefix may be said to hold them; it finds out when it looks them up itself. Likewise a
 prefix's beginning is in the pool, what follows below, as pools and tiers evict ends first.
 
-Besides hashes, the names of `kv/block_names.py` stand here: they say which tier has a block, and
+Besides hashes, the names of `core/block_names.py` stand here: they say which tier has a block, and
 where a prefix of a model with linear layers can be resumed.
 Tests: tests/unit/policy/test_slot_index.py, tests/contract/test_store_log.py.
 """
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmesh.core.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
 from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
-from kvmesh.kv.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
 from kvmesh.policy.holders import Holders, Levels
 
 _Space = dict[BlockHash, int]

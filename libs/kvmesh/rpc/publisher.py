@@ -45,7 +45,7 @@ FLUSH_DELAY_S = 0.005
 
 
 class BlockEvents(Protocol):
-    """Net changes of what is told (`kv/block_names.py`) since the call before; none is in both."""
+    """Net changes of what is told (`core/block_names.py`) since the last call; none is in both."""
 
     @property
     def stored(self) -> Sequence[BlockHash]:

@@ -14,6 +14,7 @@ from functools import partial
 
 import psutil
 
+from kvmesh.core.block_names import DISK, HOST
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
@@ -25,7 +26,6 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.structure import StructureCompiler
-from kvmesh.kv.block_names import DISK, HOST
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration

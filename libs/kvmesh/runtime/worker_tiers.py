@@ -10,6 +10,7 @@ import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh.core.block_names import DISK, HOST
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import WorkerId
@@ -22,7 +23,6 @@ from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
-from kvmesh.kv.block_names import DISK, HOST
 from kvmesh.kv.tiers import Tier
 from kvmesh.runtime.worker_config import TiersSection
 from kvmesh.telemetry.logs import event_logger

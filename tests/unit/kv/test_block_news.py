@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvmesh.core.types import BlockHash
-from kvmesh.kv.block_names import (
+from kvmesh.core.block_names import (
     TELLS_STATES,
     TELLS_TIERS,
     in_disk,
     in_host,
     saved_state,
 )
+from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockNews
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import group_key, state_key

@@ -7,15 +7,15 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
-from kvmesh.core.types import BlockHash, WorkerId
-from kvmesh.kv.block_names import (
+from kvmesh.core.block_names import (
     TELLS_STATES,
     TELLS_TIERS,
     in_disk,
     in_host,
     saved_state,
 )
+from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
+from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.policy.holders import Lower
 from kvmesh.policy.slot_index import SlotIndex
 
