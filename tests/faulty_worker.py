@@ -19,7 +19,9 @@ from kvmesh.engine.protocol import SampledToken, SequenceChunk, StepResult
 _execute = FakeRunner.execute
 
 
-def _fall_ill(file: Path) -> None:
+def fall_ill(file: Path) -> None:
+    """Makes the fake engine of this process do as the file says."""
+
     def execute(runner: FakeRunner, chunks: Sequence[SequenceChunk]) -> StepResult:
         started = time.monotonic()
         result = _execute(runner, chunks)
@@ -38,6 +40,6 @@ def _fall_ill(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    _fall_ill(Path(sys.argv.pop(1)))
+    fall_ill(Path(sys.argv.pop(1)))
     service = sys.argv.pop(1)
     runpy.run_module(f"services.{service}", run_name="__main__", alter_sys=True)

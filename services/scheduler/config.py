@@ -73,6 +73,13 @@ class FleetStoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LauncherTarget:
+    """Who starts and ends workers."""
+
+    target: str = option("", "host:port, as of `kvmesh up`; empty: nobody does")
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The global scheduler: fleet registry and route plans."""
 
@@ -83,3 +90,4 @@ class SchedulerConfig:
     planning: PlanningConfig = option(PlanningConfig, "")
     kvmanager: KvManagerTarget = option(KvManagerTarget, "")
     redis: FleetStoreConfig = option(FleetStoreConfig, "")
+    launcher: LauncherTarget = option(LauncherTarget, "")

@@ -29,6 +29,7 @@ from kvmesh.rpc.convert_route import (
     route_query_from_proto,
 )
 from kvmesh.rpc.direct import DirectListener
+from kvmesh.rpc.launcher import RemoteLauncher
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.prefix_feed import PrefixFeed
 from kvmesh.rpc.prefix_lookup import PrefixLookup
@@ -230,17 +231,15 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     )
     planner.role_orders.give_role = registrations.give_role
     changes = substitute_changes(config.planning)
-    substitutes = Substitutes(fleet, feed, planner, decisions, clock, changes=changes)
+    launcher = _launcher(config, context)
+    substitutes = Substitutes(
+        fleet, feed, planner, decisions, clock, changes=changes, launcher=launcher
+    )
     substitutes.give_place = registrations.give_place
     feed.models = planner.details
     if prefixes is not None:
         feed.kvmanager = lambda: prefixes.connected
-
-    def note_details() -> None:
-        fleet.note_planned()
-        feed.changed()
-
-    planner.on_details = note_details
+    planner.on_details = partial(_note_details, fleet, feed)
     context.spawn(planner.run(), "planner")
     context.on_close(registrations.close)
     context.spawn(registrations.expire_leases(), "expire_leases")
@@ -248,6 +247,20 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.spawn(substitutes.run(), "substitutes")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, index, planner, decisions)
+
+
+def _note_details(fleet: Fleet, feed: FleetFeed) -> None:
+    fleet.note_planned()
+    feed.changed()
+
+
+def _launcher(config: SchedulerConfig, context: ServiceContext) -> RemoteLauncher | None:
+    """Who starts and ends workers; None: nobody does."""
+    if not config.launcher.target:
+        return None
+    launcher = RemoteLauncher(config.launcher.target, context.access)
+    context.stack.push_async_callback(launcher.close)
+    return launcher
 
 
 async def _remembered(

@@ -1,8 +1,10 @@
 """Fills the places of lost and ejected workers, by `policy/substitute.py`.
 
 One worker takes a place, no more. When a lost worker is back, as a new process, it becomes the
-spare that its substitute was; a substitute that was taken from elsewhere goes back. Kept in memory:
-a scheduler that was restarted takes whoever comes back as one worker more.
+spare that its substitute was; a substitute that was taken from elsewhere goes back, and of a lost
+worker and the process that was started for it one is stopped. A worker that hangs is killed by its
+launcher when somebody else has its place, or nobody can be there sooner than its next life. Kept in
+memory: a scheduler that was restarted takes whoever comes back as one worker more.
 Tests: tests/unit/scheduler/test_substitutes.py, tests/e2e/test_substitutes.py.
 """
 
@@ -10,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.health import Health
+from kvmesh.core.launch import Launcher, LaunchError, LaunchSpec
 from kvmesh.core.types import Role, WorkerId, WorkerInfo
 from kvmesh.policy.health import REST_S
 from kvmesh.policy.substitute import START_S, Means, Member, Option, Paces, Place, substitutes
@@ -43,6 +48,9 @@ GATHER_S = 0.02
 MAX_CHOICES = 8
 """In one look: each weighs the whole fleet. Where half of it is lost at once, routes go on."""
 
+MOST_STARTED = 3
+"""Processes that are started for one place."""
+
 FORGET_S = 3600.0
 """A worker that is away for so long is not awaited any more."""
 
@@ -60,6 +68,7 @@ class _Loss:
 
     Attributes:
         lived: its worker's process lives, ill as it is; else its next life is awaited.
+        hangs: and does not answer; ended: its launcher was told to kill it.
         option: who is to take it; None: nobody yet.
         before: what the substitute was.
         failed: who was to take it and did not come.
@@ -69,6 +78,9 @@ class _Loss:
     info: WorkerInfo
     at: float
     lived: bool
+    hangs: bool = False
+    ended: bool = False
+    num_started: int = 0
     option: Option | None = None
     before: WorkerInfo | None = None
     ordered_at: float = 0.0
@@ -83,6 +95,7 @@ class Substitutes:
     Args:
         planner: knows how fast prompts are computed, and whether this scheduler may give orders.
         changes: what becomes of the choice.
+        launcher: starts processes and ends those that hang; None: nobody does.
     """
 
     def __init__(
@@ -94,7 +107,9 @@ class Substitutes:
         clock: Clock,
         *,
         changes: RoleChanges,
+        launcher: Launcher | None = None,
     ) -> None:
+        self._launcher = launcher
         self._fleet = fleet
         self._feed = feed
         self._planner = planner
@@ -103,6 +118,7 @@ class Substitutes:
         self._changes = changes
         self._losses: dict[WorkerId, _Loss] = {}
         self._ready_s: dict[Means, float] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
         self.give_place: GivePlace = lambda _worker, _role, _scenario, _reason: False
         """Set by whoever is connected to the workers."""
 
@@ -128,11 +144,11 @@ class Substitutes:
             return True  # who is ill still is when this scheduler may give orders
         here = {each.info.worker_id: each for each in self._fleet.workers()}
         for loss in list(self._losses.values()):
-            self._follow(loss, here, now)
+            await self._follow(loss, here, now)
         is_open = [loss for loss in self._losses.values() if loss.option is None]
         for loss in sorted(is_open, key=lambda each: each.weighed_at)[:MAX_CHOICES]:
             loss.weighed_at = now
-            self._choose(loss, here, now)
+            await self._choose(loss, here, now)
             await asyncio.sleep(0)
         return True
 
@@ -154,17 +170,19 @@ class Substitutes:
 
     # --- one place -----------------------------------------------------------------------------
 
-    def _follow(self, loss: _Loss, here: Here, now: float) -> None:
+    async def _follow(self, loss: _Loss, here: Here, now: float) -> None:
         found = here.get(loss.info.worker_id)
         if found is not None and found.health < Health.DEGRADED:
             self._returned(loss, found, here)
             return
+        loss.hangs = loss.lived and found is not None and found.health is Health.DEAD
         if now > loss.at + FORGET_S:
             del self._losses[loss.info.worker_id]
             return
         option = loss.option
         if option is not None and self._changes is RoleChanges.APPLY:
             self._watch(loss, option, here, now)
+            await self._end_hung(loss, option)
 
     def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
         """Sees whether who is to take the place does, and stays."""
@@ -177,8 +195,24 @@ class Substitutes:
         elif loss.is_filled or now > loss.ordered_at + LATE_FACTOR * option.ready_s + LATE_S:
             loss.failed = (*loss.failed, option.worker_id)
             loss.option, loss.is_filled = None, False
+            if option.means is Means.PROCESS:
+                self._stop(option.worker_id)
 
-    def _choose(self, loss: _Loss, here: Here, now: float) -> None:
+    async def _end_hung(self, loss: _Loss, option: Option) -> None:
+        """Kills a process that hangs when its place is taken, or its next life is to take it."""
+        is_time = loss.is_filled or option.means is Means.RETURN
+        if self._launcher is None or not loss.hangs or loss.ended or not is_time:
+            return
+        loss.ended = True
+        name = loss.info.worker_id
+        try:
+            await self._launcher.restart(name)
+        except LaunchError as error:
+            log.warning("not_ended", worker_id=name, error=str(error))
+            return
+        self._note(loss, "ended", "it hangs, and its launcher kills it", name)
+
+    async def _choose(self, loss: _Loss, here: Here, now: float) -> None:
         takers = self._takers()
         loads = {info.worker_id: load for info, load in self._fleet.reports()}
         members = [
@@ -186,25 +220,56 @@ class Substitutes:
             for name, each in here.items()
             if name in loads and name not in loss.failed and name not in takers
         ]
-        place = Place(loss.info, self._back_s(loss, now))
+        place = Place(loss.info, self._back_s(loss, now), self._new_s(loss, here))
         paces = Paces(self._ready_s, self._planner.pace(loss.info.model).token_s)
         for option in substitutes(place, members, paces):
             if option.means is Means.FLIP and not self._planner.may_change_roles:
                 continue
-            if option.means is Means.RETURN or self._ordered(loss, option):
-                taker = here.get(option.worker_id)
-                loss.option, loss.ordered_at = option, now
+            chosen: Option | None = option
+            if option.means is Means.PROCESS:
+                chosen = await self._started(loss, option)
+            elif option.means is not Means.RETURN and not self._ordered(loss, option):
+                chosen = None
+            if chosen is not None:
+                taker = here.get(chosen.worker_id)
+                loss.option, loss.ordered_at = chosen, now
                 loss.before = None
                 if taker is not None and self._changes is RoleChanges.APPLY:
                     loss.before = taker.info
-                self._note(loss, option.means.name.lower(), option.reason, option.worker_id)
+                self._note(loss, chosen.means.name.lower(), chosen.reason, chosen.worker_id)
                 return
+
+    def _new_s(self, loss: _Loss, here: Here) -> float | None:
+        """Until a new process would serve: as long as those of its model took to start."""
+        if self._launcher is None or loss.num_started >= MOST_STARTED:
+            return None
+        infos = [loss.info, *(each.info for each in here.values())]
+        told = [info.start_s for info in infos if info.model == loss.info.model and info.start_s]
+        return statistics.median(told) if told else START_S
+
+    async def _started(self, loss: _Loss, option: Option) -> Option | None:
+        """The option with the name of the process that was started; None if none was."""
+        if self._launcher is None or self._changes is not RoleChanges.APPLY:
+            return option
+        info = loss.info
+        loss.num_started += 1
+        try:
+            kept = {each.worker_id: each.spec for each in await self._launcher.list()}
+            before = kept.get(info.worker_id, LaunchSpec(info.role, model=info.model))
+            spec = dataclasses.replace(before, role=info.role, scenario=info.scenario)
+            name = await self._launcher.start(spec)
+        except LaunchError as error:
+            log.warning("not_started", lost=info.worker_id, error=str(error))
+            return None
+        return dataclasses.replace(option, worker_id=name)
 
     def _back_s(self, loss: _Loss, now: float) -> float | None:
         """Until the lost worker is back; None: it did not come when it should have."""
         if loss.info.worker_id in loss.failed:
             return None
-        whole_s = REST_S if loss.lived else loss.info.start_s or START_S
+        # One that hangs is killed where somebody can: its next life is what comes.
+        wakes_up = loss.lived and not (loss.hangs and self._launcher is not None)
+        whole_s = REST_S if wakes_up else loss.info.start_s or START_S
         away_s = now - loss.at
         # Whoever is late may be as late again.
         return whole_s - away_s if away_s < whole_s else away_s
@@ -226,6 +291,12 @@ class Substitutes:
         """Ends the substitution: whoever holds less KV of the group makes room."""
         name, info, option, before = found.info.worker_id, loss.info, loss.option, loss.before
         del self._losses[name]
+        if option is not None and option.means is Means.PROCESS:
+            in_place = loss.is_filled and found.info.incarnation != info.incarnation
+            leaves, stays = (name, option.worker_id) if in_place else (option.worker_id, name)
+            self._note(loss, "returned", f"{stays} has the place", leaves)
+            self._stop(leaves)
+            return
         if option is None or before is None or option.worker_id not in here:
             if found.info.role is Role.SPARE:  # as its configuration says, in its new life
                 self._give(loss, name, info.role, info.scenario, "it is back as a spare")
@@ -237,6 +308,14 @@ class Substitutes:
             self._give(loss, name, Role.SPARE, "", f"{taker} took its place")
         else:
             self._give(loss, taker, before.role, before.scenario, f"{name} is back")
+
+    def _stop(self, name: WorkerId) -> None:
+        """Ends a process that is one too many, beside what else there is to do."""
+        if self._launcher is None or self._changes is not RoleChanges.APPLY:
+            return
+        task = asyncio.create_task(_stopped(self._launcher, name), name=f"stop {name}")
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
 
     def _give(self, loss: _Loss, name: WorkerId, role: Role, scenario: str, reason: str) -> None:
         if self._changes is RoleChanges.APPLY:
@@ -258,6 +337,13 @@ class Substitutes:
         }
         self._decisions.add_fleet("substitute", kind, **facts, **more)
         log.info("substitute", kind=kind, **facts, **more)
+
+
+async def _stopped(launcher: Launcher, name: WorkerId) -> None:
+    try:
+        await launcher.stop(name)
+    except LaunchError as error:
+        log.warning("not_stopped", worker_id=name, error=str(error))
 
 
 def _fills(info: WorkerInfo, lost: WorkerInfo) -> bool:

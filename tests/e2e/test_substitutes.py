@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvmesh.cli.scheduler_access import LiveFleet, SchedulerAccess, live_fleet
@@ -34,8 +36,9 @@ CALM = {"KVMESH_PLANNING__ROLES": "off"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def start(state: Path, log: Path, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    paths = {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}", "KVMESH_ENGINE__FAKE_STEP_S": "0.02"}
+def start(state: Path, log: Path, words: Sequence[str], more_code: Path) -> subprocess.Popen[bytes]:
+    code = f"{more_code}:{ROOT / 'libs'}:{ROOT}"
+    paths = {"PYTHONPATH": code, "KVMESH_ENGINE__FAKE_STEP_S": "0.02"}
     always = ("--port", "0", "--model-name", MODEL, "--state-dir", str(state))
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -50,9 +53,9 @@ def start(state: Path, log: Path, words: Sequence[str]) -> subprocess.Popen[byte
 
 @asynccontextmanager
 async def running_up(folder: Path, *words: str) -> AsyncIterator[dict[str, Any]]:
-    """What `kvmesh up` says of its stack, while it runs."""
+    """What `kvmesh up` says of its stack, while it runs. Its processes find code in the folder."""
     state, log = folder / "state", folder / "up.log"
-    process = start(state, log, words)
+    process = start(state, log, words, folder)
     try:
         await until(lambda: "stop: Ctrl-C" in log.read_text(), "the stack is ready", 120)
         told = read_description(state)
@@ -67,6 +70,16 @@ async def running_up(folder: Path, *words: str) -> AsyncIterator[dict[str, Any]]
         print(log.read_text(), (state / "logs" / "scheduler.log").read_text())
 
 
+@asynccontextmanager
+async def watched(told: dict[str, Any]) -> AsyncIterator[LiveFleet]:
+    """The fleet of a stack."""
+    secret = load_secret(told["secret_file"])
+    target = member(told, "scheduler")["address"]
+    access = SchedulerAccess((target,), MeshAccess(secret=secret), 60.0)
+    async with live_fleet(access, "a test") as view:
+        yield view
+
+
 def member(told: dict[str, Any], name: str) -> dict[str, Any]:
     return next(each for each in told["members"] if each["name"] == name)
 
@@ -75,6 +88,13 @@ def decoders(view: LiveFleet) -> set[tuple[str, int]]:
     """Lives of those that decode."""
     infos = (each.info for each in view.workers)
     return {(info.worker_id, info.incarnation) for info in infos if info.role is Role.DECODE}
+
+
+async def steps(told: dict[str, Any], *names: str) -> dict[str, float]:
+    """How often places were to be filled in which way."""
+    port = member(told, "scheduler")["metrics_port"]
+    found = await scrape(f"http://127.0.0.1:{port}/metrics")
+    return {step: found.value("kvmesh_scheduler_substitutes_total", step=step) for step in names}
 
 
 def roles(view: LiveFleet) -> Counter[str]:
@@ -93,30 +113,100 @@ async def test_one_kill_under_load_takes_one_substitute(
     tmp_path: Path, engine: str, num_spare: int
 ) -> None:
     words = ("--engine", engine, "--spare", str(num_spare))
-    async with running_up(tmp_path, *words) as told, ApiClient(f"http://{told['http']}") as client:
-        secret = load_secret(told["secret_file"])
-        scheduler = member(told, "scheduler")
-        access = SchedulerAccess((scheduler["address"],), MeshAccess(secret=secret), 60.0)
-        async with live_fleet(access, "a test") as view:
-            whole, before = roles(view), decoders(view)
-            assert whole == Counter(prefill=2, decode=2, spare=num_spare)
-            async with under_load(client) as load:
-                await load.more(20)
-                os.kill(member(told, LOST)["pid"], signal.SIGKILL)
+    async with (
+        running_up(tmp_path, *words) as told,
+        ApiClient(f"http://{told['http']}") as client,
+        watched(told) as view,
+    ):
+        whole, before = roles(view), decoders(view)
+        assert whole == Counter(prefill=2, decode=2, spare=num_spare)
+        async with under_load(client) as load:
+            await load.more(20)
+            os.kill(member(told, LOST)["pid"], signal.SIGKILL)
+            began = asyncio.get_running_loop().time()
+            await until(lambda: len(decoders(view) - before) == 1, "its place is taken")
+            full_s = asyncio.get_running_loop().time() - began
+            await until(lambda: roles(view) == whole, "it is back")
+            await load.more(20)
+        print(f"full capacity after {full_s:.2f} s with {num_spare} spares")
+        if engine == "fake":
+            load.check_all_ok()
+        assert all(answer.ok for _, _, answer in load.answers)
+        names = {str(each.info.worker_id): each.info.role.value for each in view.workers}
+        if num_spare:
+            assert (names["spare-0"], names[LOST]) == ("decode", "spare")
+            assert full_s < 1.0
+        expected = {"spare": num_spare, "return": 1 - num_spare, "flip": 0, "process": 0}
+        assert await steps(told, *expected) == expected
+
+
+async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
+    tmp_path: Path,
+) -> None:
+    async with (
+        running_up(tmp_path, "--engine", "fake") as told,
+        ApiClient(f"http://{told['http']}") as client,
+        watched(told) as view,
+    ):
+        before = decoders(view)
+        lost = member(told, LOST)
+        async with under_load(client) as load:
+            os.kill(lost["pid"], signal.SIGKILL)
+            with a_taken_port(int(lost["address"].rpartition(":")[2])):  # its next life finds it so
                 began = asyncio.get_running_loop().time()
-                await until(lambda: len(decoders(view) - before) == 1, "its place is taken")
-                full_s = asyncio.get_running_loop().time() - began
-                await until(lambda: roles(view) == whole, "it is back")
+                await until(lambda: decoders(view) - before, "another process has its place", 60)
+                print(f"full capacity after {asyncio.get_running_loop().time() - began:.2f} s")
                 await load.more(20)
-            print(f"full capacity after {full_s:.2f} s with {num_spare} spares")
-            if engine == "fake":
-                load.check_all_ok()
-            assert all(answer.ok for _, _, answer in load.answers)
-            names = {str(each.info.worker_id): each.info.role.value for each in view.workers}
-            if num_spare:
-                assert (names["spare-0"], names[LOST]) == ("decode", "spare")
-                assert full_s < 1.0
-            steps = await scrape(f"http://127.0.0.1:{scheduler['metrics_port']}/metrics")
-            name = "kvmesh_scheduler_substitutes_total"
-            expected = {"spare": num_spare, "return": 1 - num_spare, "flip": 0, "slack": 0}
-            assert {step: steps.value(name, step=step) for step in expected} == expected
+            await until(lambda: stopped(tmp_path), "of both, one is stopped", 60)
+            await load.more(20)
+        load.check_all_ok()
+        assert len(decoders(view)) == len(before)
+        assert await steps(told, "process", "spare") == {"process": 1, "spare": 0}
+
+
+async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, sys\n"
+        f"if {LOST!r} in sys.orig_argv:\n"
+        "    from tests.faulty_worker import fall_ill\n"
+        f"    fall_ill(pathlib.Path({str(fault)!r}))\n"
+    )
+    async with (
+        running_up(tmp_path, "--engine", "fake", "--spare", "1") as told,
+        ApiClient(f"http://{told['http']}") as client,
+        watched(told) as view,
+    ):
+        whole = roles(view)
+        async with under_load(client) as load:
+            await load.more(60)  # how long steps take is known
+            fault.write_text("hang")
+            await until(lambda: not psutil.pid_exists(member(told, LOST)["pid"]), "it is killed")
+            fault.unlink()
+            await until(lambda: roles(view) == whole, "it is back", 60)
+            await load.more(20)
+        load.check_all_ok()
+        names = {str(each.info.worker_id): each.info.role.value for each in view.workers}
+        assert (names["spare-0"], names[LOST]) == ("decode", "spare")
+        assert await steps(told, "spare", "ended", "process") == {
+            "spare": 1,
+            "ended": 1,
+            "process": 0,
+        }
+
+
+@contextmanager
+def a_taken_port(port: int) -> Iterator[None]:
+    """Somebody else listens there."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        yield
+
+
+def stopped(folder: Path) -> bool:
+    told = read_description(folder / "state")
+    assert told is not None
+    names = [str(each["name"]) for each in told["members"]]
+    return sum(name.startswith("decode") for name in names) == 2

@@ -130,6 +130,11 @@ class Keeper:
         return self._ready_at is not None
 
     @property
+    def has_served(self) -> bool:
+        """Whether it has answered in any life."""
+        return self._has_served
+
+    @property
     def reason(self) -> str:
         """Why it is not ready, where it says so."""
         return self._reason

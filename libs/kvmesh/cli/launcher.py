@@ -7,7 +7,7 @@ says what happens. Tests: tests/unit/cli/test_launcher.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from rich.console import Console
 
 from kvmesh.cli.descendants import reap_orphans
 from kvmesh.cli.keeper import TAIL_LINES, Death, Keeper, says_port_taken
+from kvmesh.cli.local_workers import serve_workers
 from kvmesh.cli.processes import Supervisor, log_tail
 from kvmesh.cli.ready_command import run_command
-from kvmesh.cli.stack import StackPaths, StackPlan
+from kvmesh.cli.stack import Member, StackPaths, StackPlan
 from kvmesh.cli.stack_display import StackDisplay, State
 from kvmesh.cli.stack_greeting import greeting
 from kvmesh.cli.stack_state import remove_description, write_description
@@ -58,8 +59,11 @@ class LaunchSettings:
     has_keys: bool = False
 
 
-class Launcher:
-    """One stack from start to stop; the observer of its keepers."""
+class StackRunner:
+    """One stack from start to stop; the observer of its keepers.
+
+    Its workers are started and ended by others, too, through `LocalWorkers`.
+    """
 
     def __init__(
         self,
@@ -76,21 +80,12 @@ class Launcher:
         self._console = console
         self._settings = settings
         self._clock = clock
-        self._members = {member.spec.name: member for member in plan.members}
-        self._display = StackDisplay(
-            console, {name: member.probe.endpoint for name, member in self._members.items()}
-        )
-        self._keepers = {
-            name: Keeper(
-                member,
-                supervisor,
-                self,
-                clock,
-                restart=settings.restart,
-                start_limit_s=settings.start_timeout_s,
-            )
-            for name, member in self._members.items()
-        }
+        self._members: dict[str, Member] = {}
+        self._display = StackDisplay(console)
+        self._keepers: dict[str, Keeper] = {}
+        self._keeping: dict[str, asyncio.Future[Death]] = {}
+        self._ends = asyncio.Event()
+        self._first = {member.spec.name for member in plan.members}
         self._said: dict[str, tuple[float, str]] = {}
         self._untold: set[str] = set()
         self._given_up: set[str] = set()
@@ -98,27 +93,77 @@ class Launcher:
     async def run(self, stop: asyncio.Event) -> int:
         """Runs until `stop` is set, a process is given up or the command ends; the exit code."""
         stopping = asyncio.ensure_future(stop.wait())
-        keeping = [asyncio.ensure_future(keeper.run()) for keeper in self._keepers.values()]
+        for member in self._plan.members:
+            self.keep(member)
+        server = None
         try:
-            code = await self._bring_up(stopping, keeping)
+            code = await self._bring_up(stopping)
             if code is None:
+                server = await serve_workers(self._plan, self)
                 for line in greeting(self._plan, self._paths, has_keys=self._settings.has_keys):
                     self._say(line)
-                code = await self._keep_up(stopping, keeping)
+                code = await self._keep_up(stopping)
             return code
         finally:
-            for task in (stopping, *keeping):
+            if server is not None:
+                await server.stop(None)
+            tasks: list[asyncio.Future[Any]] = [stopping, *self._keeping.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(stopping, *keeping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._supervisor.pids:
                 self._say("stopping")
             await self._supervisor.stop()
             remove_description(self._paths.state)
 
-    async def _bring_up(
-        self, stopping: asyncio.Future[Any], keeping: Sequence[asyncio.Future[Death]]
-    ) -> int | None:
+    # --- processes that come and go -------------------------------------------------------------
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """See `Processes`."""
+        return self._members
+
+    def keep(self, member: Member) -> None:
+        """See `Processes`."""
+        name = member.spec.name
+        self._members[name] = member
+        self._display.add(name, member.probe.endpoint)
+        keeper = self._keepers[name] = Keeper(
+            member,
+            self._supervisor,
+            self,
+            self._clock,
+            restart=self._settings.restart,
+            start_limit_s=self._settings.start_timeout_s,
+        )
+        task = self._keeping[name] = asyncio.ensure_future(keeper.run())
+        task.add_done_callback(lambda _: self._ends.set())
+
+    async def let_go(self, name: str) -> None:
+        """See `Processes`."""
+        task = self._keeping.pop(name)
+        self._forget(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if name in self._supervisor.pids:
+            await self._supervisor.stop_one(name)
+        self._describe()
+
+    def _forget(self, name: str) -> None:
+        del self._members[name], self._keepers[name]
+        self._keeping.pop(name, None)
+        self._display.remove(name)
+
+    def kill(self, name: str) -> None:
+        """See `Processes`."""
+        if name in self._supervisor.pids:  # else it is about to be started anyway
+            self._supervisor.kill(name)
+
+    # --- from start to stop ---------------------------------------------------------------------
+
+    async def _bring_up(self, stopping: asyncio.Future[Any]) -> int | None:
         """Waits until everything is ready; None if it is, else the exit code."""
+        keeping = list(self._keeping.values())
         began = told = self._clock.now()
         with self._display:
             while not all(keeper.is_ready for keeper in self._keepers.values()):
@@ -174,28 +219,35 @@ class Launcher:
         words = lines[0].split(None, _EVENT_COLUMN)
         return words[-1] if len(words) > _EVENT_COLUMN else lines[0]
 
-    async def _keep_up(
-        self, stopping: asyncio.Future[Any], keeping: Sequence[asyncio.Future[Death]]
-    ) -> int:
+    async def _keep_up(self, stopping: asyncio.Future[Any]) -> int:
         command = self._settings.command
         running = asyncio.ensure_future(self._run_command()) if command else None
-        waiting = {stopping, *keeping, *([running] if running is not None else [])}
+        waiting = (stopping, *([running] if running is not None else []))
         try:
             while True:
-                await _first_of(waiting)
-                if stopping.done():
-                    return INTERRUPTED if command else 0
-                for task in keeping:
-                    if task.done() and task in waiting:
-                        waiting.discard(task)
-                        if self._ends_with(task.result()):
-                            return FAILED
+                self._ends.clear()
+                if self._has_ended():
+                    return FAILED
                 if running is not None and running.done():
                     return running.result()
+                ends = asyncio.ensure_future(self._ends.wait())
+                try:
+                    await _first_of((ends, *waiting))
+                finally:
+                    ends.cancel()
+                if stopping.done():
+                    return INTERRUPTED if command else 0
         finally:
             if running is not None:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
+
+    def _has_ended(self) -> bool:
+        """Says which processes are given up now; whether the stack ends with one."""
+        for name, task in list(self._keeping.items()):
+            if task.done() and name not in self._given_up and self._ends_with(task.result()):
+                return True
+        return False
 
     async def _run_command(self) -> int:
         return await run_command(
@@ -211,11 +263,15 @@ class Launcher:
     def _ends_with(self, death: Death) -> bool:
         """Says what follows from a process that is not started again; whether the stack ends."""
         name = death.ended.name
-        self._given_up.add(name)
         if not self._settings.restart:
             why = "--run" if self._settings.command else "--no-restart"
             self._say(f"the stack ends with it: nothing is restarted with {why}")
             return True
+        if name not in self._first and not self._keepers[name].has_served:
+            self._say(f"{name} is given up: its first start failed; the others go on")
+            self._forget(name)
+            return False
+        self._given_up.add(name)
         workers = {name for name, member in self._members.items() if member.is_worker}
         if name in workers and workers - self._given_up:
             self._say(f"{name} is not restarted: its configuration is wrong; the others go on")

@@ -15,7 +15,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,6 +152,13 @@ class Supervisor:
         """Kills a child and its process group with SIGKILL."""
         _kill_group(self._children[name].process.pid)
 
+    async def stop_one(self, name: str) -> None:
+        """Stops one child: SIGTERM, the grace, SIGKILL. Its name may be started again."""
+        child = self._children[name]
+        await self._stop_children([child])
+        if self._children.get(name) is child:
+            del self._children[name]
+
     async def stop(self) -> None:
         """Stops all children, rank by rank: SIGTERM, the grace, SIGKILL."""
         self._stopping = True
@@ -159,12 +166,17 @@ class Supervisor:
             await self._stop_rank(rank)
 
     async def _stop_rank(self, rank: int) -> None:
-        children = [child for child in self._children.values() if child.spec.stop_rank == rank]
+        ranked = [child for child in self._children.values() if child.spec.stop_rank == rank]
+        await self._stop_children(ranked)
+
+    async def _stop_children(self, children: Sequence[_Child]) -> None:
         for child in children:
             ask_to_end(child.process)
             if self._killing:
                 _kill(child)
         watches = [child.watch for child in children]
+        if not watches:
+            return
         _, pending = await asyncio.wait(watches, timeout=self._grace_s)
         for child in children:
             if child.watch in pending:

@@ -12,12 +12,12 @@ from pathlib import Path
 from kvmesh.cli.probes import Probe
 from kvmesh.cli.processes import ProcessSpec
 from kvmesh.cli.stack_secrets import StackSecrets
-from kvmesh.core.types import Endpoint
+from kvmesh.core.launch import LaunchError, LaunchSpec
+from kvmesh.core.types import Endpoint, Role
 from kvmesh.engine.chat_template import read_chat_template
 
 # Clients first, then those who hold their work, then those who know about it.
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
-_WORKERS = ("prefill", "decode")
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
 _USES_REDIS = ("kvmanager", "scheduler", "gateway")
@@ -157,14 +157,23 @@ class Member:
         probe: answers when the process is ready for work.
         liveness: answers as long as the process lives, whatever becomes of its peers.
         metrics_port: 0 if it has none.
-        is_worker: others do its work while it is away.
+        launch: what it was started as, of a worker: others do its work while it is away.
     """
 
     spec: ProcessSpec
     probe: Probe
     liveness: Probe
     metrics_port: int = 0
-    is_worker: bool = False
+    launch: LaunchSpec | None = None
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether others do its work while it is away."""
+        return self.launch is not None
+
+
+MakeWorker = Callable[[str, LaunchSpec], Member]
+"""The process of a worker of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +185,8 @@ class StackPlan:
         console: where the gateway's admin port is; None without one.
         pool: where the kvmanager's admin port is; None without one.
         secret_file: holds the mesh's secret.
+        launcher: where the scheduler asks for more workers and fewer; None if it cannot.
+        make_worker: plans one more.
     """
 
     members: tuple[Member, ...]
@@ -186,6 +197,8 @@ class StackPlan:
     console: Endpoint | None = None
     pool: Endpoint | None = None
     secret_file: str = ""
+    launcher: Endpoint | None = None
+    make_worker: MakeWorker | None = None
 
 
 @dataclass(slots=True)
@@ -246,8 +259,7 @@ class _Planner:
             argv += [f"--{flag}", str(value)]
         spec = self._spec(name, kind, tuple(argv))
         health = Probe("grpc", endpoint)
-        is_worker = kind in _WORKERS
-        return Member(spec, probe or health, health, metrics_port, is_worker), endpoint
+        return Member(spec, probe or health, health, metrics_port), endpoint
 
     def _spec(self, name: str, kind: str, argv: tuple[str, ...]) -> ProcessSpec:
         return ProcessSpec(
@@ -286,26 +298,50 @@ class _Planner:
             "engine.max-model-len": options.max_model_len,
         }
 
-    def pair_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
-        """Prefill and decode workers of all models; numbers go on from model to model."""
+    def worker(
+        self, name: str, launch: LaunchSpec, scheduler: Endpoint, kvmanager: Endpoint
+    ) -> Member:
+        """A worker of this cluster.
+
+        Raises:
+            LaunchError: this stack has no such model.
+        """
+        models = {fleet.model_name: fleet for fleet in self.options.fleets}
+        fleet = models.get(launch.model or self.options.model_name)
+        if fleet is None:
+            raise LaunchError(f"no model {launch.model!r} in this stack; it has {list(models)}")
+        kind = "prefill" if launch.role is Role.PREFILL else "decode"
+        flags = self.fleet_flags(fleet, name, scheduler, kvmanager)
+        if launch.role.value != kind:
+            flags["worker.role"] = launch.role.value
+        if launch.scenario:
+            flags["worker.scenario"] = launch.scenario
+        if launch.checkpoint:
+            flags["engine.model"] = launch.checkpoint
+        return replace(self.service(kind, flags, name)[0], launch=launch)
+
+    def home_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
+        """The workers that the stack begins with, but those of the second cluster.
+
+        Numbers go on from model to model. Spares have the first model and take nothing until
+        somebody is lost.
+        """
         members: list[Member] = []
         for number, fleet in enumerate(self.options.fleets):
-            for role, count in (("prefill", fleet.num_prefill), ("decode", fleet.num_decode)):
-                for index in range(number * count, (number + 1) * count):
-                    name = f"{role}-{index}"
-                    flags = self.fleet_flags(fleet, name, scheduler, kvmanager)
-                    if not fleet.num_prefill:
-                        flags["worker.role"] = "hybrid"
-                    members.append(self.service(role, flags, name)[0])
-        return members
-
-    def spare_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
-        """Workers that have the model and take nothing until somebody is lost."""
-        members: list[Member] = []
+            model = fleet.model_name if number else ""
+            decode = Role.DECODE if fleet.num_prefill else Role.HYBRID
+            wanted = (
+                ("prefill", Role.PREFILL, fleet.num_prefill),
+                ("decode", decode, fleet.num_decode),
+            )
+            members += [
+                self.worker(f"{word}-{index}", LaunchSpec(role, model=model), scheduler, kvmanager)
+                for word, role, count in wanted
+                for index in range(number * count, (number + 1) * count)
+            ]
+        spare = LaunchSpec(Role.SPARE)
         for index in range(self.options.num_spare):
-            name = f"spare-{index}"
-            flags = self.worker_flags(name, scheduler, kvmanager) | {"worker.role": "spare"}
-            members.append(self.service("decode", flags, name)[0])
+            members.append(self.worker(f"spare-{index}", spare, scheduler, kvmanager))
         return members
 
     def offload_flags(self) -> dict[str, object]:
@@ -332,7 +368,8 @@ class _Planner:
                 "worker.channels": "tcp",
                 "data.egress-mb-s": remote.link_mb_s / remote.num_prefill,
             }
-            members.append(self.service("prefill", flags, name)[0])
+            member, _ = self.service("prefill", flags, name)
+            members.append(replace(member, launch=LaunchSpec(Role.PREFILL)))
         return members
 
 
@@ -358,11 +395,11 @@ def plan_stack(
     flags: dict[str, object] = {"server.admin.port": pool.port}
     member, kvmanager = planner.service("kvmanager", flags)
     members.append(member)
-    flags = {"kvmanager.target": kvmanager, **planner.offload_flags()}
+    launcher = Endpoint(_LOCAL, next_port())
+    flags = {"kvmanager.target": kvmanager, "launcher.target": launcher, **planner.offload_flags()}
     member, scheduler = planner.service("scheduler", flags)
     members.append(member)
-    members += planner.pair_members(scheduler, kvmanager)
-    members += planner.spare_members(scheduler, kvmanager)
+    members += planner.home_members(scheduler, kvmanager)
     members += planner.remote_members(scheduler, kvmanager)
     http = Endpoint(options.host, options.http_port or next_port())
     asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)
@@ -385,7 +422,13 @@ def plan_stack(
     members.append(member)
     has_chat = bool(read_chat_template(Path(options.model)))
     secret, name = str(secrets.mesh_file), options.model_name
-    return StackPlan(tuple(members), asked, grpc, name, has_chat, console, pool, secret)
+
+    def make_worker(worker: str, launch: LaunchSpec) -> Member:
+        return planner.worker(worker, launch, scheduler, kvmanager)
+
+    found = tuple(members)
+    plan = StackPlan(found, asked, grpc, name, has_chat, console, pool, secret)
+    return replace(plan, launcher=launcher, make_worker=make_worker)
 
 
 def engine_threads(cores: int, num_engines: int) -> int:

@@ -49,11 +49,19 @@ class _Row:
 class StackDisplay:
     """Shows the state of each process; a context manager for the time of starting."""
 
-    def __init__(self, console: Console, endpoints: dict[str, Endpoint]) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._rows = {name: _Row(endpoint) for name, endpoint in endpoints.items()}
+        self._rows: dict[str, _Row] = {}
         self._now_s = 0.0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def add(self, name: str, endpoint: Endpoint) -> None:
+        """One more process."""
+        self._rows[name] = _Row(endpoint)
+
+    def remove(self, name: str) -> None:
+        """One less."""
+        self._rows.pop(name, None)
 
     def set_state(self, name: str, state: State, now_s: float) -> None:
         """Notes a change; the seconds shown count from the start of the process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 from rich.console import Console
 
 from kvmesh.cli.descendants import adopt_orphans, kill_descendants
-from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
+from kvmesh.cli.launcher import FAILED, PORT_TAKEN, LaunchSettings, StackRunner
 from kvmesh.cli.machine_checks import native_notes
 from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.preflight import Room, free_disk_bytes, machine_problems, model_problems
@@ -56,7 +57,7 @@ from kvmesh.metadata.server_binary import find_redis_binary
 
 _LOCAL = "127.0.0.1"
 _PORTS_PER_MEMBER = 2
-_ADMIN_PORTS = 2
+_ADMIN_PORTS = 3  # and the launcher's
 _DRAIN_S = 5.0
 _GRACE_S = 10.0
 
@@ -147,7 +148,9 @@ def _next_port(options: StackOptions) -> Callable[[], int]:
     api = {options.http_port, options.grpc_port, options.console_port}
     # All at once, so that they differ.
     count = _PORTS_PER_MEMBER * num_members + _ADMIN_PORTS + len(api)
-    ports = iter([port for port in free_ports(_LOCAL, count) if port not in api])
+    planned = (port for port in free_ports(_LOCAL, count) if port not in api)
+    # Those of workers that are started later.
+    ports = itertools.chain(planned, (free_ports(_LOCAL, 1)[0] for _ in itertools.count()))
     return lambda: next(ports)
 
 
@@ -175,8 +178,8 @@ async def _run(
         plan = plan_stack(options, paths, _next_port(options), env, secrets)
         supervisor = Supervisor(_GRACE_S)
         signals.attach(supervisor.hurry)
-        launcher = Launcher(plan, paths, supervisor, console, settings, SystemClock())
-        code = await launcher.run(signals.asked)
+        runner = StackRunner(plan, paths, supervisor, console, settings, SystemClock())
+        code = await runner.run(signals.asked)
         if code != PORT_TAKEN:
             return code
     return FAILED

@@ -35,6 +35,7 @@ class Means(enum.Enum):
     RETURN = "its own return"
     FLIP = "a worker of the other role"
     SLACK = "a worker of another group"
+    PROCESS = "a new process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,12 @@ class Place:
     Attributes:
         info: of the worker that is gone.
         back_s: until it is back by itself; None: it does not come.
+        new_s: until one more process would serve; None: nobody starts one.
     """
 
     info: WorkerInfo
     back_s: float | None = None
+    new_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Option:
     """One way to fill the place, and its cost.
 
     Attributes:
-        worker_id: who takes it.
+        worker_id: who takes it; empty: a process that has no name yet.
         ready_s: until it serves there.
         wait_s: of a worker's work that the group misses until then.
         kv_s: to compute KV again that is of no use there.
@@ -159,6 +162,8 @@ def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[O
     found = [option(Means.SPARE, each) for each in able if each.info.role is Role.SPARE]
     if place.back_s is not None:
         found.append(Option(Means.RETURN, info.worker_id, away_s, need * away_s))
+    if place.new_s is not None:
+        found.append(Option(Means.PROCESS, WorkerId(""), place.new_s, need * place.new_s))
     for means, side in _givers(able, info):
         # Also where all are idle now, one less is less room for what may come.
         asked = sum(each.busy for each in side) / (len(side) - 1)

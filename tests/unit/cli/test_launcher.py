@@ -18,14 +18,15 @@ from kvmesh.cli.launcher import (
     FAILED,
     INTERRUPTED,
     PORT_TAKEN,
-    Launcher,
     LaunchSettings,
+    StackRunner,
 )
 from kvmesh.cli.probes import Probe, free_ports
 from kvmesh.cli.processes import ProcessSpec, Supervisor
 from kvmesh.cli.stack import Member, StackPaths, StackPlan
 from kvmesh.core.clock import SystemClock
-from kvmesh.core.types import Endpoint
+from kvmesh.core.launch import LaunchSpec
+from kvmesh.core.types import Endpoint, Role
 from tests.waiting import until
 
 # A service that answers PING as Redis does, and writes a line for each life. `begin` and `serve`
@@ -75,8 +76,8 @@ class Stack:
         plan = StackPlan(members, members[-1].probe.endpoint, Endpoint("127.0.0.1", 1), "m")
         paths = StackPaths(self.folder, self.folder, Path(sys.executable), None)
         console = Console(file=self.output, width=200)
-        launcher = Launcher(plan, paths, self.supervisor, console, self.settings, SystemClock())
-        return asyncio.create_task(launcher.run(self.stop))
+        runner = StackRunner(plan, paths, self.supervisor, console, self.settings, SystemClock())
+        return asyncio.create_task(runner.run(self.stop))
 
     def _member(self, name: str, code: str, endpoint: Endpoint) -> Member:
         spec = ProcessSpec(
@@ -87,7 +88,8 @@ class Stack:
             env=dict(os.environ),
         )
         probe = Probe("redis", endpoint)
-        return Member(spec, probe, probe, is_worker=name.startswith("worker"))
+        launch = LaunchSpec(Role.DECODE) if name.startswith("worker") else None
+        return Member(spec, probe, probe, launch=launch)
 
     async def until_said(self, text: str) -> None:
         await until(lambda: text in self.output.getvalue(), f"it says {text!r}")

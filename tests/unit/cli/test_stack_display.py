@@ -10,9 +10,16 @@ from kvmesh.core.types import Endpoint
 ENDPOINTS = {"a": Endpoint("127.0.0.1", 1), "b": Endpoint("127.0.0.1", 2)}
 
 
+def display_of(console: Console) -> StackDisplay:
+    display = StackDisplay(console)
+    for name, endpoint in ENDPOINTS.items():
+        display.add(name, endpoint)
+    return display
+
+
 def test_a_file_gets_one_line_per_change() -> None:
     output = io.StringIO()
-    display = StackDisplay(Console(file=output), ENDPOINTS)
+    display = display_of(Console(file=output))
     with display:
         display.set_state("a", State.STARTING, 10.0)
         display.set_state("a", State.READY, 12.5)
@@ -25,7 +32,7 @@ def test_a_file_gets_one_line_per_change() -> None:
 
 def test_a_restart_is_told_when_the_process_is_ready_again() -> None:
     output = io.StringIO()
-    display = StackDisplay(Console(file=output), ENDPOINTS)
+    display = display_of(Console(file=output))
     states = (State.STARTING, State.READY, State.FAILED, State.STARTING, State.READY)
     for state, now_s in zip(states, (10.0, 12.5, 70.0, 70.5, 73.0), strict=True):
         display.set_state("a", state, now_s)
@@ -34,7 +41,7 @@ def test_a_restart_is_told_when_the_process_is_ready_again() -> None:
 
 def test_a_terminal_gets_a_table() -> None:
     output = io.StringIO()
-    display = StackDisplay(Console(file=output, force_terminal=True, width=80), ENDPOINTS)
+    display = display_of(Console(file=output, force_terminal=True, width=80))
     with display:
         display.set_state("a", State.STARTING, 10.0)
         display.set_detail("a", "loading [model]")

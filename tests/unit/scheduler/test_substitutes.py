@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 from kvmesh.core.health import Health
+from kvmesh.core.launch import Launched, Launcher, LaunchError, LaunchSpec
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
-from kvmesh.policy.health import HealthReason, Verdict
+from kvmesh.policy.health import REST_S, HealthReason, Verdict
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Membership
 from services.scheduler.role_orders import RoleChanges
@@ -17,14 +20,55 @@ START_S = 4.0
 IDLE = WorkerLoad(blocks_free=512)
 
 
+class Starter:
+    """A launcher that writes down what it is told; it fails where it is told to."""
+
+    def __init__(self, kept: Mapping[str, LaunchSpec], *, fails: bool = False) -> None:
+        self.kept = {WorkerId(name): spec for name, spec in kept.items()}
+        self.fails = fails
+        self._numbers = itertools.count(1)
+        self.told: list[str] = []
+
+    async def start(self, spec: LaunchSpec) -> WorkerId:
+        if self.fails:
+            raise LaunchError("no room")
+        name = WorkerId(f"new-{next(self._numbers)}")
+        self.kept[name] = spec
+        self.told.append(f"start {name} {spec.checkpoint}")
+        return name
+
+    async def stop(self, worker_id: WorkerId) -> None:
+        del self.kept[worker_id]
+        self.told.append(f"stop {worker_id}")
+
+    async def restart(self, worker_id: WorkerId) -> None:
+        if worker_id not in self.kept:
+            raise LaunchError(f"{worker_id} is not kept here")
+        self.told.append(f"restart {worker_id}")
+
+    async def list(self) -> list[Launched]:
+        return [Launched(name, spec) for name, spec in self.kept.items()]
+
+
 class Places(Parts):
     """A fleet whose workers carry orders out at once, unless they are deaf."""
 
-    def __init__(self, roles: Mapping[str, Role], changes: RoleChanges = RoleChanges.APPLY) -> None:
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        changes: RoleChanges = RoleChanges.APPLY,
+        launcher: Launcher | None = None,
+    ) -> None:
         super().__init__()
         feed = FleetFeed(self.fleet)
         self.substitutes = Substitutes(
-            self.fleet, feed, self.planner, self.decisions, self.clock, changes=changes
+            self.fleet,
+            feed,
+            self.planner,
+            self.decisions,
+            self.clock,
+            changes=changes,
+            launcher=launcher,
         )
         self.substitutes.give_place = self._give
         self.members: dict[str, Membership] = {}
@@ -206,3 +250,85 @@ async def test_of_many_that_are_lost_at_once_some_are_looked_at_in_each_turn() -
     for _ in range(2):
         await parts.look()
     assert len({name for name, _ in parts.told}) == len(parts.told) == 2 * MAX_CHOICES + 1
+
+
+HANGS = Verdict(Health.DEAD, HealthReason.HANGS)
+
+
+async def test_where_nobody_is_left_to_take_the_place_one_process_is_started() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE, checkpoint="/m/one")})
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=starter)
+    await parts.look()
+    parts.lose("d0")
+    await parts.look()
+    assert parts.steps() == ["return"], "which costs no more than a new process"
+    for _ in range(3):
+        await parts.look(3 * START_S)
+    assert starter.told == ["start new-1 /m/one"], "with the checkpoint of the one that is lost"
+    parts.come("new-1", Role.DECODE)
+    await parts.look()
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look()
+    await asyncio.sleep(0)
+    assert starter.told[1:] == ["stop d0"], "it holds no KV"
+    assert parts.steps() == ["return", "process", "filled", "returned"]
+
+
+async def test_a_process_that_does_not_come_is_stopped_and_tried_no_more_than_three_times() -> None:
+    starter = Starter({})
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=starter)
+    await parts.look()
+    parts.lose("d0")
+    for _ in range(20):
+        await parts.look(4 * START_S)
+        await asyncio.sleep(0)
+    words = [each.split()[0] for each in starter.told]
+    assert sorted(words) == ["start"] * 3 + ["stop"] * 3
+
+
+async def test_a_launcher_that_cannot_is_asked_no_more_than_three_times() -> None:
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=Starter({}, fails=True))
+    await parts.look()
+    parts.lose("d0")
+    for _ in range(20):
+        await parts.look(4 * START_S)
+    assert parts.steps() == ["return"]
+
+
+async def test_a_worker_that_hangs_is_killed_when_somebody_else_has_its_place() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)})
+    parts = Places(TWO | {"s0": Role.SPARE}, launcher=starter)
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): HANGS})
+    await parts.look()
+    assert starter.told == []
+    for _ in range(3):
+        await parts.look()
+    assert starter.told == ["restart d0"], "once"
+    parts.lose("d0")
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look(START_S)
+    await parts.look()
+    assert parts.roles()["d0"] == "spare"
+    assert parts.steps() == ["spare", "filled", "ended", "returned"]
+
+
+async def test_a_worker_that_hangs_is_killed_at_once_where_its_next_life_is_soonest() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)})
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=starter)
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): HANGS})
+    for _ in range(3):
+        await parts.look()
+    assert starter.told == ["restart d0"]
+    assert parts.steps() == ["return", "ended"]
+
+
+async def test_a_slow_worker_is_not_killed() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)})
+    parts = Places(TWO | {"s0": Role.SPARE}, launcher=starter)
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): Verdict(Health.DEGRADED, HealthReason.SLOW)})
+    for _ in range(5):
+        await parts.look(REST_S / 4)
+    assert starter.told == []
