@@ -16,6 +16,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.choice import Behind, Caller, Choice, Delivered
-from services.gateway.request.event_ids import MAX_CHOICES, GivenId, Place, id_line
+from services.gateway.request.event_ids import MAX_CHOICES, MAX_TAIL, GivenId, Place, id_line
 from services.gateway.request.stream_head import (
     Head,
     head_bytes,
@@ -46,7 +47,10 @@ MAX_WAITING = 16
 and each write the gateway as much as 10 tokens do."""
 PROBE_S = 1.0
 """After a failure Redis is left alone for this long."""
+MANY = 32
+"""So many streams that are to be written do not wait for that."""
 
+_LEAST_ROOM = MAX_WAITING - MAX_TAIL
 _RECORD = struct.Struct("<HI")
 HEAD_BYTES = 512
 """A head takes so much besides its body."""
@@ -157,7 +161,7 @@ class Entry:
         name: as ids have it.
         written: the head that the journal has.
         is_kept: another gateway can go on with it.
-        is_alone: it has one choice.
+        is_alone: it has one choice, and is kept.
         num_bytes: that it takes in the journal; 0 before it is begun there.
         room: for so many more tokens in its ids; with none left it is to be written.
         is_dirty: it is going to be written.
@@ -211,11 +215,15 @@ class Entry:
         place = self.places[choice]
         position = place.add(token_ids)
         self.room = room = self.room - len(token_ids)
-        if room > 0 and self.is_alone:
-            return f"id: {self.name}:{position}\n"  # as nearly all are
         if room <= 0 and not self.is_dirty:
             self.journal.mark(self)
+        if room > _LEAST_ROOM and self.is_alone:
+            return f"id: {self.name}:{position}\n"  # as nearly all are
         return self.id_line()
+
+    def lose(self) -> None:
+        """Nobody can go on with it."""
+        self.is_kept = self.is_alone = False
 
     def close(self) -> None:
         """The stream is over, or nobody reads it here any more. May be called again."""
@@ -279,7 +287,7 @@ class Journal:
         self._drops: list[Line] = []
         self._ended: deque[_Ended] = deque()
         self._tidying: asyncio.TimerHandle | None = None
-        self._has_more = asyncio.Event()
+        self._has_more, self._has_many = asyncio.Event(), asyncio.Event()
         self._down_until = 0.0
         self._is_down = False
 
@@ -307,7 +315,10 @@ class Journal:
         """It has something to be written."""
         entry.is_dirty = True
         self._dirty.append(entry)
-        self._has_more.set()
+        if len(self._dirty) == 1:
+            self._has_more.set()
+        elif len(self._dirty) == MANY:
+            self._has_many.set()
 
     def close(self, entry: Entry) -> None:
         """It grows no more."""
@@ -337,12 +348,17 @@ class Journal:
         """Writes until cancelled."""
         while True:
             await self._has_more.wait()
-            await asyncio.sleep(max(FLUSH_S, self._down_until - self._loop.time()))
+            if (down_s := self._down_until - self._loop.time()) > 0:
+                await asyncio.sleep(down_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._has_many.wait()
             await self.flush()
 
     async def flush(self) -> None:
         """Writes all that there is."""
         self._has_more.clear()
+        self._has_many.clear()
         dirty, self._dirty = self._dirty, []
         lines: list[Line] = []
         sent: list[_Sent] = []
@@ -366,8 +382,8 @@ class Journal:
         return 0 < entry.until <= self._loop.time()
 
     def _forget(self, entry: Entry) -> None:
-        """Nobody can go on with it; its room is free when it grows no more."""
-        entry.is_kept = False
+        """A stream with which nobody can go on; its room is free when it grows no more."""
+        entry.lose()
         if entry.until:
             self._num_bytes -= entry.num_bytes
             entry.num_bytes = 0
@@ -414,13 +430,14 @@ class Journal:
 
     def _done(self, sent: _Sent, told: Sequence[bool]) -> None:
         entry = sent.entry
-        entry.is_kept = entry.is_kept and all(told[number] for number in sent.numbers)
+        if not all(told[number] for number in sent.numbers):
+            entry.lose()
         for place, count in sent.counts:
             place.kept(count)
             entry.num_bytes += 4 * count
             self._num_bytes += 4 * count
         num_waiting = sum([len(place.waiting) for place in entry.places])
-        entry.room = MAX_WAITING - num_waiting if entry.is_kept else 0
+        entry.room = MAX_WAITING - num_waiting
         if entry.written is not sent.head:
             entry.written = sent.head
             entry.behind.clear()
