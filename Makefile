@@ -204,6 +204,7 @@ bench-gateway: setup ## the gateway against other routers, all before fake worke
 	$(PY) -m benchmarks.gateway $(ARGS)
 	$(PY) -m benchmarks.gateway_ablation
 	$(PY) -m benchmarks.gateway_journal
+	$(PY) -m benchmarks.gateway_death
 
 bench-transfer: setup ## data channels against memcpy, iperf3 and other engines; writes bench/results/transfer.*
 	$(PY) -m benchmarks.transfer $(ARGS)

@@ -68,12 +68,14 @@ class Streams:
     @property
     def num_streams(self) -> int:
         """In one turn."""
+        if self.step_s:  # they wait most of the time: one after the other would take minutes
+            return IN_FLIGHT
         return max(2 * IN_FLIGHT, TOKENS_IN_TURN // self.num_tokens)
 
 
 STREAMS = (
     *(Streams(num_tokens, FAST_S) for num_tokens in (64, 128, 256)),
-    *(Streams(num_tokens, CLIENT_S) for num_tokens in (64, 128, 256)),
+    Streams(128, CLIENT_S),
 )
 
 

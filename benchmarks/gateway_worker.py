@@ -47,11 +47,14 @@ class Behaviour:
         prefill_s: time to a prompt's first token.
         slots: prompts at a time; one more is rejected.
         step_s: time between two tokens of a sequence; 0: the next one as soon as possible.
+        goes_on_s: sequences whose gateway has died go on for so long, until another gateway asks
+            for one; our workers do not.
     """
 
     prefill_s: float = 0.0
     slots: int = SLOTS
     step_s: float = 0.0
+    goes_on_s: float = 0.0
 
 
 def word_at(position: int) -> int:
@@ -67,13 +70,16 @@ class Sequence:
         position: of the next token.
         end: position after the last one.
         num_logprobs: likely tokens to tell with each; 0: none.
+        prompt: its token ids.
+        outbox: None where nobody reads it.
     """
 
     key: Key
-    outbox: Outbox[Any]
+    outbox: Outbox[Any] | None
     position: int
     end: int
     num_logprobs: int = 0
+    prompt: tuple[int, ...] = ()
 
     def scores(self) -> types_pb2.TokenLogprobs | None:
         """Made-up log-probabilities, if some are wanted."""
@@ -149,6 +155,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         self._held: dict[int, Sequence] = {}
         self._running: dict[Key, Sequence] = {}
         self._offers: dict[tuple[str, int, int], asyncio.TimerHandle | None] = {}
+        self._left: dict[tuple[int, ...], Sequence] = {}
         self._num_reserved = 0
         self._wake = asyncio.Event()
         self.direct = DirectListener()
@@ -231,19 +238,31 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         key = (message.request_id, message.attempt)
         position = len(sequence.token_ids)
         num_logprobs = sequence.sampling.num_logprobs
-        made = Sequence(key, outbox, position, end, num_logprobs)
+        made = Sequence(key, outbox, position, end, num_logprobs, _prompt_of(sequence))
         self._held[self._num_reserved] = made
         return self._num_reserved
 
     def _forget(self, outbox: Outbox[Any]) -> None:
-        for key in [key for key, each in self._running.items() if each.outbox is outbox]:
-            del self._running[key]
+        for key, each in [*self._running.items()]:
+            if each.outbox is outbox and self.behaviour.goes_on_s:
+                each.outbox, self._left[each.prompt] = None, each
+                loop = asyncio.get_running_loop()
+                loop.call_later(self.behaviour.goes_on_s, self._give_up, each)
+            elif each.outbox is outbox:
+                del self._running[key]
         for number in [number for number, each in self._held.items() if each.outbox is outbox]:
             del self._held[number]
 
     def computes_for(self, decode: Worker) -> None:
         """Hands its prompts over to a decode worker of this process."""
         self._held, self._running, self._wake = decode._held, decode._running, decode._wake
+        self._left = decode._left
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Nobody has asked for it."""
+        if self._left.get(sequence.prompt) is sequence:
+            del self._left[sequence.prompt]
+            self._running.pop(sequence.key, None)
 
     async def run_steps(self) -> None:
         """Decodes until cancelled."""
@@ -259,6 +278,11 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             self._wake.clear()
 
     def _emit(self, sequence: Sequence) -> None:
+        if sequence.outbox is None:
+            sequence.position += 1
+            if sequence.position == sequence.end:
+                del self._running[sequence.key]
+            return
         event = decode_pb.DecodeEvent(request_id=sequence.key[0], attempt=sequence.key[1])
         event.tokens.first_position = sequence.position
         event.tokens.token_ids.append(word_at(sequence.position))
@@ -297,7 +321,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             self._cancel((request.cancel.request_id, request.cancel.attempt, id(outbox)))
             return
         offer = request.offer
-        if self._is_busy:
+        if self._is_busy and _prompt_of(offer.sequence) not in self._left:
             event = prefill_pb.PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
             _reject(event)
             outbox.put(event)
@@ -320,7 +344,14 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         event.accepted.cached_tokens = self.blocks.hold(spec)
         outbox.put(event)
         prefill_s = self.behaviour.prefill_s
-        if prefill_s:
+        left = self._left.pop(_prompt_of(spec), None)
+        if left is not None:  # its tokens are there
+            self._running.pop(left.key, None)
+            self._first(name, number, outbox)
+            own = self._running.get((name[0], name[1]))
+            while own is not None and own.position < left.position:
+                self._emit(own)
+        elif prefill_s:
             loop = asyncio.get_running_loop()
             self._offers[name] = loop.call_later(prefill_s, self._first, name, number, outbox)
         else:
@@ -347,6 +378,10 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         outbox.put(over)
         self._running[sequence.key] = sequence
         self._wake.set()
+
+
+def _prompt_of(sequence: types_pb2.SequenceSpec) -> tuple[int, ...]:
+    return tuple(sequence.token_ids[: sequence.num_prompt_tokens])
 
 
 def _reject(event: prefill_pb.PrefillEvent) -> None:

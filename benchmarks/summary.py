@@ -27,6 +27,7 @@ tables of other pages that are taken from these files.
 VERBS = {
     "fuzz_frames": "bench-fuzz",
     "gateway_ablation": "bench-gateway",
+    "gateway_death": "bench-gateway",
     "gateway_journal": "bench-gateway",
     "one_box": "bench-one-box",
     "policies_ablation": "bench-ablation",
