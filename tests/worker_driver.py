@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -241,6 +241,16 @@ class Driver:
         message.offer.source.CopyFrom(prefix_source_to_proto(source))
         self._prefill[worker.worker_id].send(message)
         return await self.prefill_event(key)
+
+    def prefetch(self, worker: Worker, request_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Says that a prompt may be offered."""
+        message = prefill_pb.PrefillPrefetch(request_id=request_id, block_hashes=b"".join(hashes))
+        self._prefill[worker.worker_id].send(prefill_pb.PrefillRequest(prefetch=message))
+
+    def end_prefetch(self, worker: Worker, request_id: str) -> None:
+        """Says that it will not be."""
+        cancel = prefill_pb.PrefillCancel(request_id=request_id)
+        self._prefill[worker.worker_id].send(prefill_pb.PrefillRequest(cancel=cancel))
 
     async def offer_cancelled(
         self, worker: Worker, key: Key, spec: SequenceSpec, reservation: ReservationMessage

@@ -133,6 +133,7 @@ class FakeWorker:
         self.specs: list[SequenceSpec] = []
         self.traceparents: list[str] = []
         self.cancels: list[tuple[str, int]] = []
+        self.prefetched: list[tuple[str, bytes]] = []
         self.renewed: list[str] = []
         self.held: dict[int, Held] = {}
         self.running: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -410,6 +411,10 @@ class _Prefill(prefill_grpc.PrefillServiceServicer):
             if message.WhichOneof("message") == "cancel":
                 worker.cancels.append((message.cancel.request_id, message.cancel.attempt))
                 worker.prefilling.discard((message.cancel.request_id, message.cancel.attempt))
+                return
+            if message.WhichOneof("message") == "prefetch":
+                told = message.prefetch
+                worker.prefetched.append((told.request_id, told.block_hashes))
                 return
             offer = message.offer
             worker.offers.append((offer.request_id, offer.attempt))

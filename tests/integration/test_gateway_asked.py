@@ -28,6 +28,7 @@ from services.gateway.request.routing import Router
 from tests.integration.gateway_fake_worker import Behaviour
 from tests.integration.gateway_fakes import FakeMesh
 from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, noted_asks
+from tests.waiting import until
 
 SAYS = "one question, one worker, one message"
 
@@ -189,3 +190,70 @@ async def test_what_an_answer_held_is_free_when_it_ends(
         await stack.mesh.until(all_free)
     finally:
         gc.enable()
+
+
+def named_with_lower_tokens(
+    monkeypatch: pytest.MonkeyPatch, source: PrefixSource | None = None
+) -> None:
+    """Plans say that the first worker holds a block on disk."""
+    plan = FakeMesh.plan
+
+    def with_lower(self: FakeMesh, query: RouteQuery) -> RoutePlan:
+        made = plan(self, query)
+        size = self.workers["p1"].info.layout.block_size
+        first = replace(made.prefill[0], cached_tokens=size, disk_tokens=size, source=source)
+        return replace(made, prefill=(first, *made.prefill[1:]))
+
+    monkeypatch.setattr(FakeMesh, "plan", with_lower)
+
+
+async def test_who_holds_a_prefix_below_its_pool_hears_of_it_before_the_offer(
+    stack: Stack, begun: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await ask(stack) == SAYS  # connects
+    named_with_lower_tokens(monkeypatch)
+    stack.mesh.placement = Placement.DISAGGREGATED
+    assert await ask(stack) == SAYS
+    worker = stack.mesh.workers["p1"]
+    ((request_id, hashes),) = worker.prefetched
+    assert hashes == stack.mesh.queries[-1].block_hashes[0]
+    assert request_id == worker.offers[-1][0]
+    assert (request_id, 0) not in worker.cancels, "it was taken"
+    await stack.idle()
+
+
+async def test_a_prefetch_ends_with_the_request_and_when_another_worker_takes_it(
+    stack: Stack, begun: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await ask(stack) == SAYS
+    named_with_lower_tokens(monkeypatch)
+    stack.mesh.placement = Placement.DISAGGREGATED
+    worker = stack.mesh.workers["p1"]
+    worker.does = Behaviour(reject_offers=1)
+    assert await ask(stack) == SAYS
+    ((request_id, _),) = worker.prefetched
+    await until(lambda: (request_id, 0) in worker.cancels, "the prefetch was ended")
+    # The client goes while nobody takes its prompt.
+    for each in stack.mesh.workers.values():
+        each.does = Behaviour(reject_offers=10_000)
+    waiting = asyncio.create_task(ask(stack))
+    await until(lambda: len(worker.prefetched) == 2, "it was routed")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    request_id, _ = worker.prefetched[1]
+    await until(lambda: (request_id, 0) in worker.cancels, "the prefetch was ended")
+    await stack.idle()
+
+
+async def test_what_is_fetched_from_another_worker_is_not_brought_up(
+    stack: Stack, begun: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await ask(stack) == SAYS
+    nowhere = Endpoint("127.0.0.1", 1)
+    source = PrefixSource(WorkerId("p2"), 1, nowhere, 3, before_load=True)
+    named_with_lower_tokens(monkeypatch, source)
+    assert await ask(stack) == SAYS
+    assert begun[-1].source.before_load
+    assert not stack.mesh.workers["p1"].prefetched
+    await stack.idle()

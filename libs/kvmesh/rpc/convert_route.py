@@ -68,6 +68,9 @@ def fill_candidate(message: scheduler_service_pb2.Candidate, candidate: Candidat
     message.cached_tokens = candidate.cached_tokens
     if candidate.source is not None:
         message.source.CopyFrom(prefix_source_to_proto(candidate.source))
+    if candidate.host_tokens or candidate.disk_tokens:
+        message.host_tokens = candidate.host_tokens
+        message.disk_tokens = candidate.disk_tokens
 
 
 def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
@@ -80,6 +83,9 @@ def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
         endpoint.port,
         message.cached_tokens,
     )
+    host_tokens, disk_tokens = message.host_tokens, message.disk_tokens
+    if host_tokens or disk_tokens:
+        known = replace(known, host_tokens=host_tokens, disk_tokens=disk_tokens)
     if not message.HasField("source"):
         return known
     return replace(known, source=prefix_source_from_proto(message.source))

@@ -36,6 +36,7 @@ from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.handover import Handover
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
+from kvmesh.runtime.prefetches import Prefetches
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.prefix_sources import PrefixSources
@@ -99,6 +100,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._decode = decode
         self._sources, self._queries, self._tiers = ways.sources, ways.queries, ways.tiers
         self._chain = ways.chain
+        self.prefetches = None if ways.tiers is None else Prefetches(parts.core, ways.tiers)
+        """For requests that were routed here."""
         decode.local_prefill = self
         self._slots = slots
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
@@ -122,6 +125,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     def _stream_ended(self, outbox: PrefillOutbox) -> None:
         for attempt in [a for a in self._attempts.values() if a.outbox is outbox]:
             self._cancel(attempt)
+        if self.prefetches is not None:
+            self.prefetches.end_of(outbox)
 
     def _receive(self, request: pb.PrefillRequest, outbox: PrefillOutbox) -> None:
         kind = request.WhichOneof("message")
@@ -132,6 +137,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             key = (outbox, RequestId(message.request_id), message.attempt)
             if key in self._attempts:
                 self._cancel(self._attempts[key])
+            elif not message.attempt and self.prefetches is not None:
+                self.prefetches.end(key[1])
+        elif kind == "prefetch" and self.prefetches is not None and not self.draining:
+            self.prefetches.begin(outbox, request.prefetch)
 
     def _cancel(self, attempt: PrefillAttempt) -> None:
         assert attempt.work is not None
@@ -376,9 +385,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _load(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
         """Brings up what is below, if there is anything and that pays."""
-        if sequence.state is SequenceState.GONE or self._tiers is None:
+        if self._tiers is None or self.prefetches is None:
             return
-        if not self._may_load(sequence):
+        await self.prefetches.settled(attempt.request_id)
+        if sequence.state is SequenceState.GONE or not self._may_load(sequence):
             return
         result = await load_prefix(self._tiers, self._core.begin_fill(sequence))
         attempt.span.event(

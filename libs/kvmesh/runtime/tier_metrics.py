@@ -8,16 +8,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvmesh.kv.tiers import TierStatistics
+from kvmesh.runtime.prefetches import Prefetches
 
 
 class TierCollector(Collector):
     """Reads the tiers' counters at scrape time."""
 
-    def __init__(self, statistics: Callable[[], Sequence[TierStatistics]]) -> None:
+    def __init__(
+        self, statistics: Callable[[], Sequence[TierStatistics]], prefetches: Prefetches | None
+    ) -> None:
         self._statistics = statistics
+        self._prefetches = prefetches
 
     def collect(self) -> Iterator[Metric]:
-        """The series, each with one value per tier."""
+        """The series, most with one value per tier."""
+        begun = 0 if self._prefetches is None else self._prefetches.begun_total
+        yield CounterMetricFamily("kvmesh_tier_prefetches", "Prompts brought up ahead", begun)
         now = self._statistics()
         gauges = {
             "kvmesh_tier_places": ("Blocks that a tier has room for", "num_places"),

@@ -199,7 +199,8 @@ class Worker:
         if self.tiers is not None:
             context.spawn(self._disk_copier.run(), "disk")
             context.stack.callback(self.tiers.close)
-            self._metrics.registry.register(TierCollector(self.tiers.statistics))
+            collector = TierCollector(self.tiers.statistics, self.prefill.prefetches)
+            self._metrics.registry.register(collector)
         context.spawn(self.decode.watch_leases(), "leases")
         context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)
@@ -449,7 +450,9 @@ class Worker:
         """Nothing is held: no block, slot, reservation, lease, read, write or attempt."""
         roles = self.decode.is_idle and self.prefill.num_attempts == 0
         lent = self.pool.is_idle and (self.answers is None or not self.answers.num_open)
+        prefetches = self.prefill.prefetches
         tiers = self.tiers is None or self.tiers.is_idle
+        tiers = tiers and (prefetches is None or not prefetches.num_running)
         return self.core.is_idle and roles and lent and self.fetcher.is_idle and tiers
 
 

@@ -88,7 +88,7 @@ class PrefillCancel(_message.Message):
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
-    """Which attempt."""
+    """Which attempt; 0: what is brought up for the request before an offer."""
     def __init__(
         self,
         *,
@@ -104,6 +104,32 @@ class PrefillCancel(_message.Message):
 Global___PrefillCancel: _TypeAlias = PrefillCancel  # noqa: Y015
 
 @_typing.final
+class PrefillPrefetch(_message.Message):
+    """A request was routed to the worker, which holds a part of its prompt below its pool: that may come up before the offer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Identity of the request."""
+    block_hashes: _builtins.bytes
+    """Chained hashes of the leading blocks that the worker is said to hold, 16 bytes each, joined."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillPrefetch: _TypeAlias = PrefillPrefetch  # noqa: Y015
+
+@_typing.final
 class PrefillRequest(_message.Message):
     """From the gateway."""
 
@@ -111,6 +137,7 @@ class PrefillRequest(_message.Message):
 
     OFFER_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___PrefillOffer:
@@ -121,6 +148,10 @@ class PrefillRequest(_message.Message):
         """End of work."""
 
     @_builtins.property
+    def prefetch(self) -> Global___PrefillPrefetch:
+        """Work that is likely to come; it is not answered."""
+
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillRequest]:
         """Further ones that were ready at the same time, in order; they have no `more` of their own."""
 
@@ -129,13 +160,14 @@ class PrefillRequest(_message.Message):
         *,
         offer: Global___PrefillOffer | None = ...,
         cancel: Global___PrefillCancel | None = ...,
+        prefetch: Global___PrefillPrefetch | None = ...,
         more: _abc.Iterable[Global___PrefillRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "offer", b"offer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "offer", b"offer", "prefetch", b"prefetch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "more", b"more", "offer", b"offer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "more", b"more", "offer", b"offer", "prefetch", b"prefetch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "cancel", "prefetch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -122,12 +122,18 @@ class Candidate(_message.Message):
     CONTROL_ENDPOINT_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which worker."""
     incarnation: _builtins.int
     """Which life of it."""
     cached_tokens: _builtins.int
     """Prompt tokens that it holds in its cache."""
+    host_tokens: _builtins.int
+    """Of `cached_tokens`, those that have to come up from its host memory."""
+    disk_tokens: _builtins.int
+    """Of `cached_tokens`, those that have to come up from its disk."""
     @_builtins.property
     def control_endpoint(self) -> _types_pb2.Endpoint:
         """Where its gRPC services are."""
@@ -144,10 +150,12 @@ class Candidate(_message.Message):
         control_endpoint: _types_pb2.Endpoint | None = ...,
         cached_tokens: _builtins.int = ...,
         source: _types_pb2.PrefixSource | None = ...,
+        host_tokens: _builtins.int = ...,
+        disk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "source", b"source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "control_endpoint", b"control_endpoint", "disk_tokens", b"disk_tokens", "host_tokens", b"host_tokens", "incarnation", b"incarnation", "source", b"source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from kvmesh.core.errors import DeadlineError, KvMeshError, LostError, StructureError
 from kvmesh.core.types import (
+    BlockHash,
     Candidate,
     FinishReason,
     Refusal,
@@ -34,6 +35,7 @@ from services.gateway.request.actions import Actions, Kind, Limits, Outcome, Sid
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import GenerationRequest, Mesh, Placed
+from services.gateway.request.prefetch import Prefetch
 from services.gateway.request.search import Search
 from services.gateway.tenants.admission import Ticket
 from services.gateway.wire.worker_events import (
@@ -111,6 +113,7 @@ class Life:
         self._sessions: dict[int, WorkerSession] = {}
         self._reservation: Reserved | None = None
         self._written: tuple[SequenceSpec, types_pb2.SequenceSpec] | None = None
+        self._prefetch = Prefetch(mesh.sessions, request.request_id)
         self._connecting: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticks_at = math.inf  # a timer of uvloop cannot always say it
@@ -180,6 +183,7 @@ class Life:
         if self._is_open:
             self._is_open = False
             self._perform(self._attempt.cancel())
+            self._prefetch.end()
             self.ledger.close(len(self._tokens), self._loop.time())
             del self._search  # breaks a reference cycle that only a collection would free
 
@@ -223,6 +227,10 @@ class Life:
         while self._answer is None:
             await self._wait()
         return self._answer
+
+    def prefetch(self, candidate: Candidate, hashes: Sequence[BlockHash]) -> None:
+        """Lets a worker bring up what it holds of the prompt."""
+        self._prefetch.begin(candidate, hashes)
 
     # --- from workers: see `worker_sessions.Taker` ---
 
@@ -359,6 +367,7 @@ class Life:
         self.ledger.taken(taken, self._attempt.num_offers, self._loop.time())
         placement, prefill, decode = taken.placement, taken.prefill_worker, taken.decode_worker
         self._worker = prefill
+        self._prefetch.taken(prefill)
         assert self.receiver is not None, "somebody wants the tokens"
         where = Placed(placement, prefill, decode, plan.cause, self._checkpoint)
         self.receiver.placed(where)

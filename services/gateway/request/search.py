@@ -60,6 +60,10 @@ class Asker(Protocol):
         """Whether one of them took it."""
         ...
 
+    def prefetch(self, candidate: Candidate, hashes: Sequence[BlockHash]) -> None:
+        """Lets the worker that is likely to be offered the prompt bring up what it holds of it."""
+        ...
+
 
 def as_ms(seconds: float) -> int:
     """Seconds as whole milliseconds for a message, at least one."""
@@ -207,6 +211,9 @@ class Search:
         self._refusals.fade(self._now())
         if isinstance(plan, RoutePlan):
             self._ledger.routed(plan, self._now())
+            first = plan.prefill[0]
+            num_held = first.cached_tokens // self._served.facts.block_size
+            self._asker.prefetch(first, query.block_hashes[:num_held])
             return plan
         self.refused(Stage.SCHEDULER, plan, None)
         if plan.reason in PERMANENT:

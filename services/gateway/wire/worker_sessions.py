@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import grpc
 
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.core.types import Candidate, Endpoint, Refusal, RefusalReason, RequestId, WorkerId
+from kvmesh.core.types import (
+    BlockHash,
+    Candidate,
+    Endpoint,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    WorkerId,
+)
+from kvmesh.kv.hashing import join_hashes
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
@@ -30,6 +39,7 @@ from kvmesh.v1.decode_service_pb2 import (
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from kvmesh.v1.prefill_service_pb2 import (
     PrefillCancel,
+    PrefillPrefetch,
     PrefillRequest,
     PrefillResponse,
 )
@@ -201,6 +211,21 @@ class WorkerSession:
         """
         message.offer.request_id, message.offer.attempt = key
         self.prefill.open(key, taker, message)
+
+    def prefetch(self, request_id: RequestId, hashes: Sequence[BlockHash]) -> None:
+        """Says that a prompt may be offered, of which the worker holds so much below its pool.
+
+        Raises:
+            LostError: the worker is not connected.
+        """
+        message = PrefillPrefetch(request_id=request_id, block_hashes=join_hashes(hashes))
+        self.prefill.stream.send(PrefillRequest(prefetch=message))
+
+    def end_prefetch(self, request_id: RequestId) -> None:
+        """Says that the prompt will not be offered; a broken connection says so too."""
+        with contextlib.suppress(LostError):
+            cancel = PrefillCancel(request_id=request_id)
+            self.prefill.stream.send(PrefillRequest(cancel=cancel))
 
     def cancel_decode(self, key: AttemptKey) -> None:
         """Ends a reservation or a running sequence."""

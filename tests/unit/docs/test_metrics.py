@@ -58,7 +58,7 @@ def of_worker() -> dict[str, str]:
     PoolMetrics(registry).watch_leases(leases.statistics)
     QueryMetrics(registry).watch(lambda: (0, 0))
     ChainMetrics(registry)
-    registry.register(TierCollector(lambda: ()))
+    registry.register(TierCollector(lambda: (), None))
     return exported(registry.collect())
 
 
