@@ -5,12 +5,11 @@ Plain bookkeeping without I/O or clock. Tests: tests/unit/scheduler/test_fleet.p
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -30,10 +29,12 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.health import Verdict
 from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
+from kvmesh.transfer.layouts import layout_words
 
 IN_FLIGHT_S = 0.5
 """A plan counts as load of its workers for this long, unless a report overtakes it."""
@@ -157,11 +158,33 @@ class Fleet:
                 f"{info.worker_id} is known with incarnation {known.info.incarnation}, "
                 f"newer than {info.incarnation}",
             )
+        if (stranger := self._of_another_layout(info)) is not None:
+            here, there = layout_words(info.layout), layout_words(stranger.layout)
+            return Refusal(
+                RefusalReason.INVALID,
+                f"{info.worker_id} cannot exchange KV with {stranger.worker_id} of its group: its "
+                f"layout is {here}; there it is {there}. Start all workers of a group with the "
+                "same engine.block-size and engine, or give this one another worker.scenario or "
+                "engine.model-name",
+            )
         self._last_session += 1
         self._insert(info, self._last_session, reported_at=now, now=now)
         if known is not None and known.info.incarnation == info.incarnation:
             self._members[info.worker_id].detail = known.detail  # told with all that is new
         return Membership(info.worker_id, self._last_session)
+
+    def _of_another_layout(self, info: WorkerInfo) -> WorkerInfo | None:
+        """A member of the same group, in any cluster, whose KV is laid out otherwise."""
+        group = replace(GroupKey.of(info), cluster="")
+        for name, member in self._members.items():
+            other = member.info
+            if (
+                name != info.worker_id
+                and other.layout != info.layout
+                and replace(GroupKey.of(other), cluster="") == group
+            ):
+                return other
+        return None
 
     def restore(self, info: WorkerInfo, now: float) -> bool:
         """Takes in a remembered worker until its lease ends; False if it is known already."""
@@ -422,7 +445,7 @@ def _load_of(member: _Member) -> WorkerLoad:
     takes_none = member.verdict.level >= Health.DEGRADED or member.info.role is Role.SPARE
     if not takes_none or member.load.draining:
         return member.load
-    return dataclasses.replace(member.load, draining=True)
+    return replace(member.load, draining=True)
 
 
 def _view_of(member: _Member) -> WorkerView:

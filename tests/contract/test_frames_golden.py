@@ -415,6 +415,20 @@ def test_a_part_lies_within_the_block(
 
 
 HELLO = HelloFrame(WorkerId("p0"), 3, WorkerId("d0"), 7, LAYOUT)
+RANK = replace(LAYOUT, dtype="float8_e4m3fn", engine="vllm", order="BLHNC", tp_rank=1, tp_size=2)
+
+
+def test_a_layout_that_is_not_ours_is_said_in_words() -> None:
+    frame = replace(HELLO, layout=RANK)
+    raw = encode_frame(frame)
+    assert b"float8_e4m3fn vllm BLHNC 1 2" in raw
+    assert LAYOUT.dtype.encode() + struct.pack("<I", 16) in encode_frame(HELLO), "as it ever was"
+    assert _feed(FrameDecoder(BLOCK_BYTES), raw) == [frame]
+    for wrong in ({"tp_rank": -1}, {"tp_size": 10**7}, {"engine": "a b"}):
+        unclear = replace(HELLO, layout=replace(RANK, **wrong))
+        assert _reason(encode_frame(unclear)) == "bad_body"
+
+
 LAYOUT_NAMED = (KvLayout("x" * 1025, "f", 1, 1, 1, 1), KvLayout("m", "x" * 1025, 1, 1, 1, 1))
 SEGMENT_NAMED = LinkOffer(1, 0, Checksum.NONE, 1, SegmentOffer("x" * 1025, 0, b""))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from kvmesh.core.fetch_reason import FetchReason
+from kvmesh.core.kv_formats import KV_DTYPE_BYTES, OWN_ENGINE, OWN_ORDER
 from kvmesh.core.pace import NO_LIMIT_S, PaceRoom
 from kvmesh.core.values import quick
 
@@ -20,8 +21,6 @@ BlockHash = NewType("BlockHash", bytes)
 """16 bytes: hash of the parent hash and the block's tokens."""
 
 BLOCK_HASH_BYTES = 16
-
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class FinishReason(enum.Enum):
@@ -249,6 +248,11 @@ class KvLayout:
     """Shape of KV memory: `(num_blocks, layers, 2, block_size, kv_heads, head_dim)` (FlowKV eq. 5).
 
     Two workers transfer only if all of this agrees.
+
+    Attributes:
+        num_kv_heads: of a layer, in this part.
+        order: of the axes; see `kvmesh.core.kv_formats`.
+        tp_rank: which part of the heads it holds, of `tp_size` parts.
     """
 
     model_fingerprint: str
@@ -257,18 +261,16 @@ class KvLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    engine: str = OWN_ENGINE
+    order: str = OWN_ORDER
+    tp_rank: int = 0
+    tp_size: int = 1
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: all layers, keys and values, one contiguous range."""
-        return (
-            self.num_layers
-            * 2
-            * self.block_size
-            * self.num_kv_heads
-            * self.head_dim
-            * DTYPE_BYTES[self.dtype]
-        )
+        values = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return values * KV_DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class FakeRunner:
             num_layers=1,
             num_kv_heads=self._device.token_bytes // _WORD,
             head_dim=1,  # keys and values of one head and position: 8 bytes, one word
+            engine="fake",
         )
         self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout, groups)
         self._memory = HostMemory(num_blocks, layout.block_bytes)

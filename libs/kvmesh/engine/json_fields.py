@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.core.types import DTYPE_BYTES
+from kvmesh.core.kv_formats import DTYPE_BYTES
 
 NumberT = TypeVar("NumberT", int, float)
 _NUMBERS_END = 1 << 63

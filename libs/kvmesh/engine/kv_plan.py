@@ -14,7 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvmesh.core.types import DTYPE_BYTES, KvLayout
+from kvmesh.core.kv_formats import DTYPE_BYTES
+from kvmesh.core.types import KvLayout
 from kvmesh.engine.config import HeadShape, ModelConfig
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import DTYPE_BYTES
+from kvmesh.core.kv_formats import DTYPE_BYTES
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_plan import kv_layout, plan_kv
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import DTYPE_BYTES, KvLayout, TokenLogprobs
+from kvmesh.core.kv_formats import KV_DTYPE_BYTES
+from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.adapters import adapters_identity
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
@@ -230,7 +231,7 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
             f"engine.block_size {request.block_size} does not fit this model in vLLM: "
             f"set {facts.block_size}"
         )
-    if facts.kv_dtype not in DTYPE_BYTES or facts.content % 2:
+    if facts.kv_dtype not in KV_DTYPE_BYTES or facts.content % 2:
         raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
     bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype}"
     if request.adapters:  # a request for one is for workers that have it, and the same one
@@ -242,6 +243,8 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
         num_layers=facts.num_layers,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.content // 2,
+        engine="vllm",
+        order=ORDER,
     )
     assert layout.block_bytes == facts.block_bytes, "the layout does not describe vLLM's blocks"
     return layout

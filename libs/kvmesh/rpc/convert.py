@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.kv_formats import OWN_ENGINE, OWN_ORDER
 from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     BLOCK_HASH_BYTES,
@@ -184,6 +185,10 @@ def kv_layout_to_proto(layout: KvLayout) -> types_pb2.KvLayout:
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
+        engine=layout.engine,
+        order=layout.order,
+        tp_rank=layout.tp_rank,
+        tp_size=layout.tp_size,
     )
 
 
@@ -196,6 +201,10 @@ def kv_layout_from_proto(message: types_pb2.KvLayout) -> KvLayout:
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
+        engine=message.engine or OWN_ENGINE,
+        order=message.order or OWN_ORDER,
+        tp_rank=message.tp_rank,
+        tp_size=message.tp_size or 1,
     )
 
 

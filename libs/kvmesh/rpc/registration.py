@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvmesh.core.details import WorkerDetail
+from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
@@ -44,7 +45,8 @@ REFUSED_PAUSE_S = 1.0
 """Wait after a scheduler refused the registration: it knows a newer life of this worker, or says
 that the worker's info is wrong. Neither is over within milliseconds."""
 
-_REFUSED = (grpc.StatusCode.FAILED_PRECONDITION.name, grpc.StatusCode.INVALID_ARGUMENT.name)
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT.name
+_REFUSED = (grpc.StatusCode.FAILED_PRECONDITION.name, _INVALID)
 
 RegistrationStream = PeerStream[RegisterWorkerRequest, RegisterWorkerResponse]
 
@@ -103,10 +105,21 @@ class SchedulerRegistration:
         return self.num_registered > 0
 
     async def run(self) -> None:
-        """Registers and reports until cancelled or until `goodbye`."""
-        async with asyncio.TaskGroup() as links:
-            for link in self._links:
-                links.create_task(link.run())
+        """Registers and reports until cancelled or until `goodbye`.
+
+        Raises:
+            ConfigError: a scheduler says that a worker like this can never be one of the fleet, and
+                none has ever taken it.
+        """
+        try:
+            async with asyncio.TaskGroup() as links:
+                for link in self._links:
+                    links.create_task(link.run())
+        except ExceptionGroup as group:
+            refusals = group.subgroup(ConfigError)
+            if refusals is None:
+                raise
+            raise ConfigError(str(refusals.exceptions[0])) from None
 
     def notify(self) -> None:
         """Makes the next report come soon; call it when the load changed."""
@@ -155,6 +168,8 @@ class _Link:
         self._down = asyncio.Event()
         self._down.set()
         self._refused = False
+        self._invalid = ""
+        self._was_registered = False
         self._leaving = False
         self._over = False
         self._stream: RegistrationStream | None = None
@@ -186,6 +201,8 @@ class _Link:
                     await self._report(self._stream)
                     connection.cancel()
                 if self._refused:
+                    if self._invalid and not self._was_registered:
+                        raise ConfigError(f"the scheduler refuses this worker: {self._invalid}")
                     await asyncio.sleep(REFUSED_PAUSE_S)
 
     async def leave(self, reason: str, timeout_s: float) -> None:
@@ -253,6 +270,8 @@ class _Link:
         if reason.startswith(_REFUSED):
             log.warning("registration_refused", scheduler=self._target, reason=reason)
             self._refused = True
+            is_invalid = reason.startswith(_INVALID)
+            self._invalid = reason.removeprefix(f"{_INVALID}: ") if is_invalid else ""
             self._wake.set()
 
     def _on_message(self, message: RegisterWorkerResponse) -> None:
@@ -261,6 +280,7 @@ class _Link:
                 self._interval_s = message.accepted.report_interval_ms / 1000
                 self._alive_interval_s = message.accepted.alive_interval_ms / 1000
                 self.registered.set()
+                self._was_registered = True
                 log.info("registered", scheduler=self._target)
             case "drain":
                 log.warning("drain_ordered", scheduler=self._target, reason=message.drain.reason)

@@ -316,6 +316,8 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after
         await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if context.failure.done():
+            if isinstance(error := context.failure.result(), ConfigError):
+                raise error  # said as if the start had found it
             log.failure("background_task_failed", context.failure.result())
             return 1
         log.info("draining")

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from kvmesh.core.kv_formats import OWN_ENGINE, OWN_ORDER
 from kvmesh.core.mesh_secret import PROOF_BYTES
 from kvmesh.core.types import KvLayout
 from kvmesh.transfer.body_shapes import (
@@ -206,7 +207,11 @@ def _pack_segment(segment: SegmentOffer | None) -> bytes:
 
 def _pack_layout(layout: KvLayout) -> bytes:
     sizes = (layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
-    return _pack_text(layout.model_fingerprint) + _pack_text(layout.dtype) + LAYOUT.pack(*sizes)
+    # What is usual is not said: so said Hellos before there was anything else.
+    kept = layout.engine, layout.order, layout.tp_rank, layout.tp_size
+    is_usual = kept == (OWN_ENGINE, OWN_ORDER, 0, 1)
+    form = layout.dtype if is_usual else " ".join(map(str, (layout.dtype, *kept)))
+    return _pack_text(layout.model_fingerprint) + _pack_text(form) + LAYOUT.pack(*sizes)
 
 
 TYPES: dict[type[Frame], int] = {

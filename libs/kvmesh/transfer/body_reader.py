@@ -5,6 +5,7 @@ Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -83,6 +84,11 @@ def _checksum(number: int) -> Checksum:
     if number not in Checksum.__members__.values():
         raise ProtocolError("bad_body", f"no checksum has number {number}")
     return Checksum(number)
+
+
+_NUM_KEPT = 4
+"""Words of an unusual layout behind its dtype."""
+_NUMBER = re.compile("[0-9]{1,6}", re.ASCII)
 
 
 class _BodyReader:
@@ -190,7 +196,14 @@ class _BodyReader:
         return LinkTerms(_checksum(checksum), window_bytes)
 
     def layout(self) -> KvLayout:
-        return KvLayout(self.text(), self.text(), self.u32(), self.u32(), self.u32(), self.u32())
+        fingerprint, (dtype, *kept) = self.text(), self.text().split(" ")
+        sizes = self.u32(), self.u32(), self.u32(), self.u32()
+        if not kept:
+            return KvLayout(fingerprint, dtype, *sizes)
+        if len(kept) != _NUM_KEPT or not all(_NUMBER.fullmatch(each) for each in kept[2:]):
+            raise ProtocolError("bad_body", "a layout has a dtype, or dtype engine order rank size")
+        engine, order, rank, size = kept
+        return KvLayout(fingerprint, dtype, *sizes, engine, order, int(rank), int(size))
 
     def expect_end(self) -> None:
         if self._at != len(self._body):

@@ -1,4 +1,7 @@
-"""How two workers' KV memory differs. Tests: tests/unit/transfer/test_protocol.py."""
+"""Layouts of KV memory for people: what one is, and how two differ.
+
+Tests: tests/unit/transfer/test_protocol.py, tests/unit/scheduler/test_fleet.py.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,12 @@ def layout_difference(theirs: KvLayout, ours: KvLayout) -> str:
         if getattr(theirs, field.name) != getattr(ours, field.name)
     ]
     return "; ".join(differences)
+
+
+def layout_words(layout: KvLayout) -> str:
+    """A layout without its fingerprint."""
+    return (
+        f"{layout.engine} {layout.order}, {layout.dtype}, rank {layout.tp_rank} of "
+        f"{layout.tp_size}, blocks of {layout.block_size} positions in {layout.num_layers} layers "
+        f"with {layout.num_kv_heads} heads of {layout.head_dim}"
+    )

@@ -583,10 +583,14 @@ class KvLayout(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    TP_RANK_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """Fingerprint of checkpoint and computation dtype."""
     dtype: _builtins.str
-    """Element type: float32, float16 or bfloat16."""
+    """Element type: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2."""
     block_size: _builtins.int
     """Token positions per block."""
     num_layers: _builtins.int
@@ -595,6 +599,14 @@ class KvLayout(_message.Message):
     """KV heads per layer on this worker."""
     head_dim: _builtins.int
     """Elements per head."""
+    engine: _builtins.str
+    """Engine that computes it; empty: kvmesh."""
+    order: _builtins.str
+    """Order of the axes; empty: that of the engine kvmesh."""
+    tp_rank: _builtins.int
+    """Part of the heads that is held, from 0."""
+    tp_size: _builtins.int
+    """Parts that there are; 0: one."""
     def __init__(
         self,
         *,
@@ -604,10 +616,14 @@ class KvLayout(_message.Message):
         num_layers: _builtins.int = ...,
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        order: _builtins.str = ...,
+        tp_rank: _builtins.int = ...,
+        tp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "engine", b"engine", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "order", b"order", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,6 +63,9 @@ JSON, UTF_8 = "application/json", "utf-8"
 ANTHROPIC = "/v1/messages"
 """Where errors have Anthropic's form, and its header may hold the key."""
 
+_POOLING = frozenset({"/embeddings", "/pooling", "/classify", "/score", "/rerank"})
+"""Paths of vLLM's server for models that generate nothing."""
+
 _REQUEST_ID = web.RequestKey("request_id", str)
 
 
@@ -410,8 +413,14 @@ async def _body(request: web.Request, timeout_s: float) -> bytes:
 
 
 def _http_error(error: web.HTTPException, request: web.Request, config: HttpConfig) -> ErrorAnswer:
+    unknown = f"{request.path} does not exist; the API is under /v1, all of it in /openapi.json"
+    if request.path.removeprefix("/v1") in _POOLING:
+        unknown = (
+            f"{request.path}: workers here generate text, and none computes embeddings or scores; "
+            "run `vllm serve` with the embedding model beside the mesh"
+        )
     messages = {
-        404: f"{request.path} does not exist; the API is under /v1, all of it in /openapi.json",
+        404: unknown,
         405: f"{request.path} does not take {request.method}; allowed: "
         f"{error.headers.get('Allow', '')}",
         408: f"the body did not come within {config.body_timeout_s} s",

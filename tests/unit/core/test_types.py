@@ -5,7 +5,9 @@ import pytest
 from kvmesh.core.types import Endpoint, KvLayout, Reservation, SamplingParams, WorkerId
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("float8_e5m2", 1)]
+)
 def test_a_block_holds_keys_and_values_of_all_layers(dtype: str, size: int) -> None:
     layout = KvLayout("m", dtype, block_size=16, num_layers=3, num_kv_heads=2, head_dim=8)
     assert layout.block_bytes == 3 * 2 * 16 * 2 * 8 * size

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from kvmesh.core.types import DTYPE_BYTES, KvLayout
+from kvmesh.core.kv_formats import DTYPE_BYTES
+from kvmesh.core.types import KvLayout
 from kvmesh.engine.kv_cache import TORCH_DTYPES, HostKvPool, allocate_pool
 
 

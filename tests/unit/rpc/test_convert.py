@@ -37,7 +37,7 @@ from kvmesh.core.types import (
 from kvmesh.rpc import convert, convert_route, convert_sampling, convert_worker
 from kvmesh.v1 import scheduler_service_pb2, types_pb2
 
-LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64)
+LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64, "vllm", "BLHNC", 1, 2)
 SAMPLING = SamplingParams(
     *(0.5, 0.25, 5, 0.125, 0.5, 0.25, 1.5, 2**63, 7, 2, True, (3, 4), 5),
     logit_bias=((3, -0.5), (9, 100.0)),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.routing import plan_route
+from kvmesh.transfer.layouts import layout_words
 from services.scheduler.fleet import IN_FLIGHT_S, SETTLE_S, Fleet, Membership
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
 
@@ -55,6 +57,33 @@ def route(
     assert isinstance(plan, RoutePlan)
     fleet.note_route(wanted.request_id, plan, now)
     return plan
+
+
+class TestLayouts:
+    def test_a_group_has_one_layout(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("a"))
+        other = replace(LAYOUT, engine="vllm", order="BLHNC", block_size=32)
+        refused = fleet.register(replace(worker_info("b"), layout=other), 0.0)
+        assert isinstance(refused, Refusal)
+        assert refused.reason is RefusalReason.INVALID
+        for words in ("b cannot exchange KV with a", layout_words(LAYOUT), layout_words(other)):
+            assert words in refused.message
+        assert "vllm BLHNC, float32, rank 0 of 1, blocks of 32" in layout_words(other)
+
+    def test_other_groups_and_later_lives_have_theirs(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("a"))
+        other = replace(LAYOUT, block_size=32)
+        weights = replace(other, model_fingerprint="other weights")
+        join(fleet, replace(worker_info("b"), layout=weights))
+        join(fleet, replace(worker_info("c"), layout=other, model="other"))
+        join(fleet, replace(worker_info("d"), layout=other, scenario="chat"))
+        join(fleet, replace(worker_info("a", incarnation=2), layout=other))
+        join(fleet, replace(worker_info("e"), layout=other))
+
+    def test_clusters_are_one_group(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("a"))
+        far = replace(worker_info("b"), layout=replace(LAYOUT, tp_size=2), cluster="far")
+        assert isinstance(fleet.register(far, 0.0), Refusal)
 
 
 class TestConfirming:
