@@ -258,12 +258,15 @@ async def running_mesh(
 
 
 def fake_tokens(
-    prompt: list[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    folder: Path = MODEL_FOLDER,
 ) -> list[int]:
     """What one fake engine alone generates after a prompt."""
-    runner = FakeRunner.for_checkpoint(
-        MODEL_FOLDER, name=MODEL, num_blocks=1024, block_size=BLOCK_SIZE
-    )
+    runner = FakeRunner.for_checkpoint(folder, name=MODEL, num_blocks=1024, block_size=BLOCK_SIZE)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     spec = SequenceSpec(tuple(prompt), len(prompt), sampling, root_hash("reference"))
     return tokens_of(runner, spec)

@@ -85,6 +85,7 @@ class _Member:
     detail: WorkerDetail = WorkerDetail()
     reported: bool = False
     verdict: Verdict = Verdict()
+    closed: bool = False
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
 
@@ -125,6 +126,7 @@ class Fleet:
         urgent_version: the version of the last change that is more than a new load: a worker came,
             left or began to drain.
         on_life: told which life of a worker is a member now; None: none is.
+        closed: workers that get nothing new, as if they drained, whatever they say.
     """
 
     def __init__(self, lease_s: float, *, by_tokens: bool = True) -> None:
@@ -140,6 +142,7 @@ class Fleet:
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
         self._lost: deque[WorkerInfo] = deque(maxlen=MAX_GONE)
         self._num_routes = 0
+        self.closed: frozenset[WorkerId] = frozenset()
         self.version = 0
         self.urgent_version = 0
         self.on_life: Callable[[WorkerId, int | None], None] = lambda _, __: None
@@ -238,6 +241,20 @@ class Fleet:
                 news.append(member.info)
                 self._index.update(_view_of(member))
         return news
+
+    def close(self, names: frozenset[WorkerId]) -> bool:
+        """Lets these workers, and no others, get nothing new; whether that is news."""
+        if names == self.closed:
+            return False
+        for name in names ^ self.closed:
+            member = self._members.get(name)
+            if member is not None:
+                member.closed = name in names
+                self._note_change(urgent=True)
+                member.changed_at = self.version
+                self._index.update(_view_of(member))
+        self.closed = names
+        return True
 
     def reports(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
         """All members with their loads as they reported them."""
@@ -411,6 +428,7 @@ class Fleet:
             expires_at=now + self._lease_s,
             came_at=self.version,
             changed_at=self.version,
+            closed=info.worker_id in self.closed,
         )
         self._index.update(_view_of(member))
         self.on_life(info.worker_id, info.incarnation)
@@ -441,8 +459,9 @@ def _worker_of(member: _Member) -> FleetWorker:
 
 
 def _load_of(member: _Member) -> WorkerLoad:
-    """Nothing new comes to an ejected worker or a spare, as if it drained."""
-    takes_none = member.verdict.level >= Health.DEGRADED or member.info.role is Role.SPARE
+    """Nothing new comes to an ejected worker, a closed one or a spare, as if it drained."""
+    is_spare = member.info.role is Role.SPARE
+    takes_none = member.verdict.level >= Health.DEGRADED or is_spare or member.closed
     if not takes_none or member.load.draining:
         return member.load
     return replace(member.load, draining=True)

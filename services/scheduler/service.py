@@ -13,17 +13,19 @@ from functools import partial
 import grpc
 
 from kvmesh.core.clock import Clock, SystemClock
-from kvmesh.core.errors import ProtocolError
+from kvmesh.core.errors import KvMeshError, ProtocolError
 from kvmesh.core.types import (
     Refusal,
     RefusalReason,
     RoutePlan,
     WorkerId,
 )
+from kvmesh.metadata.memory_store import MemoryFleetStore
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.rpc.convert import refusal_to_proto
 from kvmesh.rpc.convert_detail import worker_order
+from kvmesh.rpc.convert_group import wish_from_proto
 from kvmesh.rpc.convert_route import (
     fill_route_plan,
     route_query_from_proto,
@@ -38,6 +40,10 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
+    ApplyGroupRequest,
+    ApplyGroupResponse,
+    ListGroupsRequest,
+    ListGroupsResponse,
     OrderWorkerRequest,
     OrderWorkerResponse,
     RegisterWorkerRequest,
@@ -56,6 +62,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
+from services.scheduler.groups import Groups, NoLauncherError
 from services.scheduler.health import FleetHealth
 from services.scheduler.planner import Planner
 from services.scheduler.registrations import Orders, Registrations
@@ -85,6 +92,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         *,
         warmup_s: float,
     ) -> None:
+        self.groups: Groups | None = None
         self._registrations = registrations
         self._feed = feed
         self._router = router
@@ -138,6 +146,35 @@ class SchedulerServicer(SchedulerServiceServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         log.warning("worker_ordered", worker_id=worker_id, order=order.WhichOneof("order"))
         return OrderWorkerResponse()
+
+    async def ListGroups(
+        self,
+        request: ListGroupsRequest,
+        context: grpc.aio.ServicerContext[ListGroupsRequest, ListGroupsResponse],
+    ) -> ListGroupsResponse:
+        try:
+            return ListGroupsResponse(groups=await self._groups().views())
+        except KvMeshError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def ApplyGroup(
+        self,
+        request: ApplyGroupRequest,
+        context: grpc.aio.ServicerContext[ApplyGroupRequest, ApplyGroupResponse],
+    ) -> ApplyGroupResponse:
+        try:
+            await self._groups().apply(wish_from_proto(request.wish))
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except KvMeshError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return ApplyGroupResponse()
+
+    def _groups(self) -> Groups:
+        if self.groups is None:
+            text = "nobody starts workers for this scheduler; `kvmesh up` does, or launcher.target"
+            raise NoLauncherError(text)
+        return self.groups
 
     async def Route(
         self,
@@ -197,14 +234,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     by_tokens = settings.policy.route.first_token is not None
     fleet = Fleet(config.fleet.lease_s, by_tokens=by_tokens)
     feed = FleetFeed(fleet)
-    prefixes = index = None
-    if config.kvmanager.target:
-        prefixes = PrefixLookup(config.kvmanager.target, context.access)
-        context.spawn(prefixes.run(), "prefix_lookup")
-        index = PrefixFeed(config.kvmanager.target, clock, context.access)
-        fleet.on_life = index.note_life
-        metrics.INDEX_BLOCKS.set_function(partial(getattr, index, "num_blocks"))
-        context.spawn(index.run(), "prefix_feed")
+    prefixes, index = _prefix_sources(config, context, fleet, clock)
     decisions = DecisionLog(clock, config.routing.decisions)
     context.show("/debug/decisions", decisions.shown)
     store = await _remembered(config, context, fleet, feed, clock)
@@ -232,6 +262,12 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     planner.role_orders.give_role = registrations.give_role
     changes = substitute_changes(config.planning)
     launcher = _launcher(config, context)
+    if launcher is not None:
+        owner = f"{context.host}:{context.port}"
+        parts = fleet, feed, launcher, store or MemoryFleetStore(clock), decisions, clock
+        servicer.groups = Groups(*parts, owner=owner)
+        await servicer.groups.look()  # before the first route
+        context.spawn(servicer.groups.run(), "groups")
     substitutes = Substitutes(
         fleet, feed, planner, decisions, clock, changes=changes, launcher=launcher
     )
@@ -247,6 +283,21 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.spawn(substitutes.run(), "substitutes")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, index, planner, decisions)
+
+
+def _prefix_sources(
+    config: SchedulerConfig, context: ServiceContext, fleet: Fleet, clock: Clock
+) -> tuple[PrefixLookup | None, PrefixFeed | None]:
+    target = config.kvmanager.target
+    if not target:
+        return None, None
+    prefixes = PrefixLookup(target, context.access)
+    context.spawn(prefixes.run(), "prefix_lookup")
+    index = PrefixFeed(target, clock, context.access)
+    fleet.on_life = index.note_life
+    metrics.INDEX_BLOCKS.set_function(partial(getattr, index, "num_blocks"))
+    context.spawn(index.run(), "prefix_feed")
+    return prefixes, index
 
 
 def _note_details(fleet: Fleet, feed: FleetFeed) -> None:

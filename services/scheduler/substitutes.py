@@ -164,9 +164,9 @@ class Substitutes:
                 self._losses[info.worker_id] = _Loss(info, now, lived)
 
     def _takers(self) -> set[WorkerId]:
-        """Who takes somebody's place."""
+        """Who takes somebody's place, or is to leave: nobody takes theirs, and they take none."""
         options = (each.option for each in self._losses.values())
-        return {each.worker_id for each in options if each is not None}
+        return {*(each.worker_id for each in options if each is not None), *self._fleet.closed}
 
     # --- one place -----------------------------------------------------------------------------
 

@@ -395,6 +395,20 @@ async def test_fleet_lists_workers_until_their_time_is_over(home: Home) -> None:
     assert await home.is_empty()
 
 
+async def test_groups_stay_until_they_are_forgotten(home: Home) -> None:
+    fleet: FleetStore = home.fleet
+    await fleet.put_group("", b"\x00any")
+    await fleet.put_group("chat", b"one")
+    await fleet.put_group("chat", b"two")
+    await home.pass_time(1000.0)
+    assert await fleet.list_groups() == {"": b"\x00any", "chat": b"two"}
+    for _ in range(2):
+        await fleet.remove_group("chat")
+    await fleet.remove_group("")
+    assert await fleet.list_groups() == {}
+    assert await home.is_empty()
+
+
 async def test_lease_has_one_holder_at_a_time(home: Home) -> None:
     fleet: FleetStore = home.fleet
     assert await fleet.acquire_lease("planner", "x", 10.0)

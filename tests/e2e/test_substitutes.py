@@ -6,82 +6,26 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kvmesh.cli.scheduler_access import LiveFleet, SchedulerAccess, live_fleet
+from kvmesh.cli.scheduler_access import LiveFleet
 from kvmesh.cli.stack_state import read_description
-from kvmesh.core.config import child_environment
-from kvmesh.core.mesh_secret import load_secret
 from kvmesh.core.types import Role
-from kvmesh.rpc.channels import MeshAccess
 from tests.chaos.load import under_load
 from tests.e2e.api_client import ApiClient
-from tests.mesh_child import ROOT, scrape
-from tests.mesh_processes import MODEL
+from tests.e2e.local_stack import member, running_up, watched
+from tests.mesh_child import scrape
 from tests.waiting import until
 
 LOST = "decode-0"
-CALM = {"KVMESH_PLANNING__ROLES": "off"}
-"""Else the loop of roles, too, answers the load."""
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-def start(state: Path, log: Path, words: Sequence[str], more_code: Path) -> subprocess.Popen[bytes]:
-    code = f"{more_code}:{ROOT / 'libs'}:{ROOT}"
-    paths = {"PYTHONPATH": code, "KVMESH_ENGINE__FAKE_STEP_S": "0.02"}
-    always = ("--port", "0", "--model-name", MODEL, "--state-dir", str(state))
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "kvmesh.cli", "up", *always, *words],
-            cwd=ROOT,
-            env=child_environment(paths | CALM),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        )
-
-
-@asynccontextmanager
-async def running_up(folder: Path, *words: str) -> AsyncIterator[dict[str, Any]]:
-    """What `kvmesh up` says of its stack, while it runs. Its processes find code in the folder."""
-    state, log = folder / "state", folder / "up.log"
-    process = start(state, log, words, folder)
-    try:
-        await until(lambda: "stop: Ctrl-C" in log.read_text(), "the stack is ready", 120)
-        told = read_description(state)
-        assert told is not None
-        yield told
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, 60) == 0
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            await asyncio.to_thread(process.wait, 60)
-        print(log.read_text(), (state / "logs" / "scheduler.log").read_text())
-
-
-@asynccontextmanager
-async def watched(told: dict[str, Any]) -> AsyncIterator[LiveFleet]:
-    """The fleet of a stack."""
-    secret = load_secret(told["secret_file"])
-    target = member(told, "scheduler")["address"]
-    access = SchedulerAccess((target,), MeshAccess(secret=secret), 60.0)
-    async with live_fleet(access, "a test") as view:
-        yield view
-
-
-def member(told: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(each for each in told["members"] if each["name"] == name)
 
 
 def decoders(view: LiveFleet) -> set[tuple[str, int]]:
@@ -152,7 +96,8 @@ async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
         lost = member(told, LOST)
         async with under_load(client) as load:
             os.kill(lost["pid"], signal.SIGKILL)
-            with a_taken_port(int(lost["address"].rpartition(":")[2])):  # its next life finds it so
+            # Its next life finds it so.
+            async with a_taken_port(int(lost["address"].rpartition(":")[2])):
                 began = asyncio.get_running_loop().time()
                 await until(lambda: decoders(view) - before, "another process has its place", 60)
                 print(f"full capacity after {asyncio.get_running_loop().time() - began:.2f} s")
@@ -195,12 +140,20 @@ async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path
         }
 
 
-@contextmanager
-def a_taken_port(port: int) -> Iterator[None]:
-    """Somebody else listens there."""
+@asynccontextmanager
+async def a_taken_port(port: int) -> AsyncIterator[None]:
+    """Somebody else listens there, as soon as it is free."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", port))
+
+        def is_bound() -> bool:
+            try:
+                taken.bind(("127.0.0.1", port))
+            except OSError:  # whoever was killed still has it
+                return False
+            return True
+
+        await until(is_bound, "the port is free")
         taken.listen()
         yield
 

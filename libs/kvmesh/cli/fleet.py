@@ -28,6 +28,7 @@ from kvmesh.core.config import OneLineParser
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.health import Health
 from kvmesh.core.types import Role, WorkerId
+from kvmesh.policy.groups import GroupKey
 from kvmesh.rpc.convert_worker import role_to_proto
 from kvmesh.v1.scheduler_service_pb2 import (
     OrderWorkerRequest,
@@ -198,19 +199,19 @@ def described(worker: FleetWorker) -> dict[str, Any]:
 def table_of(workers: Sequence[FleetWorker]) -> Table:
     """The workers for the terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("worker", "role", "cluster", "state"):
+    for heading in ("worker", "role", "group", "state"):
         table.add_column(heading)
     for heading in ("prefill", "decode", "KV used", "KV cached"):
         table.add_column(heading, justify="right")
     table.add_column("address", style="dim")
-    for each in workers:
+    for each in sorted(workers, key=lambda each: (GroupKey.of(each.info), each.info.worker_id)):
         info, load = each.info, each.load
         used = 1 - load.blocks_free / info.num_blocks
         cached = each.detail.blocks_cached / info.num_blocks
         table.add_row(
             info.worker_id,
             info.role.value,
-            info.cluster,
+            GroupKey.of(info).name,
             state_of(each),
             f"{load.prefill_active}/{info.prefill_slots}",
             f"{load.decode_running + load.decode_reserved}/{info.decode_slots}",

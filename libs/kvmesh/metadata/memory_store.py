@@ -286,6 +286,7 @@ class MemoryFleetStore:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._workers: dict[WorkerId, tuple[bytes, float]] = {}
+        self._groups: dict[str, bytes] = {}
         self._leases: dict[str, tuple[str, float]] = {}
 
     async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
@@ -301,6 +302,18 @@ class MemoryFleetStore:
     async def remove_worker(self, worker_id: WorkerId) -> None:
         """See `FleetStore.remove_worker`."""
         self._workers.pop(worker_id, None)
+
+    async def put_group(self, scenario: str, wish: bytes) -> None:
+        """See `FleetStore.put_group`."""
+        self._groups[scenario] = wish
+
+    async def list_groups(self) -> dict[str, bytes]:
+        """See `FleetStore.list_groups`."""
+        return dict(self._groups)
+
+    async def remove_group(self, scenario: str) -> None:
+        """See `FleetStore.remove_group`."""
+        self._groups.pop(scenario, None)
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """See `FleetStore.acquire_lease`."""

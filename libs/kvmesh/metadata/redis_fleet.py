@@ -1,4 +1,4 @@
-"""The scheduler's durable state in Redis: workers with a time to live, and leases.
+"""The scheduler's durable state in Redis: workers with a time to live, groups, and leases.
 
 Tests: tests/contract/test_metadata_store.py.
 """
@@ -35,6 +35,21 @@ class RedisFleetStore:
     async def remove_worker(self, worker_id: WorkerId) -> None:
         """See `FleetStore.remove_worker`."""
         await self._client.run(scripts.REMOVE_WORKER, worker_id)
+
+    async def put_group(self, scenario: str, wish: bytes) -> None:
+        """See `FleetStore.put_group`."""
+        await self._client.run(scripts.PUT_GROUP, scenario, wish)
+
+    async def list_groups(self) -> dict[str, bytes]:
+        """See `FleetStore.list_groups`."""
+        found = strings_of(await self._client.run(scripts.LIST_GROUPS))
+        with understanding():
+            pairs = zip(found[::2], found[1::2], strict=True)
+            return {scenario.decode(): wish for scenario, wish in pairs}
+
+    async def remove_group(self, scenario: str) -> None:
+        """See `FleetStore.remove_group`."""
+        await self._client.run(scripts.REMOVE_GROUP, scenario)
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """See `FleetStore.acquire_lease`."""

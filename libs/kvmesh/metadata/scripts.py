@@ -373,6 +373,25 @@ return 1
 """
 """ARGV: prefix, worker."""
 
+PUT_GROUP = """
+local prefix, scenario, wish = unpack(ARGV)
+redis.call('HSET', prefix .. 'groups', scenario, wish)
+return 1
+"""
+"""ARGV: prefix, scenario, wish."""
+
+LIST_GROUPS = """
+return redis.call('HGETALL', ARGV[1] .. 'groups')
+"""
+"""ARGV: prefix. Returns scenarios and wishes in turn."""
+
+REMOVE_GROUP = """
+local prefix, scenario = unpack(ARGV)
+redis.call('HDEL', prefix .. 'groups', scenario)
+return 1
+"""
+"""ARGV: prefix, scenario."""
+
 HOLD_LEASE = """
 local prefix, name, owner, ttl_ms = unpack(ARGV)
 local key = prefix .. 'planner_lease:' .. name

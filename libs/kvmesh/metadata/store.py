@@ -153,7 +153,7 @@ class MetadataStore(Protocol):
 
 
 class FleetStore(Protocol):
-    """Workers and leases of the scheduler. Every method raises StoreUnavailableError."""
+    """Workers, groups and leases of the scheduler. Every method raises StoreUnavailableError."""
 
     async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
         """Remembers a worker for `ttl_s` seconds; `info` is the caller's encoding."""
@@ -165,6 +165,18 @@ class FleetStore(Protocol):
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         """Forgets a worker; nothing happens if it is unknown."""
+        ...
+
+    async def put_group(self, scenario: str, wish: bytes) -> None:
+        """Remembers what a group is to be; `wish` is the caller's encoding."""
+        ...
+
+    async def list_groups(self) -> dict[str, bytes]:
+        """All groups that were wished for, by scenario."""
+        ...
+
+    async def remove_group(self, scenario: str) -> None:
+        """Forgets a group; nothing happens if it is unknown."""
         ...
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:

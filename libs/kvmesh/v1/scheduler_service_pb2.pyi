@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvmesh.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _GroupState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GROUP_STATE_UNSPECIFIED: _GroupState.ValueType  # 0
+    """Not set; never sent."""
+    GROUP_STATE_GATHERING: _GroupState.ValueType  # 1
+    """Its workers start; none of them serves yet."""
+    GROUP_STATE_READY: _GroupState.ValueType  # 2
+    """As wished."""
+    GROUP_STATE_CHANGING: _GroupState.ValueType  # 3
+    """It serves, and workers come or go."""
+    GROUP_STATE_UPGRADING: _GroupState.ValueType  # 4
+    """It serves, and workers of another checkpoint come or go."""
+    GROUP_STATE_DRAINING: _GroupState.ValueType  # 5
+    """It is to go, and something still runs."""
+
+class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
+    """Where a group is in its life."""
+
+GROUP_STATE_UNSPECIFIED: GroupState.ValueType  # 0
+"""Not set; never sent."""
+GROUP_STATE_GATHERING: GroupState.ValueType  # 1
+"""Its workers start; none of them serves yet."""
+GROUP_STATE_READY: GroupState.ValueType  # 2
+"""As wished."""
+GROUP_STATE_CHANGING: GroupState.ValueType  # 3
+"""It serves, and workers come or go."""
+GROUP_STATE_UPGRADING: GroupState.ValueType  # 4
+"""It serves, and workers of another checkpoint come or go."""
+GROUP_STATE_DRAINING: GroupState.ValueType  # 5
+"""It is to go, and something still runs."""
+Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
 class RouteRequest(_message.Message):
@@ -814,3 +851,209 @@ class OrderWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrderWorkerResponse: _TypeAlias = OrderWorkerResponse  # noqa: Y015
+
+@_typing.final
+class GroupWish(_message.Message):
+    """What a group of workers is to be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    HYBRID_FIELD_NUMBER: _builtins.int
+    REMOVING_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    """Scenario that it serves; empty: any that has no group of its own. Names the group."""
+    checkpoint: _builtins.str
+    """Folder or name of its model, as its machine sees it; empty: that of the launcher's others."""
+    prefill: _builtins.int
+    """Prefill workers."""
+    decode: _builtins.int
+    """Decode workers."""
+    hybrid: _builtins.int
+    """Workers that do both."""
+    removing: _builtins.bool
+    """It is to have no workers, and to be forgotten when it has none."""
+    opened: _builtins.str
+    """Checkpoint of those that serve; unset: none was ready yet. The scheduler's own, in its store."""
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+        hybrid: _builtins.int = ...,
+        removing: _builtins.bool = ...,
+        opened: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_opened", b"_opened", "opened", b"opened"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_opened", b"_opened", "checkpoint", b"checkpoint", "decode", b"decode", "hybrid", b"hybrid", "opened", b"opened", "prefill", b"prefill", "removing", b"removing", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__opened: _TypeAlias = _typing.Literal["opened"]  # noqa: Y015
+    _WhichOneofArgType__opened: _TypeAlias = _typing.Literal["_opened", b"_opened"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opened) -> _WhichOneofReturnType__opened | None: ...
+
+Global___GroupWish: _TypeAlias = GroupWish  # noqa: Y015
+
+@_typing.final
+class ListGroupsRequest(_message.Message):
+    """Asks for all groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ListGroupsResponse(_message.Message):
+    """All groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupView]:
+        """By scenario."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
+
+@_typing.final
+class GroupView(_message.Message):
+    """A group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WISH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    state: Global___GroupState.ValueType
+    """What it is."""
+    problem: _builtins.str
+    """Why it does not get on, for people; empty: it does."""
+    @_builtins.property
+    def wish(self) -> Global___GroupWish:
+        """What it is to be."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupWorker]:
+        """Its workers."""
+
+    def __init__(
+        self,
+        *,
+        wish: Global___GroupWish | None = ...,
+        state: Global___GroupState.ValueType = ...,
+        workers: _abc.Iterable[Global___GroupWorker] | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wish", b"wish"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "state", b"state", "wish", b"wish", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupView: _TypeAlias = GroupView  # noqa: Y015
+
+@_typing.final
+class GroupWorker(_message.Message):
+    """A worker of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which."""
+    role: _types_pb2.Role.ValueType
+    """Its role when it was started."""
+    checkpoint: _builtins.str
+    """What it was started with."""
+    registered: _builtins.bool
+    """It has loaded its model."""
+    closed: _builtins.bool
+    """It gets nothing new: it is to go, or others of its group are awaited."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        checkpoint: _builtins.str = ...,
+        registered: _builtins.bool = ...,
+        closed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "closed", b"closed", "registered", b"registered", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupWorker: _TypeAlias = GroupWorker  # noqa: Y015
+
+@_typing.final
+class ApplyGroupRequest(_message.Message):
+    """Wishes for a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WISH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wish(self) -> Global___GroupWish:
+        """What it is to be."""
+
+    def __init__(
+        self,
+        *,
+        wish: Global___GroupWish | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wish", b"wish"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wish", b"wish"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyGroupRequest: _TypeAlias = ApplyGroupRequest  # noqa: Y015
+
+@_typing.final
+class ApplyGroupResponse(_message.Message):
+    """The wish is written down."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyGroupResponse: _TypeAlias = ApplyGroupResponse  # noqa: Y015

@@ -55,6 +55,16 @@ class SchedulerServiceStub:
                 request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerResponse.FromString,
                 _registered_method=True)
+        self.ListGroups = channel.unary_unary(
+                '/kvmesh.v1.SchedulerService/ListGroups',
+                request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsResponse.FromString,
+                _registered_method=True)
+        self.ApplyGroup = channel.unary_unary(
+                '/kvmesh.v1.SchedulerService/ApplyGroup',
+                request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -89,6 +99,20 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListGroups(self, request, context):
+        """The groups of workers that the launcher keeps, and what they are to be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyGroup(self, request, context):
+        """Wishes for a group, which is made if need be; returns before the wish is fulfilled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +135,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.OrderWorker,
                     request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerResponse.SerializeToString,
+            ),
+            'ListGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsResponse.SerializeToString,
+            ),
+            'ApplyGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyGroup,
+                    request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class SchedulerService:
             '/kvmesh.v1.SchedulerService/OrderWorker',
             kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerRequest.SerializeToString,
             kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.SchedulerService/ListGroups',
+            kvmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.SchedulerService/ApplyGroup',
+            kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupRequest.SerializeToString,
+            kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

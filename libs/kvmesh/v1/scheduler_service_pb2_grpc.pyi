@@ -41,6 +41,10 @@ class SchedulerServiceStub:
     """A worker registers with its first message and reports its load with the next ones."""
     OrderWorker: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.OrderWorkerRequest, _scheduler_service_pb2.OrderWorkerResponse]
     """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler."""
+    ListGroups: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListGroupsRequest, _scheduler_service_pb2.ListGroupsResponse]
+    """The groups of workers that the launcher keeps, and what they are to be."""
+    ApplyGroup: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ApplyGroupRequest, _scheduler_service_pb2.ApplyGroupResponse]
+    """Wishes for a group, which is made if need be; returns before the wish is fulfilled."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -55,6 +59,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """A worker registers with its first message and reports its load with the next ones."""
     OrderWorker: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.OrderWorkerRequest, _scheduler_service_pb2.OrderWorkerResponse]  # type: ignore[assignment]
     """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler."""
+    ListGroups: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListGroupsRequest, _scheduler_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
+    """The groups of workers that the launcher keeps, and what they are to be."""
+    ApplyGroup: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ApplyGroupRequest, _scheduler_service_pb2.ApplyGroupResponse]  # type: ignore[assignment]
+    """Wishes for a group, which is made if need be; returns before the wish is fulfilled."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler."""
@@ -90,5 +98,21 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.OrderWorkerResponse, _abc.Awaitable[_scheduler_service_pb2.OrderWorkerResponse]]:
         """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler."""
+
+    @_abc_1.abstractmethod
+    def ListGroups(
+        self,
+        request: _scheduler_service_pb2.ListGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.ListGroupsResponse, _abc.Awaitable[_scheduler_service_pb2.ListGroupsResponse]]:
+        """The groups of workers that the launcher keeps, and what they are to be."""
+
+    @_abc_1.abstractmethod
+    def ApplyGroup(
+        self,
+        request: _scheduler_service_pb2.ApplyGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.ApplyGroupResponse, _abc.Awaitable[_scheduler_service_pb2.ApplyGroupResponse]]:
+        """Wishes for a group, which is made if need be; returns before the wish is fulfilled."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -36,7 +36,7 @@ _ADDED = re.compile(r'f?"(--[a-z{][^"]*)"')
 _OURS = ("services", "kvmesh", "benchmarks", "scripts", "models", "tests")
 _OTHERS = {"pytest"}
 _OF_EVERY_SERVICE = {"--config", "--print-config", "--help"}
-_ACTIONS = ("list", "drain")
+_ACTIONS = {"fleet": ("list", "drain"), "group": ("list", "scale", "upgrade")}
 _FOLDERS = re.compile(r"(?:deploy|models|tests|scripts|libs|protos|services)/[\w./-]+")
 _BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
     "/v1/chat/completions": ChatBody,
@@ -94,7 +94,7 @@ def _kvmesh(command: Command, words: Sequence[str] | None = None) -> str:
 def flags_of_command(name: str) -> frozenset[str]:
     """All flags of a `kvmesh` command, as its help and those of its actions show them."""
     shown = io.StringIO()
-    actions = [[action] for action in _ACTIONS] if name == "fleet" else []
+    actions = [[action] for action in _ACTIONS.get(name, ())]
     for words in ([], *actions):
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             kvmesh_main([name, *words, "--help"])

@@ -332,3 +332,17 @@ async def test_a_slow_worker_is_not_killed() -> None:
     for _ in range(5):
         await parts.look(REST_S / 4)
     assert starter.told == []
+
+
+async def test_who_was_to_leave_is_not_replaced_and_replaces_nobody() -> None:
+    starter = Starter({})
+    parts = Places(TWO, launcher=starter)
+    await parts.look()
+    parts.fleet.close(frozenset({WorkerId("d0"), WorkerId("p0"), WorkerId("p1")}))
+    parts.lose("d0")
+    await parts.look()
+    assert parts.steps() == []
+    parts.take(parts.infos["d1"], WorkerLoad(blocks_free=0))
+    parts.lose("d1")
+    await parts.look()
+    assert parts.told == [], "else an idle prefill worker would help"

@@ -1,0 +1,256 @@
+"""Makes the groups of workers what they were wished to be, by `policy/group_life.py`.
+
+The wishes are in the store; what is there is asked of the launcher and seen in the fleet. So the
+next scheduler goes on where one was killed. Of several, one gives orders; all close entrances.
+Tests: tests/unit/scheduler/test_groups_life.py, tests/e2e/test_group_life.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.errors import KvMeshError, ProtocolError
+from kvmesh.core.launch import Launched, Launcher, LaunchError
+from kvmesh.core.types import WorkerId, WorkerLoad
+from kvmesh.metadata.store import FleetStore, StoreUnavailableError
+from kvmesh.policy.group_life import (
+    GroupMember,
+    GroupState,
+    GroupStep,
+    GroupWish,
+    group_step,
+    is_member,
+    wish_of,
+)
+from kvmesh.rpc.convert_group import group_view, stored_wish, wish_to_proto
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1 import scheduler_service_pb2 as pb
+from services.scheduler.decisions import DecisionLog
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Fleet
+
+log = event_logger(__name__)
+
+LOOK_S = 0.5
+LEASE = "groups"
+LEASE_TTL_S = 5.0
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+"""Between starts of workers that end before they have registered."""
+
+
+class NoLauncherError(KvMeshError):
+    """Nobody starts workers here."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Starts:
+    """What became of the workers that were started for a group.
+
+    Attributes:
+        awaited: started, and not registered yet.
+    """
+
+    awaited: set[WorkerId] = dataclasses.field(default_factory=set)
+    num_failed: int = 0
+    not_before: float = 0.0
+
+
+class Groups:
+    """The groups of one scheduler.
+
+    Args:
+        store: remembers the wishes, and of several schedulers lets one give orders.
+        owner: this scheduler's name in the lease.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        feed: FleetFeed,
+        launcher: Launcher,
+        store: FleetStore,
+        decisions: DecisionLog,
+        clock: Clock,
+        *,
+        owner: str,
+    ) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._launcher = launcher
+        self._store = store
+        self._decisions = decisions
+        self._clock = clock
+        self._owner = owner
+        self._starts: dict[str, _Starts] = {}
+        self._states: dict[str, GroupState] = {}
+        self._stopping: dict[WorkerId, asyncio.Task[None]] = {}
+        self._changing = asyncio.Lock()
+        self._problem = ""
+
+    async def run(self) -> None:
+        """Looks all the time, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Takes stock once, and does what is next."""
+        problem = ""
+        try:
+            async with self._changing:
+                await self._look()
+        except (LaunchError, StoreUnavailableError) as error:
+            problem = str(error)
+        if problem and not self._problem:  # said once: a launcher may start after this scheduler
+            log.info("groups_not_seen", error=problem)
+        self._problem = problem
+
+    async def _look(self) -> None:
+        wishes, kept = await self._wishes(), await self._launcher.list()
+        leads = bool(wishes) and await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S)
+        closed: set[WorkerId] = set()
+        for told in wishes.values():
+            wish, step = told, group_step(told, self._members(told, kept))
+            if step.opens and leads:
+                # Written down first: those who take over must not close what served.
+                wish = dataclasses.replace(told, opened=told.checkpoint)
+                await self._put(wish)
+                step = group_step(wish, self._members(wish, kept))
+            closed |= step.closed
+            self._note(wish, step)
+            if leads:
+                closed |= await self._carry_out(wish, step, kept)
+        if self._fleet.close(frozenset(closed)):
+            self._feed.changed()
+
+    async def _wishes(self) -> dict[str, GroupWish]:
+        found: dict[str, GroupWish] = {}
+        for scenario, payload in (await self._store.list_groups()).items():
+            try:
+                found[scenario] = stored_wish(payload)
+            except ProtocolError as error:
+                log.warning("group_not_read", scenario=scenario, error=str(error))
+        return found
+
+    async def _put(self, wish: GroupWish) -> None:
+        await self._store.put_group(wish.scenario, wish_to_proto(wish).SerializeToString())
+
+    def _members(self, wish: GroupWish, kept: Iterable[Launched]) -> list[GroupMember]:
+        here = {info.worker_id: load for info, load in self._fleet.reports()}
+        return [
+            GroupMember(each, each.worker_id in here, _is_idle(here.get(each.worker_id)))
+            for each in kept
+            if is_member(each, wish.scenario)
+        ]
+
+    async def _carry_out(
+        self, wish: GroupWish, step: GroupStep, kept: Sequence[Launched]
+    ) -> frozenset[WorkerId]:
+        """Starts and stops workers; returns those who were started and serve nobody yet."""
+        for name in step.stop:
+            if name not in self._stopping and name in self._fleet.closed | self._unknown(kept):
+                task = asyncio.create_task(self._stop(name), name=f"stop {name}")
+                self._stopping[name] = task
+                task.add_done_callback(partial(self._stopped, name))
+        if step.state is GroupState.GONE:
+            await self._store.remove_group(wish.scenario)
+        if not self._may_start(wish, kept):
+            return frozenset()
+        started: set[WorkerId] = set()
+        for spec in step.start:
+            name = await self._launcher.start(spec)
+            self._starts[wish.scenario].awaited.add(name)
+            started.add(name)
+            facts = {"worker_id": name, "role": spec.role.value, "checkpoint": spec.checkpoint}
+            log.info("group_worker_started", scenario=wish.scenario, **facts)
+        return frozenset() if wish.opened == wish.checkpoint else frozenset(started)
+
+    def _unknown(self, kept: Iterable[Launched]) -> set[WorkerId]:
+        """Workers that no route can choose."""
+        here = {info.worker_id for info, _ in self._fleet.reports()}
+        return {each.worker_id for each in kept} - here
+
+    def _may_start(self, wish: GroupWish, kept: Iterable[Launched]) -> bool:
+        """Not at once again where those who were started ended without having served."""
+        starts = self._starts.setdefault(wish.scenario, _Starts())
+        names = {each.worker_id for each in kept}
+        here = {info.worker_id for info, _ in self._fleet.reports()}
+        failed = starts.awaited - names - here
+        if starts.awaited & here:
+            starts.num_failed = 0
+        starts.awaited -= failed | here
+        now = self._clock.now()
+        if failed:
+            pause_s = min(FIRST_PAUSE_S * 2**starts.num_failed, MAX_PAUSE_S)
+            starts.num_failed += 1
+            starts.not_before = now + pause_s
+            log.warning("group_workers_failed", scenario=wish.scenario, worker_ids=sorted(failed))
+        return now >= starts.not_before
+
+    async def _stop(self, name: WorkerId) -> None:
+        try:
+            await self._launcher.stop(name)
+        except LaunchError as error:
+            log.warning("group_worker_not_stopped", worker_id=name, error=str(error))
+
+    def _stopped(self, name: WorkerId, _task: asyncio.Task[None]) -> None:
+        del self._stopping[name]
+
+    def _note(self, wish: GroupWish, step: GroupStep) -> None:
+        if self._states.get(wish.scenario) is step.state:
+            return
+        self._states[wish.scenario] = step.state
+        facts = {"scenario": wish.scenario, "checkpoint": wish.checkpoint}
+        self._decisions.add_fleet("group", step.state.value, **facts)
+        log.info("group_state", state=step.state.value, **facts)
+
+    # --- what people ask ------------------------------------------------------------------------
+
+    async def apply(self, wish: GroupWish) -> None:
+        """Wishes for a group.
+
+        Raises:
+            StoreUnavailableError: it cannot be written down.
+            LaunchError: the launcher does not answer.
+        """
+        async with self._changing:
+            before = (await self._wishes()).get(wish.scenario)
+            if before is None:  # workers that were there from the start go on serving
+                before = wish_of(await self._launcher.list(), wish.scenario)
+            self._starts.pop(wish.scenario, None)
+            await self._put(dataclasses.replace(wish, opened=before.opened))
+        log.info("group_wished", scenario=wish.scenario, checkpoint=wish.checkpoint)
+
+    async def views(self) -> list[pb.GroupView]:
+        """All groups, for people.
+
+        Raises:
+            StoreUnavailableError: the wishes cannot be read.
+            LaunchError: the launcher does not answer.
+        """
+        wishes, kept = await self._wishes(), await self._launcher.list()
+        scenarios = {each.spec.scenario for each in kept if is_member(each, each.spec.scenario)}
+        views = []
+        for scenario in sorted(scenarios | wishes.keys()):
+            wish = wishes.get(scenario) or wish_of(kept, scenario)
+            members = self._members(wish, kept)
+            starts = self._starts.get(scenario, _Starts())
+            problem = ""
+            if starts.num_failed:
+                problem = f"its workers ended {starts.num_failed} times before they served"
+            views.append(group_view(wish, group_step(wish, members), members, problem))
+        return views
+
+
+def _is_idle(load: WorkerLoad | None) -> bool:
+    """Whether nothing runs on a worker, or it is not there."""
+    if load is None:
+        return True
+    return not (
+        load.prefill_active or load.decode_running or load.decode_reserved or load.decode_preempted
+    )
