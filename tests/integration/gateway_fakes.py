@@ -128,6 +128,12 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
     async def OrderWorker(self, request: Any, context: Any) -> Any:
         raise AssertionError("nobody gives orders here")
 
+    async def ListGroups(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody asks for groups here")
+
+    async def ApplyGroup(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody sets groups up here")
+
 
 @contextlib.asynccontextmanager
 async def fake_mesh(output: list[int], eos: int, roles: dict[str, Role]) -> AsyncIterator[FakeMesh]:
