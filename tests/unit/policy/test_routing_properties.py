@@ -24,7 +24,7 @@ from tests.unit.policy.fleet_examples import LAYOUT, NOW, POLICIES, query, worke
 
 LAYOUTS = (LAYOUT, dataclasses.replace(LAYOUT, model_fingerprint="other"))
 NAMES = [f"w{i}" for i in range(8)]
-SERVING = [role for role in Role if role is not Role.SPARE]  # a view has no spares
+SERVING = [role for role in Role if role is not Role.SPARE]  # spares drain in a view
 
 
 @st.composite
