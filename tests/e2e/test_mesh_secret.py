@@ -28,6 +28,7 @@ from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
     kv_pool_service_pb2,
+    launcher_service_pb2,
     prefill_service_pb2,
     scheduler_service_pb2,
 )
@@ -87,8 +88,10 @@ def test_every_service_is_asked() -> None:
     folder = Path(decode_service_pb2.__file__).parent
     written = {file.name.removesuffix(".py") for file in folder.glob("*_service_pb2.py")}
     asked = {module.__name__.rpartition(".")[2] for each in INNER.values() for module in each}
-    # The gateway's API is its clients', who have keys of their own.
-    assert asked | {inference_service_pb2.__name__.rpartition(".")[2]} == written
+    # The gateway's API is its clients', who have keys of their own; a launcher that is no service
+    # of a mesh is asked in tests/integration/test_launcher_service.py.
+    others = {inference_service_pb2, launcher_service_pb2}
+    assert asked | {module.__name__.rpartition(".")[2] for module in others} == written
 
 
 async def test_only_members_are_served(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,10 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_reflection.v1alpha import reflection_pb2
 from prometheus_client import CollectorRegistry
 
+from kvmesh.cli.local_workers import LocalWorkers
 from kvmesh.core.config import environment
 from kvmesh.rpc.channels import open_channel
+from kvmesh.rpc.launcher import LauncherServicer
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
@@ -27,15 +29,19 @@ from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
     kv_pool_service_pb2,
+    launcher_service_pb2,
     prefill_service_pb2,
     scheduler_service_pb2,
 )
+from kvmesh.v1.launcher_service_pb2_grpc import add_LauncherServiceServicer_to_server
 from services.kvmanager.config import IndexConfig, KvManagerConfig
 from services.kvmanager.service import build as build_kvmanager
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
 from tests.integration.gateway_stack import gateway_stack
 from tests.random_messages import RandomMessages
+from tests.unit.cli.test_local_workers import Stack as Processes
+from tests.unit.cli.test_local_workers import member
 from tests.waiting import until
 
 ROUNDS = int(environment("KVMESH_FUZZ_ROUNDS", "1"))
@@ -111,6 +117,16 @@ async def gateway(folder: Path) -> AsyncIterator[Target]:
         )
 
 
+@asynccontextmanager
+async def launcher(_: Path) -> AsyncIterator[Target]:
+    async def build(config: SchedulerConfig, context: ServiceContext) -> None:
+        servicer = LauncherServicer(LocalWorkers(Processes(), member))
+        context.add_servicer(add_LauncherServiceServicer_to_server, servicer)
+
+    async with serving("launcher", SchedulerConfig(), build) as context:
+        yield Target(context, lambda: True)
+
+
 SERVICES: list[tuple[Callable[[Path], Any], Any]] = [
     (scheduler, scheduler_service_pb2),
     (kvmanager, kv_manager_service_pb2),
@@ -118,6 +134,7 @@ SERVICES: list[tuple[Callable[[Path], Any], Any]] = [
     (worker, decode_service_pb2),
     (worker, kv_pool_service_pb2),
     (gateway, inference_service_pb2),
+    (launcher, launcher_service_pb2),
     (kvmanager, reflection_pb2),
 ]
 

@@ -92,14 +92,13 @@ class StackRunner:
 
     async def run(self, stop: asyncio.Event) -> int:
         """Runs until `stop` is set, a process is given up or the command ends; the exit code."""
+        server = await serve_workers(self._plan, self)  # before those who ask for workers
         stopping = asyncio.ensure_future(stop.wait())
         for member in self._plan.members:
             self.keep(member)
-        server = None
         try:
             code = await self._bring_up(stopping)
             if code is None:
-                server = await serve_workers(self._plan, self)
                 for line in greeting(self._plan, self._paths, has_keys=self._settings.has_keys):
                     self._say(line)
                 code = await self._keep_up(stopping)

@@ -46,7 +46,7 @@ async def serve_workers(plan: StackPlan, processes: Processes) -> grpc.aio.Serve
     """
     if plan.launcher is None or plan.make_worker is None:
         return None
-    # Protobuf is only loaded when the stack is up.
+    # Not for commands that start no stack.
     from kvmesh.rpc.channels import bind_server, make_server  # noqa: PLC0415
     from kvmesh.rpc.launcher import LauncherServicer  # noqa: PLC0415
     from kvmesh.v1 import launcher_service_pb2_grpc  # noqa: PLC0415

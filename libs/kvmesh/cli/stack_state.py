@@ -93,7 +93,9 @@ def is_held(state: Path) -> bool:
 
 def write_description(state: Path, stack: dict[str, Any]) -> None:
     """Tells other commands what runs where."""
-    (state / _DESCRIPTION).write_text(json.dumps(stack, indent=2) + "\n")
+    written = state / f"{_DESCRIPTION}.new"
+    written.write_text(json.dumps(stack, indent=2) + "\n")
+    written.replace(state / _DESCRIPTION)  # whoever reads it meanwhile gets all of one
 
 
 def remove_description(state: Path) -> None:

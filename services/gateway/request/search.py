@@ -211,9 +211,9 @@ class Search:
         self._refusals.fade(self._now())
         if isinstance(plan, RoutePlan):
             self._ledger.routed(plan, self._now())
-            first = plan.prefill[0]
-            num_held = first.cached_tokens // self._served.facts.block_size
-            self._asker.prefetch(first, query.block_hashes[:num_held])
+            for first in plan.prefill[:1]:
+                num_held = first.cached_tokens // self._served.facts.block_size
+                self._asker.prefetch(first, query.block_hashes[:num_held])
             return plan
         self.refused(Stage.SCHEDULER, plan, None)
         if plan.reason in PERMANENT:

@@ -143,7 +143,7 @@ async def test_the_line_to_try_has_a_key_where_keys_are_asked_for(stack: Stack) 
 
 
 async def test_a_stack_serves_where_its_description_cannot_be_written(stack: Stack) -> None:
-    (stack.folder / "stack.json").symlink_to("/dev/full")  # as a full disk
+    (stack.folder / "stack.json.new").symlink_to("/dev/full")  # as a full disk
     running = stack.launch(a=service())
     await stack.until_said("stop: Ctrl-C")
     assert "No space left" in stack.output.getvalue()
