@@ -101,7 +101,10 @@ async def stacks(tmp_path: Path) -> AsyncIterator[list[Up]]:
             await up.process.wait()
 
 
-@pytest.mark.parametrize("seed", range(10))
+# Six have each way to stop with and without a cache once.
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 10))]
+)
 async def test_nothing_is_left(seed: int, tmp_path: Path, stacks: list[Up]) -> None:
     chance = random.Random(seed)
     num_lines = chance.randrange(STARTS)
