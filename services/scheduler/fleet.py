@@ -233,7 +233,8 @@ class Fleet:
             member = self._members.get(name)
             if member is None or member.verdict is verdict or member.verdict == verdict:
                 continue
-            is_news = member.verdict.level is not verdict.level
+            before = member.verdict
+            is_news = (before.level, before.is_ill) != (verdict.level, verdict.is_ill)
             member.verdict = verdict
             self._note_change(urgent=is_news)
             member.changed_at = self.version
@@ -291,10 +292,12 @@ class Fleet:
         return lost
 
     def ill(self) -> Iterator[WorkerInfo]:
-        """Workers that were ejected and have not recovered."""
-        return (
-            each.info for each in self._members.values() if each.verdict.level >= Health.DEGRADED
-        )
+        """Workers that were ejected and have not recovered, or hang and are the last of a role."""
+        return (each.info for each in self._members.values() if each.verdict.is_ill)
+
+    def hanging(self) -> set[WorkerId]:
+        """Workers whose step does not end, ejected or not."""
+        return {name for name, each in self._members.items() if each.verdict.hangs}
 
     def take_lost(self) -> list[WorkerInfo]:
         """Workers that left without a goodbye since this was asked last."""

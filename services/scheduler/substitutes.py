@@ -3,8 +3,9 @@
 One worker takes a place, no more. When a lost worker is back, as a new process, it becomes the
 spare that its substitute was; a substitute that was taken from elsewhere goes back, and of a lost
 worker and the process that was started for it one is stopped. A worker that hangs is killed by its
-launcher when somebody else has its place, or nobody can be there sooner than its next life. Kept in
-memory: a scheduler that was restarted takes whoever comes back as one worker more.
+launcher when somebody else has its place, or nobody can be there sooner than its next life; the
+last of a role is a member until then. Kept in memory: a scheduler that was restarted takes whoever
+comes back as one worker more.
 Tests: tests/unit/scheduler/test_substitutes.py, tests/e2e/test_substitutes.py.
 """
 
@@ -172,10 +173,11 @@ class Substitutes:
 
     async def _follow(self, loss: _Loss, here: Here, now: float) -> None:
         found = here.get(loss.info.worker_id)
-        if found is not None and found.health < Health.DEGRADED:
+        hangs = loss.info.worker_id in self._fleet.hanging()
+        if found is not None and found.health < Health.DEGRADED and not hangs:
             self._returned(loss, found, here)
             return
-        loss.hangs = loss.lived and found is not None and found.health is Health.DEAD
+        loss.hangs = loss.lived and hangs
         if now > loss.at + FORGET_S:
             del self._losses[loss.info.worker_id]
             return
@@ -187,7 +189,8 @@ class Substitutes:
     def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
         """Sees whether who is to take the place does, and stays."""
         taker = here.get(option.worker_id)
-        is_there = taker is not None and taker.health < Health.DEGRADED
+        hangs = option.worker_id in self._fleet.hanging()
+        is_there = taker is not None and taker.health < Health.DEGRADED and not hangs
         if loss.is_filled and is_there:
             return
         if is_there and taker is not None and _fills(taker.info, loss.info):
@@ -234,7 +237,8 @@ class Substitutes:
                 taker = here.get(chosen.worker_id)
                 loss.option, loss.ordered_at = chosen, now
                 loss.before = None
-                if taker is not None and self._changes is RoleChanges.APPLY:
+                comes = chosen.means is not Means.RETURN and self._changes is RoleChanges.APPLY
+                if taker is not None and comes:
                     loss.before = taker.info
                 self._note(loss, chosen.means.name.lower(), chosen.reason, chosen.worker_id)
                 return

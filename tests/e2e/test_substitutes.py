@@ -109,14 +109,40 @@ async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
         assert await steps(told, "process", "spare") == {"process": 1, "spare": 0}
 
 
-async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path: Path) -> None:
-    fault = tmp_path / "fault"
-    (tmp_path / "sitecustomize.py").write_text(
+def faulty(folder: Path, name: str) -> Path:
+    """The file that makes the engine of a worker ill; see `tests/faulty_worker.py`."""
+    fault = folder / "fault"
+    (folder / "sitecustomize.py").write_text(
         "import pathlib, sys\n"
-        f"if {LOST!r} in sys.orig_argv:\n"
+        f"if {name!r} in sys.orig_argv:\n"
         "    from tests.faulty_worker import fall_ill\n"
         f"    fall_ill(pathlib.Path({str(fault)!r}))\n"
     )
+    return fault
+
+
+async def test_the_last_decode_worker_hangs_and_is_started_again(tmp_path: Path) -> None:
+    fault = faulty(tmp_path, LOST)
+    async with (
+        running_up(tmp_path, "--engine", "fake", "--prefill", "1", "--decode", "1") as told,
+        ApiClient(f"http://{told['http']}") as client,
+        watched(told) as view,
+    ):
+        before = decoders(view)
+        async with under_load(client) as load:
+            await load.more(60)  # how long steps take is known
+            fault.write_text("hang")
+            await until(lambda: not psutil.pid_exists(member(told, LOST)["pid"]), "it is killed")
+            fault.unlink()
+            await until(lambda: decoders(view) - before, "it is back", 60)
+            await load.more(20)
+        load.check_all_ok()
+        expected = {"return": 1, "ended": 1, "spare": 0, "process": 0}
+        assert await steps(told, *expected) == expected
+
+
+async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path: Path) -> None:
+    fault = faulty(tmp_path, LOST)
     async with (
         running_up(tmp_path, "--engine", "fake", "--spare", "1") as told,
         ApiClient(f"http://{told['http']}") as client,

@@ -93,6 +93,18 @@ class Verdict:
     reason: HealthReason = HealthReason.FINE
     fault: HealthReason = HealthReason.FINE
 
+    @property
+    def hangs(self) -> bool:
+        """Whether its step does not end, also where it stays a member all the same."""
+        stays = self.reason in (HealthReason.LAST, HealthReason.BUDGET)
+        return self.level is Health.DEAD or (stays and self.fault is HealthReason.HANGS)
+
+    @property
+    def is_ill(self) -> bool:
+        """Whether somebody else is to have its place: it was ejected, or hangs and is the last."""
+        is_last = self.reason is HealthReason.LAST
+        return self.level >= Health.DEGRADED or (is_last and self.hangs)
+
 
 FINE = Verdict()
 

@@ -179,6 +179,7 @@ def test_no_more_than_a_share_of_a_cluster_is_ejected() -> None:
     assert fleet.ejected() == first, "places are not passed on while they hang"
     reasons = {each.reason for name, each in fleet.judge().items() if name not in first}
     assert reasons == {HealthReason.BUDGET}
+    assert {name for name, each in fleet.judge().items() if each.is_ill} == first
 
 
 def test_the_last_of_a_role_stays() -> None:
@@ -190,7 +191,8 @@ def test_the_last_of_a_role_stays() -> None:
     for name, change in (("e", {"scenario": "doc"}), ("f", {"model": "other"})):
         fleet.infos[name] = worker_info(name, Role.DECODE, **change)
         fleet.loads[name] = FINE
-    assert fleet.level("d0") is Health.SUSPECT
+    verdict = fleet.judge()[WorkerId("d0")]
+    assert (verdict.level, verdict.hangs, verdict.is_ill) == (Health.SUSPECT, True, True)
     fleet.infos["h"], fleet.loads["h"] = worker_info("h", Role.HYBRID), FINE
     assert fleet.level("d0") is Health.DEAD
 

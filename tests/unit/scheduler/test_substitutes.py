@@ -324,6 +324,58 @@ async def test_a_worker_that_hangs_is_killed_at_once_where_its_next_life_is_soon
     assert parts.steps() == ["return", "ended"]
 
 
+LAST = Verdict(Health.SUSPECT, HealthReason.LAST, HealthReason.HANGS)
+"""What the judge says of one that nobody can stand in for yet."""
+
+
+async def test_the_last_of_a_role_that_hangs_is_killed_and_comes_back() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)})
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=starter)
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): Verdict(Health.SUSPECT, HealthReason.HANGS)})
+    await parts.look()
+    assert starter.told == [], "it is only late"
+    version = parts.fleet.urgent_version
+    parts.fleet.judge({WorkerId("d0"): LAST})
+    assert parts.fleet.urgent_version > version, "whoever fills places is woken"
+    for _ in range(3):
+        await parts.look()
+    assert starter.told == ["restart d0"], "once"
+    parts.lose("d0")
+    await parts.look()
+    parts.come("d0", Role.DECODE, incarnation=2)
+    await parts.look()
+    assert not await parts.substitutes.look()
+    assert parts.steps() == ["return", "ended", "returned"]
+
+
+async def test_the_last_of_a_role_that_hangs_makes_room_for_a_spare() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)})
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE, "s0": Role.SPARE}, launcher=starter)
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): LAST})
+    await parts.look()
+    assert (parts.told, starter.told) == ([("s0", "decode")], []), "not before it is taken"
+    parts.fleet.judge({WorkerId("d0"): HANGS})
+    for _ in range(3):
+        await parts.look()
+    assert starter.told == ["restart d0"]
+    assert parts.steps() == ["spare", "filled", "ended"]
+
+
+async def test_the_last_of_a_role_that_hangs_stays_where_nobody_kills() -> None:
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE})
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): LAST})
+    for _ in range(3):
+        await parts.look()
+    parts.fleet.judge({WorkerId("d0"): Verdict()})
+    await parts.look()
+    assert parts.told == []
+    assert parts.roles()["d0"] == "decode"
+    assert parts.steps() == ["return", "returned"]
+
+
 async def test_a_slow_worker_is_not_killed() -> None:
     starter = Starter({"d0": LaunchSpec(Role.DECODE)})
     parts = Places(TWO | {"s0": Role.SPARE}, launcher=starter)
