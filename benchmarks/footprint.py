@@ -1,4 +1,4 @@
-"""What the control plane takes before anybody asks: time to start, memory, processor at rest.
+"""Footprint of the idle control plane: seconds to start, MiB of memory, share of a core.
 
     python -m benchmarks.footprint
 

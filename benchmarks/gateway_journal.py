@@ -1,4 +1,4 @@
-"""What the journal of streams costs the gateway that writes it: tokens per second, processor time.
+"""Cost of the stream journal for a gateway: tokens per second lost, processor time added.
 
 A gateway with a journal and one without take turns before the same workers, a prefill and a decode
 worker, with the same chats of 200 to 2,000 tokens. A turn of each is a pair, and the cost is the

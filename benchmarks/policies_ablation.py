@@ -1,5 +1,5 @@
-"""What each mechanism of the default brings, alone and beside the others, and how much its
-constants matter: the second and third table of the grid.
+"""Ablation and sensitivity of the default policy: goodput with each mechanism off, alone and with
+the others, and with each constant halved and doubled.
 
 Tests: tests/unit/benchmarks/test_policies_grid.py.
 """

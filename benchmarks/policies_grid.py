@@ -317,7 +317,7 @@ def judge(rows: Rows) -> Verdict:
             f"{each.trace}, {each.rate:g}/s, {each.tpot_ms} ms, TTFT x{each.ttft_share:g}: "
             f"ours over the best ({each.best})",
             each.ratio,
-            # What equal seeds differ by is no difference between systems.
+            # A ratio within the spread over the seeds is no difference between systems.
             round(1.0 - max(each.noise, 0.005), 3),
         )
         for each in found

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
+from typing import TypeAlias
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import KvMeshError, ProtocolError
@@ -41,6 +42,10 @@ LEASE_TTL_S = 5.0
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 """Between starts of workers that end before they have registered."""
+
+
+Loads: TypeAlias = Mapping[WorkerId, WorkerLoad]
+"""Of the workers that are registered."""
 
 
 class NoLauncherError(KvMeshError):
@@ -111,20 +116,22 @@ class Groups:
         self._problem = problem
 
     async def _look(self) -> None:
-        wishes, kept = await self._wishes(), await self._launcher.list()
+        wishes = await self._wishes()
+        kept = await self._launcher.list() if wishes else []
         leads = bool(wishes) and await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S)
+        here = self._loads() if wishes else {}
         closed: set[WorkerId] = set()
         for told in wishes.values():
-            wish, step = told, group_step(told, self._members(told, kept))
+            wish, step = told, group_step(told, _members(told, kept, here))
             if step.opens and leads:
                 # Written down first: those who take over must not close what served.
                 wish = dataclasses.replace(told, opened=told.checkpoint)
                 await self._put(wish)
-                step = group_step(wish, self._members(wish, kept))
+                step = group_step(wish, _members(wish, kept, here))
             closed |= step.closed
             self._note(wish, step)
             if leads:
-                closed |= await self._carry_out(wish, step, kept)
+                closed |= await self._carry_out(wish, step, kept, here)
         if self._fleet.close(frozenset(closed)):
             self._feed.changed()
 
@@ -140,26 +147,22 @@ class Groups:
     async def _put(self, wish: GroupWish) -> None:
         await self._store.put_group(wish.scenario, wish_to_proto(wish).SerializeToString())
 
-    def _members(self, wish: GroupWish, kept: Iterable[Launched]) -> list[GroupMember]:
-        here = {info.worker_id: load for info, load in self._fleet.reports()}
-        return [
-            GroupMember(each, each.worker_id in here, _is_idle(here.get(each.worker_id)))
-            for each in kept
-            if is_member(each, wish.scenario)
-        ]
+    def _loads(self) -> Loads:
+        return {info.worker_id: load for info, load in self._fleet.reports()}
 
     async def _carry_out(
-        self, wish: GroupWish, step: GroupStep, kept: Sequence[Launched]
+        self, wish: GroupWish, step: GroupStep, kept: Sequence[Launched], here: Loads
     ) -> frozenset[WorkerId]:
         """Starts and stops workers; returns those who were started and serve nobody yet."""
         for name in step.stop:
-            if name not in self._stopping and name in self._fleet.closed | self._unknown(kept):
+            chosen_by_routes = name in here and name not in self._fleet.closed
+            if name not in self._stopping and not chosen_by_routes:
                 task = asyncio.create_task(self._stop(name), name=f"stop {name}")
                 self._stopping[name] = task
                 task.add_done_callback(partial(self._stopped, name))
         if step.state is GroupState.GONE:
             await self._store.remove_group(wish.scenario)
-        if not self._may_start(wish, kept):
+        if not self._may_start(wish, {each.worker_id for each in kept}, here.keys()):
             return frozenset()
         started: set[WorkerId] = set()
         for spec in step.start:
@@ -170,16 +173,9 @@ class Groups:
             log.info("group_worker_started", scenario=wish.scenario, **facts)
         return frozenset() if wish.opened == wish.checkpoint else frozenset(started)
 
-    def _unknown(self, kept: Iterable[Launched]) -> set[WorkerId]:
-        """Workers that no route can choose."""
-        here = {info.worker_id for info, _ in self._fleet.reports()}
-        return {each.worker_id for each in kept} - here
-
-    def _may_start(self, wish: GroupWish, kept: Iterable[Launched]) -> bool:
+    def _may_start(self, wish: GroupWish, names: Set[WorkerId], here: Set[WorkerId]) -> bool:
         """Not at once again where those who were started ended without having served."""
         starts = self._starts.setdefault(wish.scenario, _Starts())
-        names = {each.worker_id for each in kept}
-        here = {info.worker_id for info, _ in self._fleet.reports()}
         failed = starts.awaited - names - here
         if starts.awaited & here:
             starts.num_failed = 0
@@ -235,16 +231,25 @@ class Groups:
         """
         wishes, kept = await self._wishes(), await self._launcher.list()
         scenarios = {each.spec.scenario for each in kept if is_member(each, each.spec.scenario)}
+        here = self._loads()
         views = []
         for scenario in sorted(scenarios | wishes.keys()):
             wish = wishes.get(scenario) or wish_of(kept, scenario)
-            members = self._members(wish, kept)
+            members = _members(wish, kept, here)
             starts = self._starts.get(scenario, _Starts())
             problem = ""
             if starts.num_failed:
                 problem = f"its workers ended {starts.num_failed} times before they served"
             views.append(group_view(wish, group_step(wish, members), members, problem))
         return views
+
+
+def _members(wish: GroupWish, kept: Iterable[Launched], here: Loads) -> list[GroupMember]:
+    return [
+        GroupMember(each, each.worker_id in here, _is_idle(here.get(each.worker_id)))
+        for each in kept
+        if is_member(each, wish.scenario)
+    ]
 
 
 def _is_idle(load: WorkerLoad | None) -> bool:

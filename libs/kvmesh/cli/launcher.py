@@ -7,7 +7,7 @@ says what happens. Tests: tests/unit/cli/test_launcher.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class StackRunner:
         self._display = StackDisplay(console)
         self._keepers: dict[str, Keeper] = {}
         self._keeping: dict[str, asyncio.Future[Death]] = {}
+        self._ending: set[asyncio.Future[None]] = set()
         self._ends = asyncio.Event()
         self._first = {member.spec.name for member in plan.members}
         self._said: dict[str, tuple[float, str]] = {}
@@ -106,7 +107,7 @@ class StackRunner:
         finally:
             if server is not None:
                 await server.stop(None)
-            tasks: list[asyncio.Future[Any]] = [stopping, *self._keeping.values()]
+            tasks: list[asyncio.Future[Any]] = [stopping, *self._keeping.values(), *self._ending]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,12 +139,24 @@ class StackRunner:
         task = self._keeping[name] = asyncio.ensure_future(keeper.run())
         task.add_done_callback(lambda _: self._ends.set())
 
+    @property
+    def names(self) -> Set[str]:
+        """See `Processes`."""
+        return self._members.keys() | self._supervisor.pids.keys()
+
     async def let_go(self, name: str) -> None:
         """See `Processes`."""
-        task = self._keeping.pop(name)
+        keeping = self._keeping.pop(name)
         self._forget(name)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        # Goes on where the one who asked does not wait for the end.
+        ending = asyncio.ensure_future(self._end(name, keeping))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
+
+    async def _end(self, name: str, keeping: asyncio.Future[Death]) -> None:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
         if name in self._supervisor.pids:
             await self._supervisor.stop_one(name)
         self._describe()

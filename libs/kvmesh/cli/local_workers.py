@@ -6,7 +6,7 @@ Tests: tests/unit/cli/test_local_workers.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Protocol
 
 import grpc
@@ -23,6 +23,11 @@ class Processes(Protocol):
     @property
     def members(self) -> Mapping[str, Member]:
         """All of them, by name."""
+        ...
+
+    @property
+    def names(self) -> Set[str]:
+        """Names that are taken: theirs, and those of processes that are being stopped."""
         ...
 
     def keep(self, member: Member) -> None:
@@ -68,7 +73,7 @@ class LocalWorkers:
 
     async def start(self, spec: LaunchSpec) -> WorkerId:
         """See `Launcher.start`."""
-        taken = self._processes.members
+        taken = self._processes.names
         names = (f"{spec.role.value}-{number}" for number in itertools.count())
         name = next(each for each in names if each not in taken)
         self._processes.keep(self._make_worker(name, spec))

@@ -54,6 +54,12 @@ def service(begin: str = "", serve: str = "pass") -> str:
 
 
 NEVER_READY = "import signal; signal.pause()"
+# Ends when it is asked for the second time, in another way.
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("asked").touch())
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+"""
 PORT_IS_TAKEN = "import sys; print('metrics port 5 is taken; choose another'); sys.exit(2)"
 
 
@@ -66,6 +72,7 @@ class Stack:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     output: io.StringIO = field(default_factory=io.StringIO)
     supervisor: Supervisor = field(default_factory=lambda: Supervisor(grace_s=30))
+    runner: StackRunner = field(init=False)
 
     def launch(self, **programs: str) -> asyncio.Task[int]:
         ports = free_ports("127.0.0.1", len(programs))
@@ -76,8 +83,10 @@ class Stack:
         plan = StackPlan(members, members[-1].probe.endpoint, Endpoint("127.0.0.1", 1), "m")
         paths = StackPaths(self.folder, self.folder, Path(sys.executable), None)
         console = Console(file=self.output, width=200)
-        runner = StackRunner(plan, paths, self.supervisor, console, self.settings, SystemClock())
-        return asyncio.create_task(runner.run(self.stop))
+        self.runner = StackRunner(
+            plan, paths, self.supervisor, console, self.settings, SystemClock()
+        )
+        return asyncio.create_task(self.runner.run(self.stop))
 
     def _member(self, name: str, code: str, endpoint: Endpoint) -> Member:
         spec = ProcessSpec(
@@ -181,6 +190,25 @@ async def test_a_starting_process_is_shown_with_the_end_of_its_log(
     await stack.until_said("a, b (reading 7 files); c (loading modules)")
     stack.stop.set()
     assert await running == INTERRUPTED
+
+
+async def test_a_worker_let_go_ends_and_keeps_its_name_until_then(stack: Stack) -> None:
+    running = stack.launch(a=service(), worker=service(begin=DEAF))
+    await stack.until_said("stop: Ctrl-C")
+    pid = stack.supervisor.pids["worker"]
+    asking = asyncio.ensure_future(stack.runner.let_go("worker"))
+    await until((stack.folder / "asked").exists, "the worker is asked to end")
+    assert "worker" not in stack.runner.members
+    assert "worker" in stack.runner.names
+    asking.cancel()  # who asked has died: the worker ends all the same
+    os.kill(pid, signal.SIGUSR1)
+    await until(lambda: "worker" not in stack.runner.names, "the worker has ended")
+    await until(
+        lambda: [member["name"] for member in stack.description()["members"]] == ["a"],
+        "others are told that it has gone",
+    )
+    stack.stop.set()
+    assert await running == 0
 
 
 async def test_a_death_ends_a_stack_without_restarts(stack: Stack) -> None:

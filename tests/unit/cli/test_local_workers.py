@@ -23,6 +23,11 @@ class Stack:
     def __init__(self) -> None:
         self.members = {"gateway": member("gateway", None)}
         self.killed: list[str] = []
+        self.ending: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        return self.members.keys() | self.ending
 
     def keep(self, one: Member) -> None:
         self.members[one.spec.name] = one
@@ -47,6 +52,12 @@ async def test_workers_come_and_go_under_the_first_free_name() -> None:
     assert len(await workers.list()) == 3, "a gateway is no worker"
     await workers.restart(WorkerId("decode-1"))
     assert stack.killed == ["decode-1"]
+
+
+async def test_the_name_of_a_process_that_still_ends_is_not_free() -> None:
+    stack = Stack()
+    stack.ending = {"decode-0"}
+    assert await LocalWorkers(stack, member).start(LaunchSpec(Role.DECODE)) == "decode-1"
 
 
 @pytest.mark.parametrize("name", ["gateway", "decode-7"])
