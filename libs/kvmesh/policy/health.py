@@ -50,10 +50,11 @@ MIN_DAMAGED = 2
 """Sequences in the window whose logits were not numbers: one may be the request's fault."""
 
 MIN_REFUSED = 5
-"""Requests in the window that a worker refused that has stood idle for a while."""
+"""Requests in the window that a worker refused while it stood idle."""
 
 IDLE_S = 1.0
-"""After so long nothing of what it held before can be why it refuses."""
+"""A worker that refuses was idle for so long before, and stays idle for so long after: nothing that
+it held is why it refuses, and no report is under way that says what it had just taken."""
 
 EJECTED_SHARE = 0.25
 """Of a cluster's workers are ejected at a time, one at least."""
@@ -221,7 +222,7 @@ class HealthBoard:
             record = self._record(info)
             beside = machines.get(info.control_endpoint.host, [])
             crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
-            fault, share = self._fault(record, load, crowd, slowdowns)
+            fault, share = self._fault(record, load, crowd, slowdowns, now)
             record.verdict = self._judged(record, fault, share, now)
             if record.verdict.level < Health.DEGRADED:
                 record.ejected_at = None
@@ -259,6 +260,7 @@ class HealthBoard:
         load: WorkerLoad,
         crowd: float,
         slowdowns: Sequence[float],
+        now: float,
     ) -> tuple[HealthReason, float]:
         """What is most wrong, and how much; 1 ejects.
 
@@ -271,7 +273,7 @@ class HealthBoard:
             HealthReason.SLOW: _slowness(load.slowdown, crowd, slowdowns),
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
             HealthReason.DAMAGED: len(record.damaged) / MIN_DAMAGED,
-            HealthReason.REFUSES: len(record.refused) / MIN_REFUSED,
+            HealthReason.REFUSES: sum(at <= now - IDLE_S for at in record.refused) / MIN_REFUSED,
         }
         # One that is fatal comes before one that is larger.
         fault = max(shares, key=lambda each: (shares[each] >= 1 and each in _FATAL, shares[each]))

@@ -112,8 +112,21 @@ def test_a_worker_that_refuses_while_it_stands_idle_is_drained() -> None:
     for _ in range(MIN_REFUSED):
         assert fleet.level("p0", 0.1) < Health.DEGRADED
         fleet.board.note_refused(WorkerId("p0"), fleet.now)
-    verdict = fleet.judge()[WorkerId("p0")]
+    verdict = fleet.judge(IDLE_S)[WorkerId("p0")]
     assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.REFUSES)
+
+
+def test_an_idle_worker_that_many_requests_reach_at_once_may_refuse() -> None:
+    fleet = Fleet()
+    fleet.judge()
+    fleet.judge(IDLE_S)
+    for _ in range(3 * MIN_REFUSED):
+        fleet.board.note_refused(WorkerId("p0"), fleet.now)
+        assert fleet.level("p0", 0.01) is Health.OK, "its report is still under way"
+    fleet.loads["p0"] = WorkerLoad(prefill_active=1)
+    assert fleet.level("p0", 0.01) is Health.OK
+    fleet.loads["p0"] = WorkerLoad()
+    assert fleet.level("p0", 2 * IDLE_S) is Health.OK
 
 
 @pytest.mark.parametrize(

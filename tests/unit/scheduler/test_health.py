@@ -100,9 +100,9 @@ async def test_each_request_that_an_idle_worker_refused_counts_once() -> None:
     refused = frozenset({WorkerId("p0")})
     for _ in range(2 * MIN_REFUSED):
         await parts.decoders("same", avoid=refused)
-    await parts.health.judge(parts.clock.now())
+    await parts.second()
     assert parts.shown("p0")[0] is Health.OK
     for number in range(MIN_REFUSED):
         await parts.decoders(f"other {number}", avoid=refused)
-    await parts.health.judge(parts.clock.now())
+    await parts.second()
     assert parts.shown("p0")[0] is Health.DEGRADED
