@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -39,6 +39,8 @@ from services.kvmanager.session import PublisherSession, check_hashes, publisher
 from services.kvmanager.watch import PrefixWatch
 
 log = event_logger(__name__)
+
+_MessageT = TypeVar("_MessageT")
 
 MAX_WRITES = 8
 """Sessions that change the store at one time; more would only make lookups wait."""
@@ -96,10 +98,13 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         reader = asyncio.create_task(self._note_reads(request_iterator))
         metrics.WATCHERS.inc()
         try:
-            async for message in PrefixWatch(self.guard).told(first.start.position):
+            told = PrefixWatch(self.guard).told(first.start.position)
+            async for message in _until_broken(told, reader):
                 yield message
         except StoreUnavailableError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             metrics.WATCHERS.dec()
             reader.cancel()
@@ -107,6 +112,8 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
 
     async def _note_reads(self, requests: Any) -> None:
         async for message in incoming(requests):
+            if message.WhichOneof("message") != "reads":
+                raise ProtocolError("watch_order", "after its start a watcher tells of reads only")
             for read in message.reads.reads:
                 check_hashes(read.block_hashes)
                 blocks = len(read.block_hashes) // BLOCK_HASH_BYTES
@@ -172,6 +179,28 @@ async def _reading(reader: Any, outbox: Outbox[Any], context: Any) -> AsyncItera
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def _until_broken(
+    messages: AsyncIterator[_MessageT], reader: asyncio.Task[None]
+) -> AsyncIterator[_MessageT]:
+    """The messages of one direction, until the reader of the other one fails; then its error."""
+    while True:
+        following = asyncio.ensure_future(anext(messages, None))
+        try:
+            await asyncio.wait(
+                {following} if reader.done() else {following, reader},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if reader.done():
+                reader.result()
+            message = await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        if message is None:
+            return
+        yield message
 
 
 async def sweep_forever(guard: StoreGuard, config: IndexConfig) -> None:

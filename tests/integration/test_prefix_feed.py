@@ -7,15 +7,19 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import redis.asyncio as redis_client
 
 from kvmesh.core.clock import ManualClock, SystemClock
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata.server_binary import RedisProcess
+from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.prefix_feed import STALE_S, PrefixFeed
 from kvmesh.runtime.app import serving
+from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.heat import HeatBoard
 from services.kvmanager.service import build
 from tests.integration.test_kvmanager import (
@@ -29,6 +33,8 @@ from tests.integration.test_kvmanager import (
 )
 from tests.redis_server import redis_process
 from tests.waiting import until
+
+START = pb.WatchPrefixesRequest(start=pb.WatchStart())
 
 
 @pytest.fixture
@@ -157,6 +163,32 @@ async def test_reads_are_told_for_the_counts_of_the_pool(
             assert found(feed, [*range(20), 77]) == {"a": 20}
             assert found(feed, [77]) == {}
             await until(lambda: told == [(NAMESPACE, blocks(range(20)), 20)])
+
+
+def _reads(hashes: bytes) -> pb.WatchPrefixesRequest:
+    read = pb.PrefixRead(namespace=NAMESPACE, block_hashes=hashes)
+    return pb.WatchPrefixesRequest(reads=pb.PrefixReads(reads=[read]))
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        b"\xff\xff no message",
+        _reads(b"half a hash").SerializeToString(),
+        START.SerializeToString(),
+    ],
+    ids=["damaged", "half a hash", "a second start"],
+)
+async def test_a_watcher_that_breaks_the_contract_later_is_told(later: bytes) -> None:
+    async with serving("kvmanager", config(None, store="memory"), build) as context:
+        target = target_of(context)
+        async with open_channel(target) as channel:
+            call: Any = channel.stream_stream("/kvmesh.v1.KvManagerService/WatchPrefixes")()
+            await call.write(START.SerializeToString())
+            await call.read()
+            await call.write(_reads(bytes(16)).SerializeToString())
+            await call.write(later)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_redis_that_hangs_does_not_stop_lookups_until_they_are_too_old(
