@@ -1,4 +1,4 @@
-"""Fetches among the workers that one route weighs: who holds most, and who brings it from there.
+"""Decides for each candidate of a route whether it fetches the cached prefix, and from whom.
 
 Tests: tests/unit/policy/test_fetch_route.py.
 """
@@ -25,18 +25,18 @@ from kvmesh.policy.ranking import RankFunction, Standing
 
 @dataclass(frozen=True, slots=True)
 class Decoders:
-    """Says where a prompt that is computed elsewhere is decoded: only there it can be asked about.
+    """Predicts which worker decodes the prompt. Only there may a prefix stay and be queried.
 
     Attributes:
-        standings: of all that may be tried to decode it before others.
-        rank: of the policy; the smallest of a cluster is tried first.
+        standings: of the candidates that are tried first for decode.
+        rank: decode rank of the policy; the smallest of a cluster is tried first.
     """
 
     standings: Sequence[Standing]
     rank: RankFunction
 
     def is_first(self, standing: Standing) -> bool:
-        """Whether a prompt of its cluster comes to it."""
+        """Whether this worker is its cluster's first choice to decode the prompt."""
         if standing.decode_full or standing not in self.standings:
             return False
         cluster = standing.worker.info.cluster
@@ -51,15 +51,16 @@ def weigh_fetches(
     rng: random.Random,
     decoders: Decoders | None = None,
 ) -> None:
-    """Lets workers that hold less of the prompt than others bring the rest, where that is sooner.
+    """Lets each worker fetch the part of the prompt that it lacks, where that is sooner.
 
-    What a worker holds below its pool makes it later, by what bringing that up costs; it is fetched
-    instead, where another one has it here sooner.
+    Blocks that a worker holds below its pool delay its first token by the cost of bringing them up.
+    The worker fetches them instead where another worker delivers them sooner.
 
     Args:
-        standings: all of one layout; those that fetch are sooner afterwards.
-        readable: of these, workers that answer.
-        decoders: see there; None where who computes a prompt decodes it, and asks nobody.
+        standings: all of one layout; `first_token` falls for those that fetch.
+        readable: the standings whose workers can be read from now.
+        decoders: prediction of the decode worker. None where prefill and decode run on one worker:
+            then no prefix is queried remotely.
     """
     longest = max([each.cached_tokens for each in readable], default=0)
     if not longest:
@@ -84,7 +85,7 @@ def weigh_fetches(
 
 
 def _weigh_load(each: Standing, pace: FetchPace) -> None:
-    """What it costs that a part of what a worker holds is below its pool."""
+    """Sets `load_tokens`: the cost of bringing up the cached blocks that lie below the pool."""
     size, load = each.worker.info.layout.block_size, each.worker.load
     cost = pace.load_tokens(each.lower, size, load)
     _, each.load_tokens = cheapest_way(_lower_tokens(each), None, None, cost)
@@ -95,14 +96,14 @@ def _lower_tokens(each: Standing) -> int:
 
 
 def _best_holders(readable: Sequence[Standing], longest: int) -> list[Standing]:
-    """Those that hold most, and of these who has least to bring up."""
+    """Returns the holders of the longest prefix that have the least to bring up."""
     holders = [each for each in readable if each.cached_tokens == longest]
     least = min(each.load_tokens for each in holders)
     return [each for each in holders if each.load_tokens == least]
 
 
 class _Holder:
-    """Whom all workers of a route fetch from, with what is the same for all of them."""
+    """The one holder that all workers of a route fetch from, with the costs that they share."""
 
     __slots__ = ("_ask", "_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
 
@@ -117,12 +118,12 @@ class _Holder:
         self._overhead = pace.overhead_tokens + standing.load_tokens
         self._inside = pace.share(inside=True)
         self._between = pace.share(inside=False)
-        # What a decode worker holds stays there, if the prompt comes to be decoded there.
+        # A decode worker's prefix may stay there if that worker is to decode the prompt.
         asked = pace.ask_chunk_s and decoders is not None and decoders.is_first(standing)
         self._ask = pace.ask_tokens if asked else None
 
     def weigh_for(self, each: Standing, missing: int) -> None:
-        """Lets a worker fetch `missing` tokens, what it has below its pool as well, or nothing."""
+        """Lets a worker fetch its `missing` tokens, also those below its pool, or nothing."""
         inside = each.worker.info.cluster == self._cluster
         share = self._inside if inside else self._between
         source, saved, asks = self._rest(each, missing, inside, share)
@@ -134,8 +135,8 @@ class _Holder:
             each.fetch = FetchReason.LOAD if loads else FetchReason.SLOW
             return
         each.fetch = FetchReason.ASK if asks else FetchReason.FETCH
-        # Who asks needs no more than its reservation. If another worker comes to decode, what it
-        # would ask for is brought, where that pays.
+        # A remote query needs no source beside the reservation. It is kept for the case that
+        # another worker decodes: the prefix is then fetched, where that pays.
         each.source = source
         each.saved_tokens = saved
         each.first_token -= saved
@@ -143,7 +144,11 @@ class _Holder:
     def _rest(
         self, each: Standing, missing: int, inside: bool, share: float
     ) -> tuple[PrefixSource | None, float, bool]:
-        """Of what a worker does not hold: whom it fetches from, what that saves, and if it asks."""
+        """Decides on the tokens that a worker lacks.
+
+        Returns:
+            The source to fetch from, the tokens saved, and whether it queries remotely instead.
+        """
         if missing < MIN_FETCH_TOKENS:
             return None, 0.0, False
         saved = saved_tokens(missing, self._queued, self._overhead, share)
@@ -157,7 +162,7 @@ class _Holder:
         return source, saved, asks
 
     def _whole(self, each: Standing, missing: int, share: float) -> float:
-        """What is saved by fetching what a worker has below its pool, too; 0: nothing."""
+        """Returns the tokens saved by fetching also the blocks below the worker's pool; 0: none."""
         lower = _lower_tokens(each)
         if not lower or each.worker.info.worker_id == self._source.worker_id:
             return 0.0
@@ -168,7 +173,7 @@ class _Holder:
 
 
 def fetch_words(standing: Standing) -> str:
-    """What a route's sentence adds for a worker that fetches, or brings up what it holds below."""
+    """Returns the clause of a route's reason about fetching, querying or bringing up blocks."""
     if standing.fetch is FetchReason.ASK:
         return ", of which it asks the worker that decodes"
     source, size = standing.source, standing.worker.info.layout.block_size
@@ -181,11 +186,11 @@ def fetch_words(standing: Standing) -> str:
 
 
 def _load(standing: Standing) -> tuple[float, float]:
-    """What speaks against reading from a holder: what waits to leave it, then what was read."""
+    """Returns a holder's load as a sort key: tokens queued to leave it, then recent reads."""
     return _queued_tokens(standing), standing.reads
 
 
 def _queued_tokens(standing: Standing) -> float:
-    """Tokens whose KV has to leave a worker before what it is asked for now."""
+    """Returns the tokens whose KV the worker has queued for sending ahead of a new fetch."""
     layout = standing.worker.info.layout
     return standing.worker.load.sending_bytes * layout.block_size / layout.block_bytes

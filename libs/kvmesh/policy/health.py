@@ -1,11 +1,12 @@
-"""Levels of faults: which workers are tried last, drained or given up, from what they report and
-from what gateways lost there. Pure.
+"""Judges each worker's health from its reports and from the requests that gateways lost there.
 
-A worker is compared with itself, with the others of its machine and with those of its cluster: an
-engine that was always slow is not ill, and neither is one on a machine on which all are slow. At
-most a share of a cluster is ejected at a time, and never the last worker of a role of a group. One
-that was ejected comes back after a rest, is tried last for a while, and rests twice as long if it
-fails again.
+The verdict says whether the scheduler tries the worker last, drains it or gives it up. Pure.
+
+A worker is compared with its own past, with the other workers of its machine and with those of its
+cluster: an engine that was always slow is not ill, and neither is one on a machine where all are
+slow. At most a share of a cluster is ejected at a time, and never the last worker of a role of a
+group. An ejected worker comes back after a rest and is tried last for a while. If it fails again,
+it rests twice as long.
 Source: P/D-Serve 3.4 names levels and detection and leaves both open. Tests:
 tests/unit/policy/test_health.py.
 """
@@ -25,47 +26,53 @@ from kvmesh.policy.groups import GroupKey
 
 HANG_S = 1.5
 HANG_FACTOR = 10.0
-"""A step hangs after this long, and this often as long as steps like it have taken."""
+"""A step hangs after `HANG_S` seconds, or after `HANG_FACTOR` times the usual time of similar steps
+if that is longer."""
 
 UNKNOWN_STEP_S = 60.0
-"""A step of a kind that never ran before hangs after this long: it may be compiled first."""
+"""Seconds after which a step of a kind that never ran before hangs: it may compile first."""
 
 SUSPECT_SHARE = 0.5
-"""Of what makes a worker hang or slow, makes it suspect."""
+"""Fraction of a fault's ejection threshold at which a worker becomes suspect."""
 
 SLOW_FACTOR = 6.0
-"""A worker is slow if its steps take this often as long as usual."""
+"""Slowdown over its own usual step times at which a worker is slow."""
 
 PEER_FACTOR = 2.0
-"""And this often as long, beside usual, as those of the others of its cluster."""
+"""A slow worker's slowdown is also at least this many times the median of its cluster's others."""
 
 MOST_CROWDED = 8.0
-"""A machine's other workers excuse no more: where all of them fail, each is ill."""
+"""Largest slowdown of a machine's other workers that excuses a worker's own: where all of them
+fail, each is ill."""
 
 LOST_WINDOW_S = 5.0
 MIN_LOST = 3
-"""Requests that gateways lost at a worker in the window."""
+"""A worker that lost `MIN_LOST` requests of gateways within `LOST_WINDOW_S` seconds is ejected."""
 
 MIN_DAMAGED = 2
-"""Sequences in the window whose logits were not numbers: one may be the request's fault."""
+"""Number of sequences in the window with logits that are not numbers, which ejects a worker: one may
+be the fault of its request."""
 
 MIN_REFUSED = 5
-"""Requests in the window that a worker refused while it stood idle."""
+"""Number of requests in the window that an idle worker refuses before it is ejected."""
 
 IDLE_S = 1.0
-"""A worker that refuses was idle for so long before, and stays idle for so long after: nothing that
-it held is why it refuses, and no report is under way that says what it had just taken."""
+"""Seconds that a worker is idle before and after a refusal that counts: its earlier work is not the
+reason, and no report is under way that shows work it had just accepted."""
 
 EJECTED_SHARE = 0.25
-"""Of a cluster's workers are ejected at a time, one at least."""
+"""Largest fraction of a cluster's workers ejected at a time; one worker is always allowed."""
 
 REST_S = 10.0
 MAX_REST_S = 320.0
+"""Seconds that a worker rests after its first ejection, and at most after repeated ones."""
+
 PROBATION_S = 10.0
+"""Seconds after its return in which a worker is tried last."""
 
 
 class HealthReason(enum.Enum):
-    """What is wrong with a worker."""
+    """A worker's fault, or another reason for its health level."""
 
     FINE = "nothing is wrong"
     HANGS = "its step does not end"
@@ -84,10 +91,12 @@ _FATAL = {HealthReason.HANGS: Health.DEAD}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a worker.
+    """A worker's health level and the reason for it.
 
     Attributes:
-        fault: what is wrong, also where it stays for another reason.
+        reason: why the worker has this level.
+        fault: the worker's own fault. It differs from `reason` where the worker keeps its place
+            (`LAST`, `BUDGET`), or rests or is on probation after that fault.
     """
 
     level: Health = Health.OK
@@ -96,13 +105,16 @@ class Verdict:
 
     @property
     def hangs(self) -> bool:
-        """Whether its step does not end, also where it stays a member all the same."""
+        """Whether a step of the worker does not end, even if the worker keeps its place."""
         stays = self.reason in (HealthReason.LAST, HealthReason.BUDGET)
         return self.level is Health.DEAD or (stays and self.fault is HealthReason.HANGS)
 
     @property
     def is_ill(self) -> bool:
-        """Whether somebody else is to have its place: it was ejected, or hangs and is the last."""
+        """Whether the worker needs a substitute.
+
+        It was ejected, or is the last of its role and hangs.
+        """
         is_last = self.reason is HealthReason.LAST
         return self.level >= Health.DEGRADED or (is_last and self.hangs)
 
@@ -112,7 +124,7 @@ FINE = Verdict()
 
 @dataclass(slots=True)
 class _Record:
-    """One life of one worker."""
+    """Observations of one incarnation of a worker."""
 
     incarnation: int
     lost: deque[float] = field(default_factory=deque)
@@ -127,13 +139,13 @@ class _Record:
 
     @property
     def has_failed(self) -> bool:
-        """Whether something went wrong there in the window."""
+        """Whether the worker lost, refused or damaged a request in the window."""
         return bool(self.lost or self.refused or self.damaged)
 
     def is_fine_with(self, load: WorkerLoad) -> bool:
-        """Whether nothing can be wrong, whatever the others do: so it is with almost all workers.
+        """Whether the worker is healthy whatever its peers report, as almost all workers are.
 
-        All of a large fleet are judged while routes wait.
+        This check is cheap: routes wait while a large fleet is judged.
         """
         return (
             load.slowdown < SUSPECT_SHARE * SLOW_FACTOR
@@ -144,9 +156,9 @@ class _Record:
         )
 
     def take(self, load: WorkerLoad, now: float) -> None:
-        """Takes a report in."""
+        """Records one load report, and drops observations older than the window."""
         if load is self.last and self.idle_since is not None and not self.has_failed:
-            return  # it has told nothing new, and stood idle before
+            return  # the report is not new, and the worker was idle before
         for _ in range(min(load.damaged_total - self.last.damaged_total, MIN_DAMAGED)):
             self.damaged.append(now)
         if not _stands_idle(load, self.last):
@@ -160,19 +172,22 @@ class _Record:
 
 
 class HealthBoard:
-    """What is known of each worker. Every `now` is on one clock that never goes back."""
+    """Health records of all workers. Every `now` is on one monotonic clock."""
 
     def __init__(self) -> None:
         self._records: dict[WorkerId, _Record] = {}
 
     def note_lost(self, worker_id: WorkerId, now: float) -> None:
-        """A gateway lost a request there, for the first time for that request."""
+        """Records that a gateway lost a request at the worker; called once per request."""
         record = self._records.get(worker_id)
         if record is not None:
             record.lost.append(now)
 
     def note_refused(self, worker_id: WorkerId, now: float) -> None:
-        """It refused a request of a gateway, for the first time that request."""
+        """Records that the worker refused a gateway's request; called once per request.
+
+        It counts only if the worker was idle for `IDLE_S` seconds.
+        """
         record = self._records.get(worker_id)
         since = None if record is None else record.idle_since
         if record is not None and since is not None and now >= since + IDLE_S:
@@ -181,10 +196,10 @@ class HealthBoard:
     def verdicts(
         self, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
     ) -> Parts[dict[WorkerId, Verdict]]:
-        """What becomes of each worker now.
+        """Returns the verdict on each worker.
 
         Args:
-            workers: all live ones, with their loads as they were reported.
+            workers: all live workers with their reported loads.
         """
         found: dict[WorkerId, Verdict] = {}
         clusters: set[str] = set()
@@ -207,7 +222,7 @@ class HealthBoard:
     def _of_cluster(
         self, members: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
     ) -> dict[WorkerId, Verdict]:
-        """Of those members that may not be fine."""
+        """Judges those members of one cluster that `is_fine_with` does not clear."""
         budget = max(1, int(EJECTED_SHARE * len(members)))
         slowdowns = sorted(load.slowdown for _, load in members if load.slowdown > 0)
         machines: dict[str, list[float]] = {}
@@ -216,7 +231,7 @@ class HealthBoard:
                 insort(machines.setdefault(info.control_endpoint.host, []), late)
         awake = [(info, self._record(info)) for info, load in members if not load.draining]
         judged = [each for each in members if not self._record(each[0]).is_fine_with(each[1])]
-        # Who is out stays out first: places go to others once its rest is over.
+        # Workers that are out already use the budget first, until their rest is over.
         judged.sort(key=lambda each: self._record(each[0]).ejected_at is None)
         for info, load in judged:
             record = self._record(info)
@@ -262,11 +277,11 @@ class HealthBoard:
         slowdowns: Sequence[float],
         now: float,
     ) -> tuple[HealthReason, float]:
-        """What is most wrong, and how much; 1 ejects.
+        """Returns the worst fault and its share of the ejection threshold; 1 ejects.
 
         Args:
-            crowd: how late the steps of its machine's other workers are now.
-            slowdowns: of all workers of the cluster that tell theirs, sorted.
+            crowd: median lateness (`_lateness`) of its machine's other workers now.
+            slowdowns: sorted slowdowns of all workers of the cluster that report one.
         """
         shares = {
             HealthReason.HANGS: load.step_age_s / _hang_s(load, crowd),
@@ -275,7 +290,7 @@ class HealthBoard:
             HealthReason.DAMAGED: len(record.damaged) / MIN_DAMAGED,
             HealthReason.REFUSES: sum(at <= now - IDLE_S for at in record.refused) / MIN_REFUSED,
         }
-        # One that is fatal comes before one that is larger.
+        # A fatal fault comes before one with a larger share.
         fault = max(shares, key=lambda each: (shares[each] >= 1 and each in _FATAL, shares[each]))
         return fault, shares[fault]
 
@@ -287,7 +302,7 @@ class HealthBoard:
 
 
 def _stands_idle(load: WorkerLoad, before: WorkerLoad) -> bool:
-    """Whether a worker that takes requests holds none, and has computed nothing since before."""
+    """Whether a worker accepts requests, holds none and computed nothing since `before`."""
     held = load.prefill_active + load.decode_running + load.decode_reserved + load.decode_preempted
     totals = (load.prefill_tokens_total, load.decode_tokens_total)
     same = totals == (before.prefill_tokens_total, before.decode_tokens_total)
@@ -297,7 +312,7 @@ def _stands_idle(load: WorkerLoad, before: WorkerLoad) -> bool:
 def _hang_s(load: WorkerLoad, crowd: float) -> float:
     if not load.step_expected_s:
         return UNKNOWN_STEP_S
-    # What stops all workers of a machine for a moment is no fault of one.
+    # A pause that stops all workers of a machine is not one worker's fault.
     return max(HANG_S, HANG_FACTOR * load.step_expected_s) * max(1.0, crowd / PEER_FACTOR)
 
 
@@ -307,10 +322,11 @@ def _slowness(slowdown: float, crowd: float, slowdowns: Sequence[float]) -> floa
 
 
 def _usual(own: float, all_of_them: Sequence[float]) -> float:
-    """The median of the others.
+    """Returns the median of the other values; 1 if there are none.
 
     Args:
-        all_of_them: sorted; itself is among them, unless it is 0, which is not known.
+        own: the worker's value; 0 where it is not known.
+        all_of_them: all values, sorted; `own` is one of them unless it is 0.
     """
     others, place = len(all_of_them) - (own > 0), bisect_left(all_of_them, own)
     if others < 1:
@@ -320,13 +336,16 @@ def _usual(own: float, all_of_them: Sequence[float]) -> float:
 
 
 def _lateness(load: WorkerLoad) -> float:
-    """How much longer its steps take than they did, the running one included; 0: not known."""
+    """Returns how many times longer than usual the worker's steps take, the running one included.
+
+    0 means that it is not known.
+    """
     running = load.step_age_s / load.step_expected_s if load.step_expected_s else 0.0
     return max(load.slowdown, running)
 
 
 def _must_stay(info: WorkerInfo, others: Iterable[tuple[WorkerInfo, _Record]]) -> bool:
-    """Whether no other worker of its group that is not ejected could do its part."""
+    """Whether no other worker of its group could take over its role; ejected ones do not count."""
     group = GroupKey.of(info)
     roles = {
         other.role

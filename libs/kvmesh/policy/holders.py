@@ -1,4 +1,4 @@
-"""Who holds how much of a prefix, for fleets in which a common prefix is on every worker.
+"""Number of leading blocks that each worker holds; fast also where all workers hold a prefix.
 
 Sets of workers are the bits of one integer, so that a lookup over a thousand holders costs a few
 machine operations instead of a thousand entries of a dict.
@@ -19,11 +19,13 @@ _WORD_MASK = (1 << _WORD) - 1
 
 
 Levels = list[tuple[int, int]]
-"""`(blocks, workers)` from the most blocks to the fewest; no worker is in two."""
+"""Pairs of a block count and the bit set of workers that hold so many, largest count first.
+
+A worker is in one pair only."""
 
 
 class Lower(NamedTuple):
-    """Of the leading blocks that a worker holds, those that are not in its pool."""
+    """Number of a worker's leading blocks that lie in host memory and on disk, below its pool."""
 
     host: int = 0
     disk: int = 0
@@ -33,14 +35,14 @@ NOTHING_LOWER = Lower()
 
 
 class Holders(Mapping[WorkerId, int]):
-    """Leading blocks held by each worker; those that hold none are left out.
+    """Mapping from each worker to its number of leading blocks, without workers that hold none.
 
     Args:
-        names: of the fleet, in order; a worker's place here is its bit.
-        places: of each name.
-        levels: of all that can be resumed from.
-        in_pool, in_memory: of leading blocks in pools, and in pools or host memory, where some
-            holder has more than that; else None.
+        names: the fleet's workers in order; a worker's index is its bit.
+        places: index of each name.
+        levels: block counts in any tier, up to where a prompt can resume.
+        in_pool, in_memory: block counts in the pool, and in pool or host memory. None if no holder
+            has blocks below its pool.
     """
 
     __slots__ = ("_in_memory", "_in_pool", "_levels", "_names", "_places")
@@ -65,9 +67,9 @@ class Holders(Mapping[WorkerId, int]):
             raise KeyError(worker_id)
         return int(blocks)
 
-    # Written out, since most workers are asked for and few of them hold anything.
+    # Not inherited, for speed: most lookups are for workers that hold nothing.
     def get(self, worker_id: WorkerId, default: Any = None, /) -> Any:
-        """The blocks of a worker, or the default."""
+        """Returns the number of blocks of a worker, or the default."""
         place = self._places.get(worker_id)
         if place is not None:
             for blocks, workers in self._levels:
@@ -81,7 +83,7 @@ class Holders(Mapping[WorkerId, int]):
     def _pairs(self) -> Iterator[tuple[int, WorkerId]]:
         names = self._names
         for blocks, workers in self._levels:
-            # In words, since each operation on an integer of all workers touches all of it.
+            # 60 bits at a time: an operation on the whole integer would touch every worker's bit.
             low = workers.bit_length() // _WORD * _WORD
             while low >= 0:
                 left = workers >> low & _WORD_MASK
@@ -98,7 +100,7 @@ class Holders(Mapping[WorkerId, int]):
         return bool(self._levels)
 
     def lower(self, names: Sequence[WorkerId]) -> list[Lower] | None:
-        """As `lower_of`."""
+        """Returns each worker's blocks below its pool; see `lower_of`."""
         if self._in_pool is None or self._in_memory is None:
             return None
         found: list[Lower] = []
@@ -113,11 +115,11 @@ class Holders(Mapping[WorkerId, int]):
         return found
 
     def longest(self, count: int) -> list[tuple[int, WorkerId]]:
-        """As `longest_holders`."""
+        """Returns up to `count` workers with the most blocks; see `longest_holders`."""
         return list(islice(self._pairs(), count))
 
     def of(self, names: Sequence[WorkerId]) -> list[int]:
-        """The blocks of each of some workers, 0 of one that holds nothing; as `get` for each."""
+        """Returns the number of blocks of each named worker; 0 for one that holds nothing."""
         levels, place_of = self._levels, self._places.get
         if not levels:
             return [0] * len(names)
@@ -139,10 +141,10 @@ def _blocks_at(levels: Levels, place: int) -> int:
 
 
 class HeldBlocks(dict[WorkerId, int]):
-    """As `Holders`, of a fleet whose places nobody keeps.
+    """Same mapping as `Holders` in a plain dict, for a fleet without numbered places.
 
     Attributes:
-        below: of each worker that holds blocks below its pool.
+        below: for each holder, its blocks below the pool.
     """
 
     def __init__(self) -> None:
@@ -150,7 +152,7 @@ class HeldBlocks(dict[WorkerId, int]):
         self.below: dict[WorkerId, Lower] = {}
 
     def take(self, worker_id: WorkerId, blocks: int, lower: Lower) -> None:
-        """Adds a match; of several of one worker the longest counts."""
+        """Adds a match; the longest of several matches of one worker counts."""
         if blocks >= self.get(worker_id, 0):
             self[worker_id] = blocks
             self.below[worker_id] = lower
@@ -159,7 +161,7 @@ class HeldBlocks(dict[WorkerId, int]):
 def lower_of(
     matches: Mapping[WorkerId, int] | None, names: Sequence[WorkerId]
 ) -> list[Lower] | None:
-    """Of the leading blocks of each of some workers, those below its pool; None: of nobody any."""
+    """Returns each named worker's blocks below its pool; None if no worker has any."""
     if isinstance(matches, Holders):
         return matches.lower(names)
     if not isinstance(matches, HeldBlocks) or not any(map(any, matches.below.values())):
@@ -168,7 +170,7 @@ def lower_of(
 
 
 def held_by(matches: Mapping[WorkerId, int] | None, names: Sequence[WorkerId]) -> list[int]:
-    """Leading blocks of each of some workers; 0 where none are known."""
+    """Returns the number of leading blocks of each named worker; 0 where none are known."""
     if isinstance(matches, Holders):
         return matches.of(names)
     if not matches:
@@ -177,8 +179,9 @@ def held_by(matches: Mapping[WorkerId, int] | None, names: Sequence[WorkerId]) -
 
 
 def longest_holders(matches: Mapping[WorkerId, int], count: int) -> list[tuple[int, WorkerId]]:
-    """Up to `count` workers that hold most, with how much; of equal ones the last by name, so that
-    the order of the map decides nothing.
+    """Returns up to `count` workers with the most blocks, each after its number of blocks.
+
+    Ties go to the last by name, so that the order of the map does not matter.
     """
     if isinstance(matches, Holders):
         return matches.longest(count)

@@ -1,4 +1,5 @@
-"""PrfaaS's fast time scale: which cluster prefills a prompt, and a threshold that follows the link.
+"""PrfaaS's short-term decisions: the cluster that prefills a prompt, and the threshold's
+adjustment.
 
 Source: PrfaaS 3.3 (threshold routing), 3.4.3 points 2-3.
 Tests: tests/unit/policy/test_offload.py, tests/property/test_policy_properties.py.
@@ -22,12 +23,13 @@ class OffloadReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
-    """Where to prefill.
+    """The cluster that prefills a prompt (PrfaaS 3.4.3 point 3).
 
     Attributes:
+        remote: whether it is the offload cluster.
         compared_tokens: uncached tokens that were compared with the threshold.
-        uncached_tokens: what is left to compute in the chosen cluster.
-        moved_tokens: prefix to bring from the other cluster first.
+        uncached_tokens: tokens left to compute in the chosen cluster.
+        moved_tokens: prefix tokens to transfer from the other cluster first.
     """
 
     remote: bool
@@ -39,12 +41,13 @@ class OffloadChoice:
 
 @dataclass(frozen=True, slots=True)
 class OffloadState:
-    """What the choice of cluster reads besides the view.
+    """Inputs of the choice of cluster besides the fleet view.
 
     Attributes:
-        remote: name of the offload cluster; its workers prefill only. Empty: there is none.
-        threshold_tokens: longer uncached prompts go there.
-        link_has_room: between the clusters, for prefixes beside prompts' KV.
+        remote: name of the offload cluster, whose workers only prefill; empty if there is none.
+        threshold_tokens: prompts with more uncached tokens go there (t in PrfaaS).
+        link_has_room: whether the link between the clusters has bandwidth for prefixes beside the
+            prompts' KV.
     """
 
     remote: str = ""
@@ -54,11 +57,11 @@ class OffloadState:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a route may use.
+    """Which clusters a route may use.
 
     Attributes:
         remote, local: whether the cluster has an instance that takes prompts.
-        bandwidth_abundant: prefixes may be moved between the clusters.
+        bandwidth_abundant: whether prefixes may move between the clusters.
     """
 
     remote: bool = True
@@ -73,10 +76,10 @@ def choose_cluster(
     threshold_tokens: float,
     reach: Reach,
 ) -> OffloadChoice:
-    """Compares the uncached length with the threshold (3.4.3 point 3).
+    """Compares the uncached length with the threshold (PrfaaS 3.4.3 point 3).
 
-    With scarce bandwidth each cluster counts its own prefix, and the local one decides. With
-    abundant bandwidth the longer prefix counts, wherever it is, and is moved if need be.
+    With scarce bandwidth only the local cluster's prefix counts. With abundant bandwidth the longer
+    of both prefixes counts, and is transferred first if the other cluster computes.
 
     Args:
         remote_cached, local_cached: leading tokens cached in each cluster, by workers of any role.
@@ -95,7 +98,7 @@ def choose_cluster(
     return OffloadChoice(remote, compared, total_tokens - own - moved, moved, reason)
 
 
-# --- the threshold in the short term (3.4.3 point 2) ----------------------------------------------
+# --- short-term adjustment of the threshold (PrfaaS 3.4.3 point 2) -------------------------------
 
 
 class AdjustReason(enum.Enum):
@@ -114,11 +117,11 @@ class AdjustReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """What was measured since the last adjustment.
+    """Measurements since the last adjustment.
 
     Attributes:
-        utilisation: share of the egress bandwidth in use.
-        remote_queue, local_queue: requests that wait for prefill there, per instance.
+        utilisation: fraction of the egress bandwidth in use.
+        remote_queue, local_queue: requests that wait for prefill in the cluster, per instance.
     """
 
     utilisation: float
@@ -128,12 +131,16 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class AdjustLimits:
-    """Bounds; the gap between high and low is the hysteresis.
+    """Bounds of link and queues; the gap between high and low is the hysteresis.
 
     Attributes:
+        high_utilisation, low_utilisation: fractions of the egress bandwidth above which the link
+            is full, and below which it has room for more prompts.
+        high_queue, low_queue: waiting requests per instance above which a cluster is full, and up
+            to which it has room.
         step: factor per adjustment away from the base.
-        back: share of the way to the base (of its logarithm) per adjustment back.
-        max_factor: the threshold stays within this factor of the base.
+        back: fraction of the logarithmic distance to the base per adjustment back.
+        max_factor: largest factor between the threshold and its base.
     """
 
     high_utilisation: float = 0.9
@@ -150,8 +157,9 @@ class Threshold:
     """The routing threshold.
 
     Attributes:
-        base_tokens: from the last search; the threshold returns to it.
-        tokens: in force now.
+        base_tokens: optimum of the last search (eqs. 7, 8); the threshold returns to it.
+        tokens: the value in force.
+        reason: why it moved to this value.
     """
 
     base_tokens: float
@@ -162,13 +170,13 @@ class Threshold:
 def adjust_threshold(
     threshold: Threshold, link: LinkState, limits: AdjustLimits | None = None
 ) -> Threshold:
-    """Moves the threshold away from a congested side as long as the other has room.
+    """Moves the threshold away from a congested side while the other has room (3.4.3 point 2).
 
-    A higher threshold sends fewer and longer prompts, and longer ones make less KV per second of
-    compute, so a full link is relieved twice. But what no longer leaves is computed at home, where
-    one long prompt takes the place of several short ones: where those wait already, it would cost
-    more requests than it saves. With both sides congested eq. 7 is all there is, so the threshold
-    goes back to its solution, as it does when neither is.
+    A higher threshold sends fewer and longer prompts. Longer prompts make less KV per second of
+    compute, so a full link is relieved twice. But the other prompts are then computed at home,
+    where one long prompt takes the time of several short ones. If short ones wait there already,
+    this costs more requests than it saves. With both sides congested no threshold beats the
+    solution of eq. 7, so the threshold returns to it, as it does when neither is congested.
     """
     limits = limits or AdjustLimits()
     base, now = threshold.base_tokens, threshold.tokens
@@ -190,7 +198,7 @@ def adjust_threshold(
         return Threshold(base, nearer, AdjustReason.BOTH_FULL)
     if now == base:
         return Threshold(base, base, _full_side(is_far_full, is_near_full) or AdjustReason.CALM)
-    # What still presses from the side that it moved away from would only move it there again.
+    # While the congestion that it moved away from lasts, a way back would only be undone.
     presses_far = link.utilisation >= limits.low_utilisation or not has_far_room
     if (presses_far and has_near_room) if now > base else (not has_near_room and has_far_room):
         return Threshold(base, now, AdjustReason.HOLD)
@@ -199,14 +207,16 @@ def adjust_threshold(
 
 
 def _full_side(is_far_full: bool, is_near_full: bool) -> AdjustReason | None:
-    """Which side is full while the other one, neither full nor free, can give it no relief."""
+    """Returns the reason for a full side that the other side, neither full nor free, cannot
+    relieve.
+    """
     if is_far_full:
         return AdjustReason.FAR_FULL
     return AdjustReason.NEAR_FULL if is_near_full else None
 
 
 def _back(base: float, now: float, share: float) -> float:
-    """A step of the way back; within a percent it has arrived."""
+    """Returns `now` moved one step towards `base`; within one percent it is `base`."""
     if now == base:
         return base
     tokens = now * (base / now) ** share

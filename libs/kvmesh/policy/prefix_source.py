@@ -1,9 +1,9 @@
-"""Whether a worker computes the start of a prompt, brings it up from its own tiers, brings it from
-one that holds it, or asks there.
+"""Chooses how a worker gets a prompt's prefix: compute it, load it from its own tiers, fetch it
+from a holder, or query it there.
 
-Pure. All are counted in the unit of `ranking.Standing.first_token`, tokens computed until the first
-one: a token that is brought costs the part of a token in which its KV travels; questions cost what
-was measured of them. Of several holders of as much, the less loaded of two at random is read
+Pure. All costs are in computed tokens, the unit of `ranking.Standing.first_token`. A fetched token
+costs the fraction of a token's compute time that its KV takes to travel; a query costs its measured
+time. Among holders of equally many blocks, power of two choices picks the reader's source
 (TokenLake 4.3).
 Source: PrfaaS 3.3 (prefix transfer), TokenLake 4. Tests: tests/unit/policy/test_prefix_source.py.
 """
@@ -22,45 +22,47 @@ from kvmesh.policy.holders import Lower
 T = TypeVar("T")
 
 ASK_CHUNK_TOKENS = 512
-"""New tokens that ask together; a step's default budget."""
+"""Number of new tokens whose queries go out together; the default token budget of a step."""
 
 MIN_FETCH_TOKENS = 128
-"""Less than this is computed in about the time in which it is asked for."""
+"""Minimum number of tokens to fetch: fewer are computed in about the time of the request for them.
+"""
 
 INSIDE_SHARE = 0.05
-"""Before anything is measured: KV of a token travels within a cluster in this part of the time in
-which it is computed."""
+"""Time for a token's KV to travel within a cluster, as a fraction of its compute time; used until
+both are measured."""
 
 BETWEEN_SHARE = 0.5
-"""As `INSIDE_SHARE`, from one cluster to another."""
+"""Same as `INSIDE_SHARE`, but between two clusters."""
 
 HOST_SHARE = 0.05
-"""Before anything is measured: a token's KV comes up from host memory in this part of the time in
-which it is computed; accelerators compute fast, and their hosts are behind a narrow bus."""
+"""Time to load a token's KV from host memory, as a fraction of its compute time; used until both
+are measured. It is not smaller because accelerators compute fast behind a narrow host bus."""
 
 DISK_SHARE = 0.25
-"""As `HOST_SHARE`, from disk."""
+"""Same as `HOST_SHARE`, but from disk."""
 
 OVERHEAD_S = 0.005
-"""Lease, first read and last answer, whatever the length."""
+"""Seconds that a fetch of any length takes for its lease, first read and last answer."""
 
 OVERHEAD_TOKENS = 64.0
-"""As `OVERHEAD_S`, before it is known how long a token takes."""
+"""Same as `OVERHEAD_S`, in computed tokens; used until the compute time of a token is measured."""
 
 WORTH = 0.8
-"""A fetch that saves less than a fifth is left alone: the holder works for it, too."""
+"""Largest cost of a fetch relative to computing: a saving of less than a fifth is not worth the
+holder's work."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPace:
-    """What was measured of a model's fleet; 0 is not known yet.
+    """Times measured in a model's fleet, in seconds; 0 where not known yet.
 
     Attributes:
-        token_s: to compute a token of a prompt.
-        inside_token_s: for the KV of a token to travel within a cluster.
-        between_token_s: from one cluster to another.
-        ask_chunk_s: for the questions of one chunk, in all layers, without their attention.
-        ask_pair_s: of attention, for each new token and token of the prefix.
+        token_s: to compute a prompt token.
+        inside_token_s: for a token's KV to travel within a cluster.
+        between_token_s: for a token's KV to travel between clusters.
+        ask_chunk_s: for the remote queries of one chunk in all layers, without their attention.
+        ask_pair_s: of attention per pair of a new token and a prefix token.
     """
 
     token_s: float = 0.0
@@ -70,7 +72,7 @@ class FetchPace:
     ask_pair_s: float = 0.0
 
     def share(self, *, inside: bool) -> float:
-        """Cost of a token that is brought, in tokens that are computed."""
+        """Returns the cost of a fetched token, in computed tokens."""
         travel_s = self.inside_token_s if inside else self.between_token_s
         if not self.token_s or not travel_s:
             return INSIDE_SHARE if inside else BETWEEN_SHARE
@@ -78,14 +80,14 @@ class FetchPace:
 
     @property
     def overhead_tokens(self) -> float:
-        """Cost of any fetch, in tokens that are computed."""
+        """Fixed cost of a fetch, in computed tokens."""
         return OVERHEAD_S / self.token_s if self.token_s else OVERHEAD_TOKENS
 
     def load_tokens(self, lower: Lower, block_size: int, load: WorkerLoad) -> float:
-        """Cost of bringing up what a worker holds below its pool, in tokens that are computed.
+        """Returns the cost of bringing up blocks from below a worker's pool, in computed tokens.
 
         Args:
-            load: says what the worker has measured of its tiers.
+            load: its report, with the measured times of its tiers.
         """
         host = self._up_tokens(lower.host * block_size, load.host_token_s, HOST_SHARE)
         return host + self._up_tokens(lower.disk * block_size, load.disk_token_s, DISK_SHARE)
@@ -96,7 +98,7 @@ class FetchPace:
         return num_tokens * share
 
     def ask_tokens(self, num_new: int, num_remote: int) -> float | None:
-        """Cost of asking about a prefix, in tokens that are computed; None while not known."""
+        """Returns the cost of querying a remote prefix, in computed tokens; None: not known."""
         if not self.token_s or not self.ask_chunk_s:
             return None
         num_chunks = -(-num_new // ASK_CHUNK_TOKENS)
@@ -105,7 +107,7 @@ class FetchPace:
 
 
 class Way(enum.Enum):
-    """What becomes of a prefix that is not in the pool."""
+    """How a worker gets a prefix that is not in its pool."""
 
     COMPUTE = "compute"
     LOAD = "load"
@@ -121,14 +123,14 @@ def cheapest_way(
     *,
     worth: float = 1.0,
 ) -> tuple[Way, float]:
-    """The cheapest way, and its cost in the unit of the arguments.
+    """Returns the cheapest way, and its cost in the unit of the arguments.
 
-    Computing goes before loading, that before fetching, and that before asking, where they cost
-    the same.
+    Ties go to computing, then loading, then fetching, then querying.
 
     Args:
-        fetch, ask, load: None where that cannot be, or is not known.
-        worth: another worker is troubled only for less than this share of what it costs without.
+        fetch, ask, load: costs; None where that way is impossible or its cost unknown.
+        worth: a fetch or query involves another worker, so it may cost at most this fraction of the
+            cheapest way without one.
     """
     best = (Way.COMPUTE, compute)
     if load is not None and load < compute:
@@ -143,12 +145,13 @@ def cheapest_way(
 def saved_tokens(
     num_missing: int, queued_tokens: float, overhead_tokens: float, share: float
 ) -> float:
-    """Tokens by which the first one comes sooner through a fetch; 0 if it is not worth it.
+    """Returns the computed tokens that a fetch saves; 0 if it is not worth it.
 
     Args:
-        num_missing: that one worker lacks and another one holds; at least `MIN_FETCH_TOKENS`.
-        queued_tokens: whose KV has to leave the holder before.
-        overhead_tokens, share: of the `FetchPace`; one route weighs many workers with them.
+        num_missing: tokens that the worker lacks and the holder has; at least `MIN_FETCH_TOKENS`.
+        queued_tokens: tokens whose KV leaves the holder before.
+        overhead_tokens, share: from `FetchPace`; computed once per route, as it weighs many
+            workers.
     """
     cost = overhead_tokens + (num_missing + queued_tokens) * share
     return num_missing - cost if cost <= WORTH * num_missing else 0.0
@@ -157,6 +160,6 @@ def saved_tokens(
 def choose_holder(
     holders: Sequence[T], load: Callable[[T], tuple[float, ...]], rng: random.Random
 ) -> T:
-    """Whom to read from: of two at random, the less loaded one."""
+    """Returns the less loaded of two random holders (power of two choices, TokenLake 4.3)."""
     two = rng.sample(holders, 2) if len(holders) > 2 else holders
     return min(two, key=load)

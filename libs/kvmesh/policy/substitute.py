@@ -1,8 +1,8 @@
-"""Who takes the place of a worker that was lost or ejected: whoever costs least. Pure.
+"""Chooses the cheapest substitute for a worker that was lost or ejected. Pure.
 
-Costs are in seconds of one worker's work: what the group misses until the place is taken, KV that
-is of no use any more and is computed again, and what is missed where a worker is taken from. Nobody
-who is the last of its role is taken.
+Costs are in seconds of one worker's work. They add up the work that the group misses until the
+substitute serves, the KV that becomes useless and is recomputed, and the work that is missed where
+the substitute comes from. The last worker of a role is never taken.
 Source: P/D-Serve 3.4 asks for the substitution of least cost and leaves the cost open. Tests:
 tests/unit/policy/test_substitute.py.
 """
@@ -19,17 +19,17 @@ from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.groups import GroupKey
 
 ORDER_S = 0.1
-"""Until a worker that has the model serves in another role, before it was measured."""
+"""Seconds until a worker with the model loaded serves in another role, before that is measured."""
 
 START_S = 30.0
-"""As long as nobody told how long a process takes to start."""
+"""Seconds that a new process takes to start, while no measurement is reported."""
 
 HORIZON_S = 300.0
-"""Whoever is not known to come back is missed for so long."""
+"""Seconds for which a lost worker counts as missing if its return is not expected."""
 
 
 class Means(enum.Enum):
-    """A way to fill a place; of two that cost the same, the earlier one."""
+    """A way to fill a place; of two with equal cost the earlier one is chosen."""
 
     SPARE = "a spare that has the model"
     RETURN = "its own return"
@@ -43,7 +43,7 @@ class Member:
     """A worker that could take the place, or shares the work meanwhile.
 
     Attributes:
-        load: as it was reported.
+        load: its last report.
     """
 
     info: WorkerInfo
@@ -53,7 +53,7 @@ class Member:
 
     @property
     def busy(self) -> float:
-        """Share of its room that is taken: of prompts, or of slots or blocks, whichever is more."""
+        """Fraction of its capacity in use: prefill slots, or decode slots or blocks if larger."""
         info, load = self.info, self.load
         if info.role is Role.PREFILL:
             return min(load.prefill_active / max(info.prefill_slots, 1), 1.0)
@@ -63,19 +63,19 @@ class Member:
 
     @property
     def kv_tokens(self) -> int:
-        """Token positions that it holds KV of."""
+        """Number of token positions whose KV the worker holds."""
         used = self.info.num_blocks - self.load.blocks_free
         return (used + self.detail.blocks_cached) * self.info.layout.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is to be filled.
+    """The place of a lost worker.
 
     Attributes:
-        info: of the worker that is gone.
-        back_s: until it is back by itself; None: it does not come.
-        new_s: until one more process would serve; None: nobody starts one.
+        info: of the lost worker.
+        back_s: seconds until it returns by itself; None: it does not return.
+        new_s: seconds until a new process would serve; None: no process can be started.
     """
 
     info: WorkerInfo
@@ -85,11 +85,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """What was measured.
+    """Measured times.
 
     Attributes:
-        ready_s: until a worker that was ordered to serves in its place, by means.
-        token_s: to compute a token of a prompt; 0: not known.
+        ready_s: seconds from the order until a worker serves in its new place, by means.
+        token_s: seconds to compute a prompt token; 0: not known.
     """
 
     ready_s: Mapping[Means, float] = field(default_factory=dict)
@@ -101,11 +101,11 @@ class Option:
     """One way to fill the place, and its cost.
 
     Attributes:
-        worker_id: who takes it; empty: a process that has no name yet.
-        ready_s: until it serves there.
-        wait_s: of a worker's work that the group misses until then.
-        kv_s: to compute KV again that is of no use there.
-        taken_s: of a worker's work that is missed where it comes from.
+        worker_id: the substitute; empty for a new process, which has no name yet.
+        ready_s: seconds until it serves there.
+        wait_s: seconds of one worker's work that the group misses until then.
+        kv_s: seconds to recompute KV that the substitute holds and cannot use there.
+        taken_s: seconds of one worker's work that its former place misses.
     """
 
     means: Means
@@ -117,22 +117,22 @@ class Option:
 
     @property
     def cost_s(self) -> float:
-        """All of it, in seconds of one worker's work."""
+        """Total cost in seconds of one worker's work."""
         return self.wait_s + self.kv_s + self.taken_s
 
     @property
     def reason(self) -> str:
-        """For logs and people."""
+        """The option and its cost in words, for logs."""
         parts = {"missed": self.wait_s, "KV": self.kv_s, "taken": self.taken_s}
         told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items() if seconds)
         return f"{self.means.value} costs {self.cost_s:.2f} s ({told or 'nothing is missed'})"
 
 
 def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[Option]:
-    """All ways to fill a place, the cheapest first; empty if there is none.
+    """Returns all ways to fill a place, cheapest first; empty if there is none.
 
     Args:
-        members: all live workers; who is ill, drains or is cordoned is not taken.
+        members: all live workers; ill, draining and cordoned ones are skipped.
     """
     info = place.info
     able = [
@@ -165,13 +165,13 @@ def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[O
     if place.new_s is not None:
         found.append(Option(Means.PROCESS, WorkerId(""), place.new_s, need * place.new_s))
     for means, side in _givers(able, info):
-        # Also where all are idle now, one less is less room for what may come.
+        # Even an idle side loses capacity for later load when it gives a worker away.
         asked = sum(each.busy for each in side) / (len(side) - 1)
         missed = max(1 / len(side), min(asked, 1.0))
         for each in side:
             kv_tokens = each.kv_tokens if means is Means.SLACK else 0
             found.append(option(means, each, kv_tokens=kv_tokens, missed=missed))
-    # Among equals who is least busy, then by name, so that all schedulers say the same.
+    # Ties go to the least busy worker, then by name, so that all schedulers agree.
     busy = {each.info.worker_id: each.busy for each in able}
     return sorted(
         found,
@@ -189,7 +189,7 @@ def _side(members: Iterable[Member], group: GroupKey, role: Role) -> list[Member
 
 
 def _need(left: Sequence[Member]) -> float:
-    """Share of a worker's work that is missed where these are left of a side."""
+    """Returns the fraction of one worker's work that a side misses with these workers left."""
     if not left:
         return 1.0
     asked = sum(each.busy for each in left) / len(left) * (len(left) + 1) / len(left)
@@ -197,7 +197,7 @@ def _need(left: Sequence[Member]) -> float:
 
 
 def _givers(able: Sequence[Member], info: WorkerInfo) -> Iterator[tuple[Means, list[Member]]]:
-    """Sides of two workers at least, which could give one of them."""
+    """Yields the sides with at least two workers, which can give one away."""
     here = GroupKey.of(info)
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(info.role)
     groups = {GroupKey.of(each.info) for each in able}

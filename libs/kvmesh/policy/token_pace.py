@@ -1,12 +1,13 @@
-"""Limits on the time per token, and what a decode worker can take on while it keeps them.
+"""TPOT limits of requests, and the load that a decode worker can accept while it keeps them.
 
-A request may name the longest mean time per token (TPOT) that it accepts. Two things push a worker
-past the limits of those who decode there: a batch so large that its steps take longer than the
-strictest limit, and prompts that are computed between the steps. `takes` answers for the first,
-`spare_s` for the second; both go by what was measured of the worker's own steps.
+A request may name the longest mean time per token (TPOT) that it accepts. Two things push a decode
+worker past its sequences' limits: a batch so large that its steps take longer than the strictest
+limit, and prompts computed between the steps. `takes` checks the first, `spare_s` the second. Both
+use the measured step times of that worker.
 
-The mean counts, not each gap: who got tokens sooner than asked can bear a longer pause now. Who has
-gained too little makes up for a pause with the tokens to come, unless the answer ends before.
+The mean counts, not each gap. A sequence that got its tokens sooner than its limit requires can
+bear a longer pause now. Any other makes up for a pause with later tokens, unless its answer ends
+before.
 Tests: tests/unit/policy/test_token_pace.py.
 """
 
@@ -18,41 +19,44 @@ from collections.abc import Iterable
 from kvmesh.core.pace import PaceRoom, StepPace
 
 KEPT_SHARE = 0.9
-"""A batch is full when its steps would take this much of the strictest limit: contexts grow, and
-steps of one length vary."""
+"""Fraction of the strictest limit that a full batch's steps take: contexts grow, and steps of one
+length vary."""
 
 PROMPT_SHARE = 0.75
-"""No prompt is computed beside a batch whose steps take more of the strictest limit than this."""
+"""Largest fraction of the strictest limit that a batch's steps may take for a prompt to be computed
+beside it."""
 
 FORGET = 0.98
-"""Weight of what was known before, at each step that is measured."""
+"""Factor on the weight of all earlier steps at each measured step (exponential forgetting)."""
 
 CONTEXT_VARIATION = 0.1
-"""Where contexts have varied less than this share of their mean, a slope through them says little:
-it is drawn towards none."""
+"""Regularisation of the fitted slope, as a fraction of the mean context. Contexts that varied less
+than this say little about the slope, so it shrinks towards 0."""
 
 LIFE_TOKENS = 128.0
-"""Tokens that an answer is taken to have before any has ended."""
+"""Assumed number of tokens of an answer before any answer has ended."""
 
 LIFE_FORGET = 0.98
+"""Weight of the earlier mean answer length when an answer ends."""
 
 BEARABLE_MISSES = 0.1
-"""So many limits may be expected to be missed for the prompts that are computed beside decode. That
-a request misses its first token elsewhere is one at most, and mostly it would not: who helps also
-has others come later."""
+"""Expected number of TPOT limits missed that is acceptable for prompts computed beside decode. The
+gain is small: at most one request elsewhere keeps its TTFT limit, mostly none, and the help makes
+other requests later."""
 
 TOO_SLOW_S = 1e-3
-"""In place of what somebody makes up for whose steps take longer than its limit."""
+"""Seconds of delay that a sequence makes up for over its answer, where steps take longer than its
+limit: it makes up for nothing, and `spare_s` divides by this instead of 0."""
 
 
 class StepFit:
-    """Fits `StepPace` to the steps of a worker, the last ones most: least squares that forget."""
+    """Fits `StepPace` to a worker's steps by least squares with exponential forgetting."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, context_tokens: float, seconds: float) -> None:
-        """Takes a step that decoded only."""
+        """Adds one step that only decoded."""
         self._weight = FORGET * self._weight + 1.0
         self._x = FORGET * self._x + context_tokens
         self._y = FORGET * self._y + seconds
@@ -62,11 +66,11 @@ class StepFit:
     def add_run(
         self, num_steps: int, first: tuple[float, float], growth: tuple[float, float]
     ) -> None:
-        """As `add` for steps of one batch, one after the other.
+        """Adds consecutive steps of one batch, with the same result as `add` for each.
 
         Args:
-            first: context and seconds of the first one.
-            growth: by which each had more than the one before.
+            first: context tokens and seconds of the first step.
+            growth: increase of both from one step to the next.
         """
         if num_steps == 1:
             self.add(first[0], first[1])
@@ -93,7 +97,7 @@ class StepFit:
         )
 
     def pace(self) -> StepPace:
-        """What is known now."""
+        """Returns the current fit; all 0 before any step."""
         if not self._weight:
             return StepPace()
         x, y = self._x / self._weight, self._y / self._weight
@@ -110,29 +114,29 @@ class StepFit:
 
 
 class AnswerLength:
-    """Mean tokens of the answers that ended of late."""
+    """Moving mean of the number of tokens of ended answers."""
 
     def __init__(self) -> None:
         self.tokens = LIFE_TOKENS
 
     def add(self, num_tokens: int) -> None:
-        """An answer ended."""
+        """Adds the length of an answer that ended."""
         self.tokens += (1.0 - LIFE_FORGET) * (num_tokens - self.tokens)
 
 
 Paced = tuple[float, int, float]
-"""A sequence that decodes under a limit: its longest mean time per token in seconds, tokens that it
-got after its first one, and seconds since that one. Each report makes one for every sequence."""
+"""A decoding sequence with a TPOT limit: the limit in seconds, the number of tokens after its first
+one, and the seconds since that one. A tuple, because each report makes one per sequence."""
 
 
 def takes(room: PaceRoom, limit_s: float, num_tokens: int) -> bool:
-    """Whether one more sequence leaves every limit kept, its own included.
+    """Whether all limits are kept with one more sequence, its own included.
 
-    A worker on which nobody decodes takes it in any case: nowhere would it be faster.
+    A worker that decodes nothing takes any sequence: no other worker would be faster.
 
     Args:
-        limit_s: of the new one; infinite for none.
-        num_tokens: of its context.
+        limit_s: TPOT limit of the new sequence; infinite for none.
+        num_tokens: context length of the new sequence.
     """
     if not room.context_tokens:
         return True
@@ -144,26 +148,26 @@ def takes(room: PaceRoom, limit_s: float, num_tokens: int) -> bool:
 
 
 def spare_s(sequences: Iterable[Paced], step_s: float, answer_tokens: float) -> float:
-    """Seconds that all steps may be held up until so many of these limits as `BEARABLE_MISSES` are
-    expected to be missed for it; infinite where nobody has a limit.
+    """Returns the longest delay of all steps with at most `BEARABLE_MISSES` expected missed limits.
 
-    Each further token makes up for `limit - step_s` of a delay. Nobody knows how many come, and
-    answers of all lengths end: the chance that one ends within the tokens that it needs for that is
-    taken to be their number over the mean length, from the first one late on.
+    In seconds; infinite if no sequence has a limit. Each further token makes up for
+    `limit - step_s` of a delay. How many tokens follow is unknown. The chance that an answer ends
+    within the tokens that it needs to catch up is taken as their number over the mean length, from
+    the first late token on.
 
     Args:
-        step_s: of the decode steps to come.
-        answer_tokens: that an answer has as a rule.
+        step_s: seconds of a decode step to come.
+        answer_tokens: mean number of tokens of an answer.
     """
     growths: list[tuple[float, float]] = []
     for limit_s, num_tokens, elapsed_s in sequences:
         gained_s = limit_s * num_tokens - elapsed_s
         made_up_s = (limit_s - step_s) * answer_tokens
         if made_up_s <= 0.0:
-            # It makes up for nothing: whatever it has not gained by now is missed.
+            # It makes up for nothing: any delay beyond what it has gained misses the limit.
             made_up_s = TOO_SLOW_S
         elif gained_s < -made_up_s:
-            continue  # it is missed anyhow
+            continue  # its limit is missed in any case
         growths.append((max(gained_s, 0.0), 1.0 / made_up_s))
     growths.sort()
     begin, growth, left = 0.0, 0.0, BEARABLE_MISSES
@@ -177,11 +181,11 @@ def spare_s(sequences: Iterable[Paced], step_s: float, answer_tokens: float) -> 
 
 
 def bears(room: PaceRoom, prompts_s: float, misses: float = BEARABLE_MISSES) -> bool:
-    """Whether all who decode there keep their limits, but for so many as are expected to miss them,
-    although prompts are computed between their steps.
+    """Whether the sequences that decode there keep their limits although prompts run in between.
 
     Args:
-        prompts_s: seconds that the prompts take, those included that the worker has accepted.
+        prompts_s: seconds that the prompts take, including those accepted before.
+        misses: expected number of missed limits that is acceptable.
     """
     if math.isinf(room.spare_s):
         return time_used(room) <= PROMPT_SHARE
@@ -189,15 +193,16 @@ def bears(room: PaceRoom, prompts_s: float, misses: float = BEARABLE_MISSES) -> 
 
 
 def time_used(room: PaceRoom) -> float:
-    """Share of the strictest limit that a decode step takes; 0 where nobody has one."""
+    """Returns the fraction of the strictest limit that a decode step takes; 0 without a limit."""
     if math.isinf(room.strictest_s):
         return 0.0
     return room.pace.of(room.context_tokens) / room.strictest_s
 
 
 def context_share(room: PaceRoom) -> float:
-    """Share of the tokens of context that a worker takes under its strictest limit; 0 where nobody
-    has one or nothing is known of its steps.
+    """Returns the used fraction of the context tokens that fit the worker's strictest limit.
+
+    0 if no sequence has a limit or no step was measured.
     """
     if math.isinf(room.strictest_s) or not room.pace.token_s:
         return 0.0
