@@ -50,8 +50,8 @@ MIN_LOST = 3
 """A worker that lost `MIN_LOST` requests of gateways within `LOST_WINDOW_S` seconds is ejected."""
 
 MIN_DAMAGED = 2
-"""Number of sequences in the window with logits that are not numbers, which ejects a worker: one may
-be the fault of its request."""
+"""Number of sequences in the window with logits that are not numbers that ejects a worker; a single
+one may be the fault of its request."""
 
 MIN_REFUSED = 5
 """Number of requests in the window that an idle worker refuses before it is ejected."""
