@@ -1,4 +1,4 @@
-"""A model's flow that HTTP and gRPC share: from a checked call to generations, and their text.
+"""One model's request flow, shared by HTTP and gRPC: from a checked call to its generated text.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -34,13 +34,13 @@ MAX_REQUEST_ID_CHARS = 128
 
 
 def clean_request_id(given: str) -> str:
-    """The caller's request id if it can go into headers and logs, else a new one."""
+    """Returns the caller's request id if it can go into headers and logs, else a new one."""
     name = given.strip()[:MAX_REQUEST_ID_CHARS]
     return name if name and name.isascii() and name.isprintable() else os.urandom(12).hex()
 
 
 def busy(metrics: GatewayMetrics, message: str, wait_s: float) -> StageRefusedError:
-    """A refusal of this gateway, which it counts, because too much waits here."""
+    """Returns this gateway's own refusal, for too many waiting requests, and counts it."""
     refusal = Refusal(RefusalReason.BUSY, message, retry_after_ms=round(wait_s * 1000))
     metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
     return StageRefusedError(refusal, Stage.GATEWAY)
@@ -50,10 +50,10 @@ class Frontend:
     """Prepares and runs the calls of one model; `Entrance` admits them.
 
     Args:
-        names: of the model for clients, its own first.
+        names: names of the model for clients; the first is its own.
 
     Attributes:
-        limits: of one request.
+        limits: limits of one request.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Frontend:
 
     @property
     def served(self) -> ServedNames:
-        """What clients may name as a model now."""
+        """The model names that clients may use now."""
         return ServedNames(self._names, self._mesh.router.adapters)
 
     @property
     def not_ready(self) -> str:
-        """Why requests cannot be served now; empty if they can."""
+        """The reason why requests cannot be served now; empty if they can."""
         return self._mesh.router.not_ready
 
     @property
     def missing_native(self) -> dict[str, list[str]]:
-        """Native libraries that workers lack, by worker; they run slower without."""
+        """Native libraries that workers lack, by worker. Such workers run slower."""
         return self._mesh.router.missing_native
 
     @property
@@ -94,10 +94,10 @@ class Frontend:
         return self.tokenizer.max_model_len if facts is None else facts.max_model_len
 
     def _check_crowd(self, caller: Caller, num_choices: int) -> None:
-        """Refuses a call that could only be refused later.
+        """Refuses a call now if it could only be refused later.
 
         Raises:
-            StageRefusedError: so many wait for workers that its deadline would pass.
+            StageRefusedError: so many requests wait for workers that its deadline would pass.
         """
         tenant, lanes = caller.tenant, self._mesh.lanes
         patience_s = self.limits.patience_s(caller.ttft_ms)
@@ -119,10 +119,10 @@ class Frontend:
     def _checkpoints(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None, adapter: str
     ) -> tuple[str, ...]:
-        """Which checkpoint serves each choice, at first the same; empty while none is known.
+        """The checkpoint of each choice, at first the same for all; empty while none is known.
 
         Raises:
-            GoneError: the client has another number of choices.
+            GoneError: the resumed stream has another number of choices.
         """
         num_choices = len(call.prompts) * call.n
         if delivered is not None:
@@ -147,13 +147,13 @@ class Frontend:
         """
         adapter = self.served.adapter(call.model)
         check_call(call, self.limits, self.tokenizer.vocab_size)
-        if call.priority >= 0 and delivered is None:  # others do not wait behind the crowd
+        if call.priority >= 0 and delivered is None:  # priority < 0 passes the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
         seed = call.seed if delivered is None else delivered.seed
         if seed is None:
             seed = self._mesh.rng.getrandbits(64)
         call = changed(call, seed=seed)
-        # A caller may repeat its id when it retries; ids inside the mesh are unique.
+        # A caller may repeat its id in a retry, but ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_s = self.limits.patience_s(caller.ttft_ms)
         tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
@@ -194,7 +194,7 @@ class Frontend:
         return choices
 
     async def run(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
-        """Generates a call's choices, each into its sink; cancelling it ends them.
+        """Generates a call's choices, each into its sink. Cancelling this coroutine ends them.
 
         Raises:
             KvMeshError: see `Life.run`. Unless workers took all choices, the sinks are untouched.
@@ -226,6 +226,6 @@ def usage_of(
     cached_tokens: int,
     reasoning_tokens: int = 0,
 ) -> Usage:
-    """Token counts of a generation; a prompt cannot be cached beyond its length."""
+    """Token counts of a generation. The cached tokens are limited to the prompt's length."""
     cached_tokens = min(cached_tokens, num_prompt_tokens)
     return Usage(num_prompt_tokens, num_completion_tokens, cached_tokens, reasoning_tokens)

@@ -1,5 +1,6 @@
-"""Who holds leading blocks of a prompt: from the index at hand, or by asking while there is none.
+"""Finds the workers that hold leading blocks of a prompt.
 
+It uses the scheduler's own index. Until that is filled, it asks the kvmanager.
 Tests: tests/unit/scheduler/test_knowledge.py, tests/unit/scheduler/test_router.py.
 """
 
@@ -18,29 +19,29 @@ from services.scheduler.fleet import Fleet
 
 
 class Lookup(enum.Enum):
-    """How a route came to know who holds what, or why it does not."""
+    """How a route learned which workers hold a prefix, or why it did not."""
 
     NOTHING = "nothing"
-    """There was nothing to look up: no full block, or nobody who publishes."""
+    """There was nothing to look up: no full block, or no worker that publishes its blocks."""
     INDEX = "index"
     ASKED = "asked"
-    """The kvmanager was asked, as the index is not filled yet or was cut off."""
+    """The kvmanager answered; the index is not filled yet or was cut off."""
     LATE = "late"
-    """It did not answer within the limit."""
+    """The kvmanager did not answer within the limit."""
     DEGRADED = "degraded"
-    """It could not ask its store."""
+    """The kvmanager could not ask its store."""
     AWAY = "away"
-    """It cannot be reached."""
+    """The kvmanager cannot be reached."""
     OFF = "off"
-    """There is none."""
+    """There is no kvmanager."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An answer.
+    """The result of a lookup.
 
     Attributes:
-        matches: leading blocks by worker; None: nobody knows.
+        matches: number of leading blocks by worker; None if it could not be found out.
     """
 
     matches: Mapping[WorkerId, int] | None
@@ -52,22 +53,22 @@ class Matches(Protocol):
 
     @property
     def matches(self) -> Sequence[PrefixMatch]:
-        """Who holds leading blocks."""
+        """The workers that hold leading blocks."""
         ...
 
     @property
     def known(self) -> bool:
-        """False when nobody could be asked."""
+        """False if the store could not be asked."""
         ...
 
     @property
     def why(self) -> str:
-        """Where it is not known: `late`, `degraded` or `away`."""
+        """The reason if `known` is False: `late`, `degraded` or `away`."""
         ...
 
 
 class PrefixMatcher(Protocol):
-    """Can be asked who holds which blocks: `kvmesh.rpc.prefix_lookup.PrefixLookup`."""
+    """Asks the kvmanager for prefix matches: `kvmesh.rpc.prefix_lookup.PrefixLookup`."""
 
     async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Matches:
         """Leading blocks held by each worker; `known` is False after `timeout_s`."""
@@ -75,7 +76,7 @@ class PrefixMatcher(Protocol):
 
 
 class PrefixIndex(Protocol):
-    """Knows it at once: `kvmesh.rpc.prefix_feed.PrefixFeed`."""
+    """Finds prefix matches without waiting: `kvmesh.rpc.prefix_feed.PrefixFeed`."""
 
     @property
     def known(self) -> bool:
@@ -88,11 +89,11 @@ class PrefixIndex(Protocol):
 
 
 class PrefixKnowledge:
-    """Looks prefixes up, and counts how.
+    """Looks up prefixes, and counts each way of finding them.
 
     Args:
-        asked: None routes without cache knowledge where there is no index.
-        timeout_s: longest time that an answer is waited for.
+        asked: asks the kvmanager; None routes without cache knowledge while there is no index.
+        timeout_s: longest wait for an answer.
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class PrefixKnowledge:
         self._counts = {how: metrics.PREFIX_LOOKUPS.labels(how.value) for how in Lookup}
 
     async def of(self, query: RouteQuery) -> Known:
-        """What is known about the query's prompt."""
+        """Looks up the query's prompt."""
         known = await self._found(query)
         self._counts[known.how].inc()
         return known
 
     async def _found(self, query: RouteQuery) -> Known:
         if not query.block_hashes:
-            return Known({}, Lookup.NOTHING)  # nothing of it can be cached, and that is known
+            return Known({}, Lookup.NOTHING)  # no block of it can be cached, and that is certain
         if self._asked is None:
             return Known(None, Lookup.OFF)
         # One namespace, except while a model's checkpoint is being replaced.

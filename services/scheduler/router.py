@@ -1,4 +1,4 @@
-"""Makes one route plan: prefix matches, the pure decision, and its metrics and span.
+"""Makes one route plan: prefix lookup, the pure decision, metrics and span.
 
 Tests: tests/unit/scheduler/test_router.py.
 """
@@ -40,10 +40,10 @@ log = event_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """What a config chooses.
+    """Settings of a router, from the config.
 
     Attributes:
-        placement: for queries that leave it open.
+        placement: placement of queries that do not choose one.
         match_timeout_s: longest time that a plan waits for prefix matches.
     """
 
@@ -56,9 +56,9 @@ class Router:
     """Answers route queries from the fleet.
 
     Args:
-        prefixes: is asked who holds what where the index does not know; None routes without cache
-            knowledge.
-        decisions: takes every decision with what it was made from.
+        prefixes: finds the workers that hold a prefix while the index does not know; None routes
+            without cache knowledge.
+        decisions: logs every decision with its inputs.
         planner: has the threshold in force, and learns from every route.
     """
 
@@ -83,7 +83,7 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Queries that wait to be decided with others."""
+        """Queries that wait for a joint decision with others."""
         return sum(each.num_waiting for each in self._joint.values())
 
     async def route(
@@ -92,12 +92,14 @@ class Router:
         """Decides, and counts the plan as load of the chosen workers.
 
         Args:
-            gateway: identity of who asks; the last word of each about what waits there counts.
+            gateway: identity of the gateway that asks. The latest query of each gateway tells how
+                many
+                requests wait there.
         """
         started = time.perf_counter()
         if query.placement is Placement.AUTO is not self._settings.placement:
             query = changed(query, placement=self._settings.placement)
-        self._fleet.withdraw(query.request_id)  # it asks again: its last plan came to nothing
+        self._fleet.withdraw(query.request_id)  # it asks again, so no worker took its last plan
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
             outcome = await self._outcome(query)
             plan = outcome if isinstance(outcome, RoutePlan) else None
@@ -107,13 +109,13 @@ class Router:
         return outcome
 
     def forget(self, gateway: Hashable) -> None:
-        """A gateway is gone, and with it what waited there."""
+        """Forgets the waiting requests of a gateway that is gone."""
         self._planner.demand.forget(gateway)
 
     async def _outcome(self, query: RouteQuery) -> RoutePlan | Refusal:
         if self._settings.policy.joint is None:
             return self._decide(Waiting(query, await self._knowledge.of(query)))
-        # One for each model and scenario: nothing is gained by waiting for requests that other
+        # One per model and scenario: a query gains nothing by waiting for queries that other
         # workers serve.
         labels = self._fleet.labels(query.model)
         group = query.model, serving_label(query.scenario, labels)
@@ -144,9 +146,9 @@ class Router:
     def _decide_together(
         self, waiting: Sequence[Waiting]
     ) -> list[tuple[Waiting, RoutePlan | Refusal]]:
-        """Decides on queries of one group together; first told is whose prompt comes first."""
+        """Decides on queries of one group together. The prompts computed first come first."""
         started, now = time.perf_counter(), self._clock.now()
-        # By name, so that the order of arrival decides nothing.
+        # Sorted by request id, so that the order of arrival does not influence the decision.
         members = sorted(waiting, key=lambda each: each.query.request_id)
         offload = self._planner.offload(members[0].query.model)
         asks = [self._ask(each, now) for each in members]
@@ -165,7 +167,7 @@ class Router:
         return hold_s(self._settings.policy, self._ask(waiting, now), now, offload)
 
     def _ask(self, waiting: Waiting, now: float) -> Ask:
-        """A query with what its decision reads."""
+        """A query with the inputs of its decision."""
         query, matches = waiting.query, waiting.known.matches
         policy = self._settings.policy
         view: FleetView
@@ -186,8 +188,8 @@ class Router:
         offload: OffloadState,
         now: float,
     ) -> None:
-        """Keeps a decision, and counts its plan as load."""
-        # Described when somebody looks: that costs a fifth of the decision.
+        """Logs a decision, and counts its plan as load."""
+        # The description is made when somebody reads it: it costs a fifth of the decision.
         route = self._settings.policy.route
         lookup = waiting.known.how.value
         describe = partial(

@@ -1,6 +1,6 @@
-"""KV that arrives at a decode worker: its open reservations, and who writes into their blocks.
+"""KV that arrives at a decode worker: its open reservations, and the writers into their blocks.
 
-The handoff's rules are in `kv/handoff.py`; this gives them a clock, memory and peers.
+The handoff's rules are in `kv/handoff.py`; this module gives them a clock, memory and peers.
 Tests: tests/integration/test_worker.py, tests/integration/test_layered_handoff.py.
 """
 
@@ -40,18 +40,19 @@ class ArrivingKv:
     """Receives KV (`transfer.target.WriteTarget`) into the blocks of reservations.
 
     Attributes:
-        data_endpoint: where reservations are written to; set when the data server listens.
-        host_route: the way there for senders on this host.
+        data_endpoint: address to which senders write; set when the data server listens.
+        host_route: the faster route for senders on this host.
     """
 
     def __init__(
         self, parts: WorkerParts, lease_s: float, on_taken: Callable[[DecodeTask], None]
     ) -> None:
-        """Nothing is open.
+        """Starts without reservations.
 
         Args:
-            lease_s: a reservation without progress or renewal ends after this.
-            on_taken: a handoff is complete and the blocks are the task's; called before it decodes.
+            lease_s: seconds without progress or renewal after which a reservation ends.
+            on_taken: called when a handoff is complete and the task owns the blocks, before it
+                decodes.
         """
         self._identity = parts.identity
         self._core = parts.core
@@ -63,7 +64,7 @@ class ArrivingKv:
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._handoff = HandoffTable(parts.identity.incarnation, lease_s, self._block_bytes)
         self._by_reservation: dict[int, DecodeTask] = {}
-        # Ended by us, but a writer may still be in the blocks.
+        # Reservations that this worker ended, but whose blocks a writer may still use.
         self._fenced: dict[int, Callable[[], None]] = {}
         self._parts: dict[int, PartArrival] = {}
         self._grants: dict[WriteGrant, int] = {}
@@ -72,27 +73,28 @@ class ArrivingKv:
 
     @property
     def num_open(self) -> int:
-        """Requests that wait for their KV."""
+        """Number of requests that wait for their KV."""
         return len(self._by_reservation)
 
     @property
     def is_idle(self) -> bool:
-        """No reservation and no write is left."""
+        """Whether no reservation and no write is left."""
         return not (self._fenced or self._grants) and self._handoff.is_idle
 
     # --- reservations ------------------------------------------------------------------------
 
     def reserve(self, task: DecodeTask) -> Reservation:
-        """Opens the task's blocks to whoever is told of the reservation."""
+        """Opens the task's blocks to any sender that presents the reservation."""
         num_cached_blocks = task.sequence.num_cached // self._core.block_size
         reservation = self._open(task, num_cached_blocks)
         self._by_reservation[reservation.reservation_id] = task
         return reservation
 
     def reserve_part(self, part: PartArrival) -> Reservation:
-        """As `reserve`, for a part of a prompt that this worker computes the rest of.
+        """Like `reserve`, for a part of a prompt whose rest this worker computes.
 
-        It ends by itself when all of it has come, or when nothing comes for as long as the lease.
+        It ends when the whole part has arrived, or when nothing arrives for the length of the
+        lease.
         """
         reservation = self._open(part, part.num_cached_blocks)
         self._parts[reservation.reservation_id] = part
@@ -104,7 +106,7 @@ class ArrivingKv:
         reservation_id = self._handoff.reserve(
             waiting.request_id,
             waiting.arriving,
-            0,  # what is cached is not among them
+            0,  # `arriving` excludes cached blocks
             capability,
             waiting.attempt,
             self._clock.now(),
@@ -125,26 +127,26 @@ class ArrivingKv:
         )
 
     def renew(self, task: DecodeTask) -> None:
-        """Lets the task's lease begin anew, if its KV has yet to come."""
+        """Restarts the task's lease, if its KV has not arrived yet."""
         if task.reservation_id is not None:
             self._handoff.renew(task.reservation_id, self._clock.now())
 
     def cancel(self, task: DecodeTask) -> None:
-        """Ends the task's reservation; its blocks are free when their writers are gone."""
+        """Ends the task's reservation. Its blocks become free when no writer uses them any more."""
         assert task.reservation_id is not None, "decode has taken the blocks over"
         self._fence(task.reservation_id)
         self._handoff.cancel(task.reservation_id)
         if task.local_write is not None:
             if task.stop_prefill is not None:
                 task.stop_prefill()
-            # The engine is this writer: it is out of the blocks when `release` frees them.
+            # The engine is this writer; it no longer uses the blocks when `release` frees them.
             self._core.release(task.sequence)
             self._handoff.end_write(task.local_write, ok=False)
             task.sequence.on_progress()  # the prefill side waits for a first token
         self._release_quiet()
 
     def cancel_part(self, part: PartArrival) -> None:
-        """Ends the reservation of a part; `on_quiet` is called when its writers are gone."""
+        """Ends the reservation of a part; `on_quiet` is called when no writer uses its blocks."""
         assert part.reservation_id is not None, "all of it has come, or it has ended"
         reservation_id, part.reservation_id = part.reservation_id, None
         self._fenced[reservation_id] = self._parts.pop(reservation_id).on_quiet
@@ -152,9 +154,9 @@ class ArrivingKv:
         self._release_quiet()
 
     def _came(self, part: PartArrival, claim: WriteClaim) -> None:
-        """All of a part is there: its writer's commit finds it taken, and nobody writes there."""
+        """Commits and takes a part that has arrived completely; its writer may still commit."""
         outcome = self._handoff.commit(claim, self._clock.now())
-        if isinstance(outcome, Refusal):  # its writer goes on where all has come
+        if isinstance(outcome, Refusal):  # a write to it is still open although all has arrived
             self.cancel_part(part)
             return
         taken = self._handoff.take(claim.reservation_id)
@@ -169,7 +171,8 @@ class ArrivingKv:
         if not self._handoff.expire(self._clock.now()):
             return []
         ended = [(number, task) for number, task in before if not self._handoff.is_open(number)]
-        # All of them first: the end of each releases what is quiet, whoever's it is.
+        # Fence all of them first: ending one releases all blocks without writers, also those of
+        # others.
         for reservation_id, _ in ended:
             self._fence(reservation_id)
         for reservation_id, part in list(self._parts.items()):
@@ -188,7 +191,7 @@ class ArrivingKv:
             self._fenced[reservation_id] = partial(self._core.release, task.sequence)
 
     def _release_quiet(self) -> None:
-        """Gives the blocks of ended reservations back when their writers are gone."""
+        """Frees the blocks of ended reservations that no writer uses any more."""
         for released in self._handoff.drain_released():
             self._fenced.pop(released.reservation_id)()
 
@@ -203,7 +206,7 @@ class ArrivingKv:
     # --- KV from other workers (WriteTarget) -------------------------------------------------
 
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
-        """Memory for the runs of a PUT, if the handoff table lets it in."""
+        """Returns the memory for the runs of a PUT, if the handoff table admits it."""
         now = self._clock.now()
         refusal = self._handoff.check_claim(put.claim, now)
         if refusal is not None:
@@ -228,7 +231,7 @@ class ArrivingKv:
         return grant
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
-        """The channel left the memory."""
+        """Notes that the channel no longer uses the memory."""
         self._handoff.end_write(self._grants.pop(grant), ok)
         part = self._parts.get(grant.put.claim.reservation_id)
         if part is not None and ok:
@@ -238,7 +241,7 @@ class ArrivingKv:
         self._release_quiet()
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
-        """Starts decode on a complete handoff; a repeated commit gets the same answer."""
+        """Starts decoding after a complete handoff. A repeated commit gets the same answer."""
         task = self._by_reservation.get(frame.claim.reservation_id)
         if task is not None and not 0 <= frame.first_token_id < self._core.spec.vocab_size:
             text = f"first token {frame.first_token_id} is outside the vocabulary"
@@ -263,13 +266,13 @@ class ArrivingKv:
         return task.sequence.blocks[: task.sequence.num_cached // self._core.block_size]
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Nothing to undo: unfinished writes were ended, and leases end what is left."""
+        """Logs the loss. Unfinished writes were already ended, and leases end the rest."""
         log.info("data_peer_lost", peer=worker_id)
 
     # --- KV that this worker computes --------------------------------------------------------
 
     def begin_local(self, reservation: Reservation) -> DecodeTask | Refusal:
-        """Lets this worker's own engine write all blocks of a reservation; gives its task."""
+        """Lets this worker's own engine write all blocks of a reservation. Returns the task."""
         task = self._by_reservation.get(reservation.reservation_id)
         now = self._clock.now()
         indexes = range(reservation.num_blocks)
@@ -281,13 +284,13 @@ class ArrivingKv:
         return task
 
     def end_local(self, task: DecodeTask) -> None:
-        """The engine has written all of them."""
+        """Notes that the engine has written all of the blocks."""
         assert task.local_write is not None
         self._handoff.end_write(task.local_write, ok=True)
         task.local_write = None
 
     def commit_local(self, task: DecodeTask, reservation: Reservation) -> Refusal | None:
-        """Takes the blocks over for decode; refused if the lease ended meanwhile."""
+        """Takes the blocks over for decoding. Refused if the lease ended meanwhile."""
         outcome = self._handoff.commit(claim_of(reservation), self._clock.now())
         if isinstance(outcome, Refusal):
             return outcome

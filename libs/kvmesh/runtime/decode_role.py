@@ -1,6 +1,6 @@
 """The decode side of a worker: requests from their reservation to their last token.
 
-Owns every sequence in between; how its KV arrives is `ArrivingKv`'s.
+It owns every sequence in between. `ArrivingKv` receives the KV.
 Tests: tests/integration/test_worker.py.
 """
 
@@ -43,10 +43,10 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     """Serves `DecodeService`.
 
     Attributes:
-        arriving: takes the KV of reservations in.
-        pace: of its tokens.
-        local_prefill: starts prompts with their reservation; sets itself.
-        draining: nothing new is taken.
+        arriving: receives the KV of reservations.
+        pace: the speed of decoding, and the room for requests with a TPOT limit.
+        local_prefill: starts a prompt together with its reservation; it sets this attribute itself.
+        draining: the worker accepts no new requests.
     """
 
     def __init__(self, parts: WorkerParts, *, slots: int, lease_s: float) -> None:
@@ -74,7 +74,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         request_iterator: AsyncIterator[pb.DecodeRequest],
         context: grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse],
     ) -> AsyncIterator[pb.DecodeResponse]:
-        """One gateway's stream; everything on it is cancelled when it ends."""
+        """Serves one gateway's stream. When the stream ends, everything on it is cancelled."""
         async for events in serve_stream(
             request_iterator, context, self._receive, self._stream_ended, self._direct
         ):
@@ -126,7 +126,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             event.reserved.CopyFrom(reservation_to_proto(outcome))
             outbox.put(event)
             return
-        # Nobody else writes there, so nobody is told how.
+        # The writer is this worker itself, so the message omits how to write to the blocks.
         event.reserved.worker_id = outcome.worker_id
         event.reserved.incarnation = outcome.incarnation
         event.reserved.lease_ms = outcome.lease_ms
@@ -171,7 +171,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     def _taken(self, task: DecodeTask) -> None:
         task.span.event("committed")
         task.decodes_since = self._clock.now()
-        self._on_change()  # it runs, and waits for its KV no more: planner loops tell them apart
+        self._on_change()  # it no longer waits for KV, which planner loops count
         task.sequence.on_emission = lambda emission: self._emit(task, emission)
 
     # --- prefill on this worker --------------------------------------------------------------
@@ -181,7 +181,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         reservation: Reservation,
         on_first: Callable[[Emission], None],
     ) -> Sequence | Refusal:
-        """Lets a reserved prompt be computed right in its blocks (aggregated placement).
+        """Starts computing a reserved prompt directly in its blocks (aggregated placement).
 
         Args:
             on_first: called with the first token; the handoff is committed by then.
@@ -265,13 +265,13 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self._on_change()
 
     async def watch_leases(self) -> None:
-        """Ends reservations that nobody renews."""
+        """Ends reservations that are not renewed, forever."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             self.expire_leases()
 
     def expire_leases(self) -> None:
-        """Ends reservations whose lease ran out, with a word to the gateway."""
+        """Ends reservations whose lease ran out, and notifies their gateways."""
         for task in self.arriving.expire():
             log.warning(
                 "reservation_expired", request_id=task.request_id, trace_id=task.span.trace_id
@@ -292,11 +292,11 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     @property
     def is_idle(self) -> bool:
-        """No request, no reservation, no write is left."""
+        """Whether no request, reservation or write is left."""
         return not self._tasks and self.arriving.is_idle
 
     async def drain(self) -> None:
-        """Takes nothing new and waits for what runs."""
+        """Accepts no new requests and waits until the running ones end."""
         self.draining = True
         self._on_change()
         await self._idle.wait()

@@ -1,6 +1,6 @@
-"""How a prefill worker hands the KV of a prompt over: whole, by chunks, or by layers.
+"""Hands the KV of a prompt over to the decode worker: whole, by chunks, or by layers.
 
-The blocks are a sequence's as long as it has them; what is under way is held besides.
+A sequence owns its blocks while it has them; blocks in transfer are held in addition.
 Tests: tests/integration/test_worker.py, tests/integration/test_layered_handoff.py.
 """
 
@@ -21,7 +21,7 @@ class Handover:
     """Sends prompts' KV to the workers that reserved room for it.
 
     Args:
-        mode: for all requests; None lets the policy choose for each.
+        mode: transfer mode of all requests; None lets the policy choose for each request.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class Handover:
         self._mode = mode
 
     def choose_way(self, attempt: PrefillAttempt) -> None:
-        """How the KV leaves; before the engine plans the first step."""
+        """Chooses the transfer mode. Call it before the engine plans the first step."""
         attempt.mode = self._choose_mode(attempt)
         assert attempt.sequence is not None
-        # Asking for a prefix may fail in any layer, and those before it would have left.
+        # Queries for a remote prefix may fail in any layer, when earlier layers would have been
+        # sent.
         if attempt.mode is TransferMode.LAYERED and attempt.sequence.remote is None:
             attempt.watch_layers(self._moment)
 
@@ -69,8 +70,8 @@ class Handover:
         """Sends blocks as they are computed, the rest after the first token, then commits.
 
         Raises:
-            RefusedError: the receiver does not take them, or not any more.
-            LostError: the receiver, or the way to it, is gone.
+            RefusedError: the receiver does not take them, or no longer does.
+            LostError: the receiver, or the connection to it, is gone.
         """
         sequence = attempt.sequence
         assert sequence is not None
@@ -95,13 +96,13 @@ class Handover:
         attempt.sending_s += self._clock.now() - started
 
     async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
-        """Sends the layers that are computed and not sent of all blocks from `begin` on."""
+        """Sends all blocks from `begin` on: their layers that are computed and not sent yet."""
         layers, reservation = attempt.layers, attempt.reservation
         assert attempt.sequence is not None
         layer_bytes = self._block_bytes // self._num_layers
         while (ready := layers.next(self._is_past)) is not None:
             if attempt.sequence.state is SequenceState.GONE:
-                return  # the first token was the last one, and nobody waits for the rest
+                return  # the first token was the last one, so no worker waits for the rest
             first, (end, after) = layers.num_sent, ready
             arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
             blocks = [each.block for each in arriving[begin:]]
@@ -109,12 +110,12 @@ class Handover:
             part = BlockPart(first * layer_bytes, (end - first) * layer_bytes)
             started = self._clock.now()
             try:
-                with self._core.pool.held(blocks):  # they may be given back meanwhile
+                with self._core.pool.held(blocks):  # the sequence may give them back meanwhile
                     await self._channels.put(reservation, runs, part, after)
             except RefusedError:
                 if first:
                     raise
-                layers.is_refused = True  # a receiver that takes blocks whole; they follow later
+                layers.is_refused = True  # the receiver takes only whole blocks; they follow later
                 return
             layers.num_sent = end
             attempt.sending_s += self._clock.now() - started
@@ -122,7 +123,7 @@ class Handover:
             attempt.sent_calls += len(blocks)
 
     async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
-        """Sends what is complete from block `begin` on in one call; returns where to go on."""
+        """Sends the complete blocks from `begin` on in one call. Returns the next block to send."""
         sequence, reservation = attempt.sequence, attempt.reservation
         assert sequence is not None
         arriving = self._core.arriving_blocks(sequence, reservation.num_cached_blocks)

@@ -1,6 +1,6 @@
-"""The prefill side of a worker: takes a prompt when idle, else says no; hands its KV over.
+"""The prefill side of a worker: takes a prompt if a slot is free, else refuses; hands its KV over.
 
-There is no queue: a request is on this worker from its acceptance until its KV is taken, and it
+There is no queue. A request is on this worker from its acceptance until its KV is taken, and it
 holds one slot all that time (P/D-Serve 3.5). Tests: tests/integration/test_worker.py.
 """
 
@@ -58,13 +58,14 @@ _BUSY_RETRY_MS = 20
 
 @dataclass(frozen=True, slots=True)
 class PrefixWays:
-    """How a prompt's prefix comes to be here without being computed here.
+    """Ways to get a prompt's prefix without computing it here.
 
     Attributes:
-        sources: None computes what other workers are said to hold.
-        queries: None asks nobody for a prefix.
-        tiers: where prefixes are that this worker's pool has evicted.
-        chain: None lets no other worker compute parts of prompts, nor does it for them.
+        sources: fetches prefixes from other workers; None computes them here.
+        queries: sends queries to a worker that keeps the prefix; None switches this off.
+        tiers: hold blocks that this worker's pool evicted.
+        chain: computes prompts in parts on several workers; None switches this off, also for
+            prompts of other workers.
     """
 
     sources: PrefixSources | None = None
@@ -86,7 +87,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         slots: int,
         mode: TransferMode | None = None,
     ) -> None:
-        """`mode` is for all requests; None lets the policy choose for each."""
+        """Sets up the role.
+
+        Args:
+            mode: transfer mode of all requests; None lets the policy choose for each request.
+        """
         self._identity = parts.identity
         self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
             parts.direct, pb.PrefillRequest, lambda events: (pb.PrefillResponse(events=events),)
@@ -101,7 +106,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._sources, self._queries, self._tiers = ways.sources, ways.queries, ways.tiers
         self._chain = ways.chain
         self.prefetches = None if ways.tiers is None else Prefetches(parts.core, ways.tiers)
-        """For requests that were routed here."""
+        """Prefetches from tiers, for requests whose route names this worker first.
+
+        None without tiers.
+        """
         decode.local_prefill = self
         self._slots = slots
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
@@ -116,7 +124,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         request_iterator: AsyncIterator[pb.PrefillRequest],
         context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse],
     ) -> AsyncIterator[pb.PrefillResponse]:
-        """One gateway's stream; everything on it is cancelled when it ends."""
+        """Serves one gateway's stream. When the stream ends, everything on it is cancelled."""
         async for events in serve_stream(
             request_iterator, context, self._receive, self._stream_ended, self._direct
         ):
@@ -163,7 +171,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
 
     def turn_away(self) -> Refusal | None:
-        """Why no prompt is taken now, counted as a rejected offer; None if one may be."""
+        """Why no prompt is accepted now, counted as a rejected offer; None if a slot is free."""
         refusal = self._refusal()
         if refusal is not None:
             self._metrics.offers.labels("rejected", refusal.reason.value).inc()
@@ -172,10 +180,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     def start_reserved(
         self, message: DecodeReserve, reservation: Reservation, outbox: StartedOutbox
     ) -> Callable[[], None] | None:
-        """Computes a prompt in what was just reserved for it on this worker, and answers.
+        """Computes a prompt in the blocks just reserved for it on this worker, and answers.
 
         Returns:
-            Ends it without a word; None if it was rejected.
+            A function that cancels the prompt without an event; None if the prompt was rejected.
         """
         request_id = RequestId(message.request_id)
         span = self._span(message)
@@ -198,7 +206,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         outbox: PrefillOutbox,
         span: Span,
     ) -> None:
-        """Says yes or no in `event`, and goes to work."""
+        """Puts the answer into `event`, sends it, and starts the work on an accepted prompt."""
         if isinstance(outcome, Refusal):
             span.event("rejected", reason=outcome.reason.value)
             span.end()
@@ -214,7 +222,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._attempts[outbox, outcome.request_id, outcome.attempt] = outcome
         self._idle.clear()
         outcome.work = asyncio.create_task(self._carry_out(outcome))
-        # In a callback: a task that is cancelled before its first step has no `finally`.
+        # A callback: a task that is cancelled before its first step runs no `finally`.
         outcome.work.add_done_callback(lambda _: self._finish(outcome))
         self._on_change()
 
@@ -238,7 +246,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         if refusal is not None:
             return refusal
         if message.is_part and not self._is_free:
-            # Whoever computes the rest would wait for it, layer by layer.
+            # The worker that computes the rest would wait for this one, layer by layer.
             text = "this worker has other prompts than one that others wait for"
             return Refusal(RefusalReason.BUSY, text, retry_after_ms=_BUSY_RETRY_MS)
         if message.ttft_budget_ms == 0:
@@ -263,7 +271,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         return attempt
 
     def _source(self, message: pb.PrefillOffer | DecodeReserve) -> PrefixSource | None:
-        """Whom to fetch a prefix from before computing, or who computes the beginning."""
+        """The worker to fetch a prefix from, or the worker that computes the prompt's beginning."""
         if not message.HasField("source"):
             return None
         way = self._chain if message.source.computes else self._sources
@@ -295,7 +303,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
 
     def _begin(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
-        """Lets a sequence run, unless it waits for its prefix."""
+        """Starts a sequence, unless it waits for its prefix."""
         attempt.sequence = sequence
         sequence.on_progress = attempt.progress.set
         if self._asks(attempt):
@@ -306,7 +314,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             self._core.run(sequence)
 
     def _asks(self, attempt: PrefillAttempt) -> bool:
-        """Whether it leaves a part of the prompt with the worker that has reserved for it."""
+        """Whether part of the prefix stays with the worker that reserved blocks, for queries."""
         if self._queries is None or self._is_local(attempt.reservation):
             return False
         return self._queries.consider(attempt, self._channels.link_view(attempt.reservation))
@@ -323,7 +331,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         assert attempt.sequence is not None
         attempt.first = emission
         attempt.progress.set()
-        if emission.damaged:  # whoever hands it over says so
+        if emission.damaged:  # the handover reports it
             return
         event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
         event.first_token.token_id = emission.token_id
@@ -359,9 +367,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
 
     async def _bring_prefix(self, attempt: PrefillAttempt) -> None:
-        """Brings up what is below, fetches what another worker holds, or asks there.
+        """Gets the prefix: loads it from tiers, fetches it, or lets another worker compute it.
 
-        What is missing then is computed.
+        The engine computes the blocks that are still missing.
         """
         sequence = attempt.sequence
         assert sequence is not None
@@ -370,13 +378,13 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             await self._load(attempt, sequence)
         if source is not None and source.computes:
             assert self._chain is not None, "such a source is taken by who can chain"
-            if len(self._attempts) == 1:  # others here would wait for all of it
+            if len(self._attempts) == 1:  # others would wait for the whole chain
                 await self._chain.begin(attempt, source)
         elif source is not None and sequence.state is not SequenceState.GONE:
             assert self._sources is not None, "a source is taken by who can fetch"
             may_stay = self._is_local(attempt.reservation)
             await self._sources.bring(attempt, source, may_stay=may_stay)
-            await self._load(attempt, sequence)  # what did not come from there
+            await self._load(attempt, sequence)  # the blocks that did not come from there
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)
@@ -384,7 +392,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._wake_engine()
 
     async def _load(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
-        """Brings up what is below, if there is anything and that pays."""
+        """Loads blocks from the tiers, if they hold any and loading is estimated to pay."""
         if self._tiers is None or self.prefetches is None:
             return
         await self.prefetches.settled(attempt.request_id)
@@ -398,7 +406,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
 
     async def _wait_first(self, attempt: PrefillAttempt) -> None:
-        """Waits for a prompt that is computed in its reservation on this worker."""
+        """Waits for the first token of a prompt that is computed in its own reservation here."""
         assert attempt.sequence is not None
         while attempt.first is None:
             await attempt.progress.wait()
@@ -469,11 +477,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     @property
     def num_sending(self) -> int:
-        """Prompts that are computed and whose KV is not taken yet."""
+        """Prompts that are computed but whose KV is not taken yet."""
         return sum(attempt.first is not None for attempt in self._attempts.values())
 
     async def drain(self) -> None:
-        """Takes nothing new and waits until the KV of all accepted prompts is taken."""
+        """Accepts no new prompts, and waits until the KV of all accepted prompts is taken."""
         self.draining = True
         self._on_change()
         await self._idle.wait()

@@ -28,7 +28,7 @@ from services.gateway.tools.thinking_count import ThinkingCount
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies must not collect the stream
+    "X-Accel-Buffering": "no",  # keeps proxies from buffering the stream
 }
 
 
@@ -59,7 +59,7 @@ class EventSink(Protocol):
         ...
 
     async def sent(self) -> None:
-        """Waits until the client has taken all of it."""
+        """Waits until the client has taken all data."""
         ...
 
 
@@ -88,7 +88,7 @@ class EventTemplate:
     """
 
     def __init__(self, body_with: Callable[[str], Body | None]) -> None:
-        # No field after the text comes from the caller, so the last mark is the text's.
+        # No field after the text comes from the caller, so the last mark is the text's own.
         head, mark, self._tail = dumps(body_with(_MARK)).rpartition(_MARK_AS_JSON)
         assert mark, "the text is part of the body"
         self._head = "data: " + head
@@ -101,7 +101,7 @@ class EventTemplate:
 
 @lru_cache(maxsize=1024)
 def placement_headers(placed: Placed) -> Mapping[str, str]:
-    """Headers that tell where a request ran; cached, since few placements occur."""
+    """Headers that tell where a request ran. They are cached, since few placements occur."""
     return {
         "x-kvmesh-prefill-worker": placed.prefill_worker,
         "x-kvmesh-decode-worker": placed.decode_worker,
@@ -135,7 +135,7 @@ class Answer:
         self.call = call = choices[0].call
         self.texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         tokenizer = frontend.tokenizer
-        # Only chats have thinking, and a chat has one prompt.
+        # Only chats have thinking, and a chat has a single prompt.
         prompt_ids = choices[0].request.prompt_ids
         thinking = thinking_at(call.reasoning, prompt_ids, tokenizer.token_text)
         self._counts: list[ThinkingCount] = []
@@ -151,7 +151,7 @@ class Answer:
         )
 
     async def whole(self) -> Whole:
-        """The answer as one body."""
+        """Runs the choices and returns the answer as one body."""
         sinks = [_WholeSink(self, index) for index in range(len(self.texts))]
         await self._frontend.run(self._choices, sinks)
         headers = self.headers(sinks[0].where)
@@ -159,12 +159,12 @@ class Answer:
         return Whole(headers, dumps(body).encode())
 
     async def stream(self, out: EventSink, entry: Entry | None = None) -> None:
-        """The answer as server-sent events.
+        """Runs the choices and sends the answer as server-sent events.
 
         The status line waits for the first tokens, since a refusal is possible until then.
 
         Args:
-            entry: of the journal, if another gateway may resume the stream.
+            entry: the stream's journal entry, if another gateway may resume the stream.
         """
         stream = _Stream(self, out, entry)
         sinks = [_StreamSink(self, index, stream) for index in range(len(self.texts))]
@@ -189,7 +189,7 @@ class Answer:
         await stream.sent()
 
     def headers(self, where: Placed) -> Mapping[str, str]:
-        """Headers of the answer: its seed, and where it ran."""
+        """Headers of the answer: its seed, and the workers that run it."""
         return {SEED_HEADER: str(self.call.seed), **placement_headers(where)}
 
     def note(self, index: int, token_ids: Sequence[int], finish: FinishReason | None) -> None:
@@ -197,7 +197,7 @@ class Answer:
         choice = self.texts[index]
         choice.token_ids.extend(token_ids)
         choice.finish_reason = finish
-        if self._counts:  # as tokens come: counting thousands at the end would stall others
+        if self._counts:  # per piece: counting thousands at the end would stall others
             self._counts[index].of(choice.token_ids)
 
     def usage(self) -> Body:
@@ -205,7 +205,7 @@ class Answer:
         seen: set[int] = set()
         usages = []
         for index, (choice, text) in enumerate(zip(self._choices, self.texts, strict=True)):
-            # Choices of one prompt share it, so it counts once.
+            # Choices of one prompt share it, so its tokens count once.
             shared = choice.prompt_index in seen
             seen.add(choice.prompt_index)
             num_prompt = 0 if shared else len(text.prompt_ids)
@@ -236,11 +236,11 @@ class _ChoiceSink:
         self._text.prompt_logprobs.extend(prompt_logprobs)
 
     def stopped(self, stop: str) -> None:
-        pass  # OpenAI's form does not say which it was
+        pass  # OpenAI's format does not name the stop string
 
 
 class _WholeSink(_ChoiceSink):
-    """Gathers a choice."""
+    """Gathers the output of a choice for one body."""
 
     def push(
         self,
@@ -255,10 +255,10 @@ class _WholeSink(_ChoiceSink):
 
 
 class _Stream:
-    """What the choices of a stream share.
+    """The state that the choices of a stream share.
 
     Attributes:
-        entry: of the journal; None where it is not written.
+        entry: the stream's journal entry; None without a journal.
         write: sends events.
         has_begun: something was sent.
     """
@@ -272,7 +272,7 @@ class _Stream:
         self.write: Callable[[bytes], None] = out.write
 
     def send(self, events: bytes, where: Placed) -> None:
-        """Sends events of a choice, if there are any; the first ones always."""
+        """Sends events of a choice. The first call sends the headers even without events."""
         if not self.has_begun:
             self.has_begun = True
             headers = {**SSE_HEADERS, **self._answer.headers(where)}
@@ -290,17 +290,17 @@ class _Stream:
             self._end()
 
     def was_complete(self, index: int) -> None:
-        """Notes that another gateway delivered all of a choice."""
+        """Notes that another gateway delivered a whole choice."""
         if self.entry is not None:
             self.entry.places[index].complete()
         self._num_open -= 1
 
     def fail(self, events: bytes) -> None:
-        """Sends an error as the end."""
+        """Sends an error as the end of the stream."""
         self._out.end(events)
 
     async def sent(self) -> None:
-        """Waits until the client has taken all of it."""
+        """Waits until the client has taken all data."""
         if not self.has_begun:  # another gateway delivered all choices
             self.has_begun = True
             headers = {**SSE_HEADERS, SEED_HEADER: str(self._answer.call.seed)}
@@ -328,7 +328,7 @@ class _StreamSink(_ChoiceSink):
         # Called for every token, so looked up once.
         self._keep = self._text.token_ids.extend
         call = answer.call
-        # If plain, events in the middle differ only in their text.
+        # If plain, the events between first and last differ only in their text.
         self._is_plain = not (
             call.tools is not None
             or call.continuous_usage
@@ -347,9 +347,9 @@ class _StreamSink(_ChoiceSink):
             self._entry.places[self._index].has_cached(cached_tokens)
 
     def resume(self, behind: Behind, text: str) -> None:
-        """Continues after what another gateway sent; the text is that of its tokens."""
+        """Continues after the part that another gateway sent; `text` is the text of its tokens."""
         sampling, token_ids = self._answer.call.sampling, behind.token_ids
-        # Later events depend on how many tokens had scores, not on the scores.
+        # Later events depend on the number of tokens with logprobs, not on their values.
         num_prompt = len(self._text.prompt_ids) - 1 if sampling.num_prompt_logprobs >= 0 else 0
         num_scores = len(token_ids) if sampling.num_logprobs >= 0 else 0
         self.first(behind.cached_tokens, [_NO_SCORE] * num_prompt)
@@ -391,7 +391,7 @@ class _StreamSink(_ChoiceSink):
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> bytes:
-        """A piece as events; each has an id that tells the stream's position after it."""
+        """Returns a piece as events; each id tells the stream's position after its event."""
         entry, was_opened = self._entry, self._is_opened
         bodies = self._events(text, token_ids, logprobs, finish)
         if entry is None:
@@ -412,7 +412,7 @@ class _StreamSink(_ChoiceSink):
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> list[Body]:
-        """Bodies of a piece's events; none if there is nothing to say yet."""
+        """Bodies of a piece's events; none if there is nothing to send yet."""
         responses, index = self._answer.responses, self._index
         bodies: list[Body | None] = []
         if not self._is_opened:

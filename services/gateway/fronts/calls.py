@@ -1,4 +1,4 @@
-"""A chat or text completion from its body to its answer, for any HTTP server.
+"""Handles a chat or text completion from its body to its answer, for any HTTP server.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -61,7 +61,7 @@ class Exchange(EventSink, Protocol):
     Attributes:
         arrived_at: when its last byte came to this machine, in seconds on the loop's clock; known
             once the body was read.
-        request_id: for the answer's headers; the body may replace it.
+        request_id: for the answer's headers; an id in the body may replace it.
     """
 
     request_id: str
@@ -79,13 +79,13 @@ class Exchange(EventSink, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A call as it came, or as it came to the gateway where its stream began.
+    """A parsed call. For a resumed stream: the call with which the stream began.
 
     Attributes:
-        frontend: of the model that it asks for.
+        frontend: the frontend of the call's model.
         created: seconds since the epoch.
-        given: what the client says of it, if it goes on here.
-        delivered: what the client has of it.
+        given: the client's position in the stream, if the call resumes one.
+        delivered: the part that the client already has, if the call resumes a stream.
     """
 
     endpoint: Endpoint
@@ -99,7 +99,7 @@ class _Asked:
 
 
 class Calls:
-    """Answers completions of both kinds."""
+    """Answers chat and text completions."""
 
     def __init__(self, entrance: Entrance) -> None:
         self._entrance = entrance
@@ -168,10 +168,10 @@ class Calls:
     def _asked_again(
         self, endpoint: Endpoint, given: GivenId, kept: Kept, exchange: Exchange, caller: Caller
     ) -> _Asked:
-        """The call of a stream that goes on behind `Last-Event-ID`.
+        """Returns the call of a stream that a client resumes with `Last-Event-ID`.
 
         Raises:
-            GoneError: nobody can go on with it.
+            GoneError: no gateway can resume it.
         """
         head = kept.head
         exchange.request_id = head.request_id
@@ -219,7 +219,7 @@ class Calls:
 
 
 def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Ticket) -> Caller:
-    """The caller by the request's headers.
+    """Builds the caller from the request's headers.
 
     Raises:
         InvalidRequestError: a header has a value that is not allowed.
@@ -273,7 +273,7 @@ def ttft_ms_of(headers: Headers) -> int:
 
 
 def milliseconds_of(headers: Headers, name: str) -> int:
-    """The value of a header that names a time; 0 without one.
+    """The value of a header that holds a time in milliseconds; 0 without one.
 
     Raises:
         InvalidRequestError: not a whole number of milliseconds in range.
@@ -287,7 +287,7 @@ def milliseconds_of(headers: Headers, name: str) -> int:
 
 
 def given_request_id(headers: Headers) -> str:
-    """The caller's name for the request; empty without one."""
+    """The caller's id for the request; empty without one."""
     for name in REQUEST_ID_HEADERS:
         if given := headers.get(name, ""):
             return given
@@ -301,7 +301,7 @@ def parse_json(raw: bytes) -> Any:
         InvalidRequestError: the body is not valid JSON.
     """
     try:
-        # As `loads` does, without its detection of the encoding.
+        # Like `json.loads`, but without its detection of the encoding.
         is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
         content = json.loads(raw.decode() if is_utf8 else raw)
         # Lone surrogates are valid JSON but not valid text; `loads` accepts them.

@@ -1,9 +1,9 @@
 """A fast path for plain completion requests: from the socket to `Calls`, without aiohttp.
 
-Most requests are a POST of a few hundred bytes to one of two paths, sent whole. They are read and
-answered here. At the first other request (odd, slow, large or wrong), the connection is handed over
-to aiohttp with that request unread, and stays there: aiohttp alone decides about such requests.
-Tests: tests/integration/test_http_direct.py.
+Most requests are a POST of a few hundred bytes to one of two paths, sent whole. This module reads
+and answers them. At the first other request (odd, slow, large or wrong) it hands the connection
+over to aiohttp, with that request unread. The connection stays there: aiohttp alone decides about
+such requests. Tests: tests/integration/test_http_direct.py.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ from services.gateway.fronts.joined_writer import JoinedWriter, Turn
 log = event_logger(__name__)
 
 MAX_DIRECT_BYTES = 256 * 1024
-"""Longer requests go to aiohttp. While a request is answered, as much is read of later ones."""
+"""Maximum bytes of a request on the fast path; longer ones go to aiohttp.
+
+While a request is answered, this limits the bytes read ahead.
+"""
 
 BODY_PATIENCE_S = 1.0
-"""A request whose body is not complete so long after its head goes to aiohttp."""
+"""Seconds after a request's head in which its body must be complete; else it goes to aiohttp."""
 
 _SSE_COMMENT = b":\n\n"
 _STOPPED = Refusal(
@@ -57,7 +60,7 @@ class DirectHttp:
     """All connections of an HTTP port.
 
     Args:
-        arrivals: dates requests.
+        arrivals: tells when requests arrived.
         is_draining: whether connections are to close after their next answer.
     """
 
@@ -76,7 +79,7 @@ class DirectHttp:
         self.turn = Turn()
 
     def wrap(self, factory: Factory) -> Factory:
-        """A factory of connections that begin on the fast path.
+        """Returns a factory of connections that start on the fast path.
 
         Args:
             factory: makes the aiohttp protocol for a handover.
@@ -84,11 +87,11 @@ class DirectHttp:
         return lambda: _Connection(self, factory)
 
     def enter(self, connection: _Connection) -> None:
-        """A connection is open."""
+        """Registers an open connection."""
         self._open.add(connection)
 
     def leave(self, connection: _Connection) -> None:
-        """A connection is closed or was handed over."""
+        """Removes a connection that is closed or was handed over."""
         self._open.discard(connection)
 
     async def close(self) -> None:
@@ -98,7 +101,7 @@ class DirectHttp:
 
 
 class _Connection(HttpProtocol):
-    """One connection, as long as all its requests are plain."""
+    """One connection, while all its requests are plain."""
 
     def __init__(self, front: DirectHttp, factory: Factory) -> None:
         self._front = front
@@ -107,22 +110,22 @@ class _Connection(HttpProtocol):
         self._transport: asyncio.Transport | None = None
         self._writer: JoinedWriter | None = None
         self._buffer = bytearray()
-        self._arrived_at = 0.0  # of the request's last bytes; 0.0 before the first
-        self._head: PlainHead | None = None  # its body is still to come
+        self._arrived_at = 0.0  # arrival of the request's last bytes; 0.0 before the first
+        self._head: PlainHead | None = None  # a parsed head whose body is not complete yet
         self._task: asyncio.Task[None] | None = None
         self._exchange: _DirectExchange | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._is_reading = True
-        self._probe: HalfClosedProbe | None = None  # its client has sent all that it will send
+        self._probe: HalfClosedProbe | None = None  # set when the client closed its sending side
         self._loop = asyncio.get_running_loop()  # looked up once: it costs a system call
         self.drained: asyncio.Future[None] | None = None
 
     # --- from the loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport is no subclass, but has all methods that are used.
+        # uvloop's transport is not a subclass, but has all methods used here.
         self._transport = cast("asyncio.Transport", transport)
         self._writer = JoinedWriter(self._transport, self._front.turn)
         sock = transport.get_extra_info("socket")
@@ -164,7 +167,7 @@ class _Connection(HttpProtocol):
         return True
 
     def _look_for_client(self, transport: asyncio.Transport, exchange: _DirectExchange) -> None:
-        """Starts probing a half-closed client, so that its leaving is noticed."""
+        """Probes a half-closed client, to notice when it leaves."""
         self._probe = HalfClosedProbe(transport, exchange.probe)
         self._probe.start()
 
@@ -175,7 +178,7 @@ class _Connection(HttpProtocol):
         if self._inner is not None:
             self._inner.connection_lost(exc)
         if self._task is not None:
-            self._task.cancel()  # and with it the work in the mesh
+            self._task.cancel()  # this also cancels its work in the mesh
 
     def pause_writing(self) -> None:
         if self._inner is not None:
@@ -253,7 +256,7 @@ class _Connection(HttpProtocol):
         if self._idle is None:
             self._idle = loop.call_later(self._front.config.idle_timeout_s, self._look_idle)
         if self._buffer:
-            # A pipelined request counts from the end of the answer before it.
+            # A pipelined request's arrival is the end of the previous answer.
             self._arrived_at = loop.time()
             self._next()
         if not self._is_reading:
@@ -261,7 +264,7 @@ class _Connection(HttpProtocol):
             transport.resume_reading()
 
     def _finish(self, transport: asyncio.Transport) -> None:
-        """Answers what a client has sent before its FIN; then closes the connection."""
+        """Answers the requests that a client sent before its FIN, then closes the connection."""
         if self._buffer:
             self._next()
         if self._inner is not None:
@@ -305,7 +308,7 @@ class _Connection(HttpProtocol):
             self._probe.close()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Closes the connection; refuses its request, cancels it and returns its task."""
+        """Closes the connection: refuses and cancels its request, and returns its task."""
         if self._exchange is not None and self._transport is not None:
             self._exchange.give_up(answer_for(StageRefusedError(_STOPPED, Stage.GATEWAY)))
         if self._transport is not None:
@@ -336,7 +339,7 @@ class _DirectExchange:
         self._is_draining = is_draining
         self.has_begun = False
         self._is_stream = False
-        self.is_last = False  # the client was told that the connection ends with this answer
+        self.is_last = False  # the answer told the client that the connection closes after it
 
     @property
     def headers(self) -> Headers:
@@ -363,13 +366,13 @@ class _DirectExchange:
             await drained
 
     def respond(self, status: HTTPStatus, headers: Mapping[str, str], content: bytes) -> None:
-        """The whole answer."""
+        """Sends the whole answer."""
         more = {**_JSON, "Content-Length": str(len(content))}
         self.has_begun = True
         self._writer.write_now(self._head_bytes(status, headers, more) + content)
 
     def refuse(self, answer: ErrorAnswer) -> None:
-        """An error as the answer."""
+        """Sends an error as the answer."""
         self.respond(HTTPStatus(answer.status), answer.headers, dumps(answer.body).encode())
 
     def probe(self) -> bytes:
@@ -411,5 +414,5 @@ def _date() -> str:
 
 @lru_cache(maxsize=1)
 def _date_at(second: int) -> str:
-    """The Date header, made once a second."""
+    """The Date header; cached for one second."""
     return formatdate(second, usegmt=True)

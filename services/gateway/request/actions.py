@@ -52,12 +52,12 @@ class Kind(enum.Enum):
 
 
 class Limits(NamedTuple):
-    """How long an attempt waits, in seconds.
+    """Timeouts of an attempt, in seconds.
 
     Attributes:
-        answer_s: for the answer to a question.
-        prefill_s: for the first token, and again for the handoff after it.
-        stall_s: for the next tokens.
+        answer_s: wait for the answer to a question.
+        prefill_s: wait for the first token, and again for the handoff after it.
+        stall_s: wait for the next tokens.
     """
 
     answer_s: float
@@ -68,7 +68,7 @@ class Limits(NamedTuple):
 @quick
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask a worker; its answers carry the number."""
+    """Ask a worker. The worker's answers carry the question's number."""
 
     kind: Kind
     number: int
@@ -98,7 +98,7 @@ class Hold:
 @quick
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A prefill worker computes the prompt; its KV goes into blocks of the decode worker."""
+    """A prefill worker accepted the prompt; it sends the KV to blocks of the decode worker."""
 
     placement: Placement
     prefill_worker: WorkerId
@@ -111,7 +111,8 @@ class Refuse:
     """Note that a worker refused or did not answer.
 
     Attributes:
-        worker_id: None if a decode worker lost its reservation, which may be asked again.
+        worker_id: the worker to avoid. None if a decode worker lost its reservation: the attempt
+            may ask that worker again.
     """
 
     side: Side
@@ -121,15 +122,15 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """No worker of the plan took it: ask again later."""
+    """No worker of the plan took the request: ask for another plan later."""
 
 
 class Deliver(NamedTuple):
     """Send the next tokens to the client. A tuple, since one is made for each token.
 
     Attributes:
-        finish_reason: with the last tokens.
-        first: the worker's event, with the first token of an attempt.
+        finish_reason: set with the last tokens.
+        first: the worker's event, set with the first token of an attempt.
     """
 
     token_ids: Sequence[int]
@@ -141,7 +142,7 @@ class Deliver(NamedTuple):
 @quick
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The decode worker uses the reservation: stop renewing it."""
+    """The decode worker now uses its reservation for decoding: stop renewing it."""
 
     number: int
     worker_id: WorkerId
@@ -159,7 +160,7 @@ class Forget:
 @quick
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell the worker to end what is open there."""
+    """Tell the worker to end the question, reservation or generation that is open there."""
 
     side: Side
     number: int

@@ -1,4 +1,4 @@
-"""The next worker of a route plan that an attempt asks, and what it asks that worker.
+"""Chooses the next worker of a route plan for an attempt, and the question for that worker.
 
 Pure. Tests: tests/property/test_attempt_machine.py, tests/property/test_attempt_mutations.py.
 """
@@ -13,14 +13,14 @@ from kvmesh.core.types import Candidate, RefusalReason, WorkerId
 from services.gateway.request.actions import Kind
 
 PERMANENT = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
-"""Refusals that a worker would repeat however often it is asked."""
+"""Refusals that a worker would repeat each time it is asked."""
 
 
 class Candidates:
     """The workers of the current plan that have not been asked, best first.
 
     Attributes:
-        until: nobody is asked from then on, in seconds on the attempt's clock.
+        until: time from which no worker is asked, in seconds on the attempt's clock.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Candidates:
         self._to_reserve = deque(self._decode)
 
     def exclude(self, worker_id: WorkerId) -> None:
-        """Leaves a worker out of this plan and of later ones."""
+        """Excludes a worker from this plan and from later plans."""
         self._excluded.add(worker_id)
 
     def next(self, now: float, *, is_reserved: bool) -> tuple[Kind, Candidate] | None:
-        """The next question; None if nobody is left, or no time.
+        """The next question and its worker; None if no worker or no time is left.
 
         Args:
             is_reserved: a decode worker holds blocks, so a prefill worker is next.
@@ -61,7 +61,7 @@ class Candidates:
             return None
         kind = Kind.OFFER if is_reserved else Kind.RESERVE if self._decode else Kind.START
         line = self._to_reserve if kind is Kind.RESERVE else self._to_offer
-        while line and self._to_offer:  # blocks are of no use when no prefill worker is left
+        while line and self._to_offer:  # without a prefill worker, reserved blocks are of no use
             candidate = line.popleft()
             if candidate.worker_id not in self._excluded:
                 return kind, candidate

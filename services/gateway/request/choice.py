@@ -20,15 +20,15 @@ from services.gateway.tenants.admission import Ticket
 @quick
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A call's headers or metadata, as values.
+    """The data of a call's headers or metadata.
 
     Attributes:
         arrived_at: when the call came to this machine, in seconds on the loop's clock.
-        request_id: the caller's; empty makes a new one.
+        request_id: the caller's id for the call; if empty, the gateway makes one.
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         tpot_ms: longest mean time per token; 0 takes the default.
         traceparent: the caller's trace context.
-        ticket: from `Entrance.admit`; what the call uses is charged to its tenant.
+        ticket: from `Entrance.admit`; the call's usage is charged to its tenant.
     """
 
     arrived_at: float
@@ -42,7 +42,7 @@ class Caller:
 
     @property
     def tenant(self) -> Tenant:
-        """The tenant that the call counts for; the nameless one without a ticket."""
+        """The tenant that the call is charged to; without a ticket, the nameless tenant."""
         return Tenant() if self.ticket is None else self.ticket.tenant
 
 
@@ -51,7 +51,7 @@ class Behind(NamedTuple):
 
     Attributes:
         token_ids: all tokens so far.
-        cached_tokens: of the prompt, as its usage tells.
+        cached_tokens: prompt tokens whose KV was cached, as the usage reports them.
         is_complete: the client has the choice's last event.
     """
 
@@ -61,14 +61,15 @@ class Behind(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """What a client has of a call that goes on here.
+    """The part of a call that its client has; this gateway generates the rest.
 
     Attributes:
-        seed: of the call.
-        prompt_sum: of the prompts that the call had; see `prompt_sum`.
-        is_paid: the prompt was charged before.
-        checkpoints: fingerprint of the one that generated it, for each choice.
-        choices: None where it has nothing.
+        seed: the call's sampling seed.
+        prompt_sum: checksum of the call's prompts when it began; see the function `prompt_sum`.
+        is_paid: the tenant was already charged for the prompt.
+        checkpoints: for each choice, the fingerprint of the checkpoint that generated it.
+        choices: the delivered part of each choice; None for a choice of which nothing was
+            delivered.
     """
 
     seed: int
@@ -85,10 +86,10 @@ class Choice:
 
     Attributes:
         index: its place in the answer.
-        prompt_index: which of the call's prompts it continues.
+        prompt_index: index of the call's prompt that it continues.
         echo: the prompt's text, if the answer begins with it.
         ticket: the tenant's ticket, which is charged for the tokens.
-        behind: the part that the client has already; None for a new choice.
+        behind: the part that the client already has; None for a new choice.
     """
 
     index: int
@@ -101,7 +102,7 @@ class Choice:
 
     @property
     def model_name(self) -> str:
-        """What answers call the model: the adapter's name, if it is for one."""
+        """The model name in answers: the adapter's name if the request names an adapter."""
         return self.request.adapter or self.request.model
 
     @property
@@ -111,7 +112,7 @@ class Choice:
 
 
 def prompt_sum(choices: Sequence[Choice]) -> int:
-    """CRC-32 of the prompts' token ids: tells a resumed call's prompts from other ones."""
+    """CRC-32 of the prompts' token ids. It tells whether a resumed call has the same prompts."""
     found, last = 0, -1
     for choice in choices:
         if choice.prompt_index != last:
@@ -121,10 +122,10 @@ def prompt_sum(choices: Sequence[Choice]) -> int:
 
 
 def going_on(choices: Sequence[Choice], delivered: Delivered, vocab_size: int) -> list[Choice]:
-    """The same choices, each to be continued after what its client has.
+    """The same choices, each set to continue after the tokens that its client has.
 
     Raises:
-        GoneError: what was delivered belongs to another call or model, or nothing is left.
+        GoneError: the delivered part belongs to another call or model, or no tokens are left.
         InvalidRequestError: a delivered token is outside the vocabulary.
     """
     if delivered.prompt_sum != prompt_sum(choices):

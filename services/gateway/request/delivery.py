@@ -26,7 +26,7 @@ class Sink(Protocol):
     """Receives the output of one choice."""
 
     def placed(self, where: Placed) -> None:
-        """The workers that generate from here on; called before their tokens."""
+        """Notes the workers that generate from here on; called before their tokens."""
         ...
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
@@ -34,12 +34,12 @@ class Sink(Protocol):
 
         Args:
             cached_tokens: prompt tokens whose KV was cached.
-            prompt_logprobs: of all prompt tokens but the first, if asked for.
+            prompt_logprobs: of all prompt tokens but the first, if the client asked for them.
         """
         ...
 
     def stopped(self, stop: str) -> None:
-        """A stop string ended it; the last piece follows."""
+        """Called when a stop string ends the output; the last piece follows."""
         ...
 
     def push(
@@ -49,22 +49,22 @@ class Sink(Protocol):
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
     ) -> None:
-        """A piece.
+        """Takes a piece of output.
 
         Args:
             text: safe to send; may be empty.
             token_ids: the tokens of this piece.
-            logprobs: one per token, if asked for.
+            logprobs: one per token, if the client asked for them.
             finish: set with the last piece.
         """
         ...
 
 
 class Delivery:
-    """Turns one choice's tokens into text and pushes it into a sink.
+    """Turns one choice's tokens into text and pushes the text into a sink.
 
     Args:
-        ledger: counts what was sent.
+        ledger: counts the delivered tokens.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Delivery:
         self._detokenizer = _detokenizer(tokenizer, choice)
         if choice.behind is not None:
             self._detokenizer.push(choice.behind.token_ids)
-        # If plain, only the last token can end the generation.
+        # With neither stop strings nor echo alone, only the last token can end the generation.
         self._is_plain = not (call.stop or self._only_echo)
         # Called for every token, so looked up once.
         self._text_of = self._detokenizer.plain
@@ -93,7 +93,10 @@ class Delivery:
         finish: FinishReason | None,
         now: float,
     ) -> bool:
-        """See `Receiver`. The piece with a finish reason is the last one."""
+        """Delivers tokens, as `Receiver.tokens` says.
+
+        The piece with a finish reason is the last one.
+        """
         if finish is None and self._is_plain:
             self._push(self._text_of(token_ids), token_ids, logprobs, None)
             self._count(len(token_ids), now)
@@ -105,7 +108,7 @@ class Delivery:
             self._stopped(piece.stop)
         elif finish is not None:
             text += self._detokenizer.finish()
-        if self._only_echo:  # max_tokens 0: the client wants the prompt alone
+        if self._only_echo:  # max_tokens 0: the client wants only the prompt
             finish, text, num_used = FinishReason.LENGTH, "", 0
         if finish is not None:
             self._ledger.ends(finish)
@@ -115,10 +118,10 @@ class Delivery:
 
 
 def delivered_text(tokenizer: TextTokenizer, choice: Choice, token_ids: Sequence[int]) -> str:
-    """The text that a client has of a choice.
+    """The text that a client already has of a choice.
 
     Args:
-        token_ids: those that another gateway delivered.
+        token_ids: the tokens that another gateway delivered.
 
     Raises:
         GoneError: the answer ends within these tokens.
@@ -159,7 +162,7 @@ async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 async def pulled(
     work: Coroutine[Any, Any, None], pieces: asyncio.Queue[ItemT | None]
 ) -> AsyncGenerator[ItemT, None]:
-    """The pieces that `work` pushes, for a server that pulls them; closing it cancels the work.
+    """Yields the pieces that `work` pushes to a queue. Closing the generator cancels the work.
 
     Args:
         pieces: the queue that `work` pushes to; this function adds None when the work is over.

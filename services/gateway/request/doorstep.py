@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 
 PER_TURN = 8
-"""Requests that start in one event-loop iteration; some milliseconds of work."""
+"""Maximum number of requests that start in one event-loop iteration: some milliseconds of work."""
 
 
 class Doorstep:
@@ -29,11 +29,11 @@ class Doorstep:
         self.age_s = 0.0
 
     def is_hopeless(self, patience_s: float) -> bool:
-        """Whether one more request would wait here for longer than `patience_s`."""
+        """Whether a new request would wait here for longer than `patience_s`."""
         return bool(self._waiting) and self.age_s > patience_s
 
     async def enter(self, arrived_at: float) -> float:
-        """Waits for its turn.
+        """Waits until this request may start.
 
         Args:
             arrived_at: when the request arrived, in seconds on the loop's clock.
@@ -54,11 +54,11 @@ class Doorstep:
         return self.age_s
 
     def _turn(self) -> None:
-        """A new event-loop iteration: the next requests in line may start."""
+        """Starts the next requests in line, in a new event-loop iteration."""
         self._num_begun = 0
         while self._waiting and self._num_begun < PER_TURN:
             turn = self._waiting.popleft()
-            if not turn.done():  # its client may have gone
+            if not turn.done():  # the client may have left
                 turn.set_result(None)
                 self._num_begun += 1
         self._is_turning = self._num_begun > 0

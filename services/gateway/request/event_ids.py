@@ -1,15 +1,19 @@
-"""Where a stream is, as its events say it in their `id`, and `Last-Event-ID` brings it back.
+"""The format of a stream's event ids, with which a client resumes the stream at any gateway.
 
     <key>[.<start>]:<place>[,<place>...][$]
 
-The key names the stream in the journal; nobody can guess it. Where the journal may not hold the
-stream yet, its start is there too (`stream_head`). Each choice has a place: empty before
-its first event, else the number of its tokens that the client has, and then what the journal may
-not hold yet: after `~` how many of the prompt's tokens were cached, and in hex, each after a dot,
-the last tokens. `!` ends the place of a choice that is complete. `$` says that the usage after all
-choices is there as well.
+Each event's `id` tells the client's position in the stream; the client returns it in
+`Last-Event-ID`. The key names the stream in the journal and cannot be guessed. The start
+(`stream_head`) is present while the journal may not hold the stream yet. There is one place per
+choice, empty before the choice's first event. A place consists of:
 
-So `Fh2bW…:7.1f.a0!` is a stream of one choice, complete after 7 tokens; the journal holds 5.
+- the number of tokens that the client has;
+- `~` and the number of the prompt's cached tokens, if the journal may not hold it yet;
+- the last tokens in hex, each after a dot, if the journal may not hold them yet;
+- `!` if the choice is complete.
+
+`$` means that the client also has the usage that follows all choices.
+Example: `Fh2bW…:7.1f.a0!` is a stream of one choice, complete after 7 tokens; the journal holds 5.
 Pure. Tests: tests/unit/gateway/request/test_event_ids.py.
 """
 
@@ -24,11 +28,17 @@ from kvmesh.core.errors import InvalidRequestError
 HEADER = "last-event-id"
 
 MAX_TAIL = 1024
-"""Tokens that an id names itself, since headers end at 8 KiB. Where the journal is farther behind,
-events have an empty id, which makes clients forget the last one: it would repeat tokens."""
+"""Maximum number of tokens in an id, since headers end at 8 KiB.
+
+If the journal is farther behind, events have an empty id. An empty id makes the client forget the
+last one, which would repeat tokens.
+"""
 
 MAX_CHOICES = 16
-"""Every id has a place for each choice; calls with more of them cannot be resumed."""
+"""Maximum number of choices.
+
+Every id has a place for each choice; a call with more choices cannot be resumed.
+"""
 
 _KEY, _START = r"[A-Za-z0-9_-]{8,64}", r"[A-Za-z0-9_-]{1,1024}"
 _ID = re.compile(rf"({_KEY})(?:\.({_START}))?:([0-9a-f~.,!]*)(\$?)")
@@ -36,17 +46,17 @@ _PLACE = re.compile(r"([0-9]{1,9})(?:~([0-9]{1,9}))?((?:\.[0-9a-f]{1,8})*)(!?)")
 
 
 class Place:
-    """Where one choice is.
+    """The position in one choice.
 
     Args:
-        num_tokens: that the client has already.
+        num_tokens: number of tokens that the client already has.
         waiting: the last ones of them, which no journal may hold.
 
     Attributes:
-        num_tokens: that the client has after this event.
+        num_tokens: number of tokens that the client has after this event.
         waiting: the last ones of them, which the journal may not hold yet.
-        tail: what ids say of these and of cached tokens.
-        cached: tokens of its prompt, if the journal may not hold that yet.
+        tail: the part of the id that lists the waiting tokens and the number of cached ones.
+        cached: number of cached prompt tokens, if the journal may not hold it yet.
         is_opened: some event was sent.
         is_complete: the last event was sent.
     """
@@ -64,13 +74,13 @@ class Place:
 
     @property
     def text(self) -> str:
-        """The place as ids have it."""
+        """The place in the format of an id."""
         if not self.is_opened:
             return ""
         return f"{self.num_tokens}{self.tail}{'!' if self.is_complete else ''}"
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The next event has these tokens, too; the place after it. All tokens pass here."""
+        """Adds the next event's tokens and returns the place after it. Called for all tokens."""
         self.num_tokens = count = self.num_tokens + len(token_ids)
         self.waiting += token_ids
         tail = self.tail
@@ -81,20 +91,20 @@ class Place:
         return f"{count}{tail}"
 
     def open(self) -> None:
-        """An event is sent."""
+        """Notes that an event was sent."""
         self.is_opened = True
 
     def complete(self) -> None:
-        """The last event is sent."""
+        """Notes that the last event was sent."""
         self.is_opened = self.is_complete = True
 
     def has_cached(self, num_tokens: int) -> None:
-        """So many of the prompt's tokens were cached; before there are any tokens."""
+        """Sets the number of cached prompt tokens; called before any token."""
         self.cached = num_tokens
         self._note_tail()
 
     def kept(self, num_tokens: int) -> None:
-        """The journal holds so many of those that were waiting, and the number of cached ones."""
+        """Removes the first `num_tokens` waiting tokens: the journal holds them, and `cached`."""
         del self.waiting[:num_tokens]
         self.cached = None
         self._note_tail()
@@ -105,10 +115,10 @@ class Place:
 
 
 def id_line(name: str, places: Sequence[Place], *, is_over: bool = False) -> str:
-    """The line of an event that says where the stream is after it.
+    """The `id` line of an event: the position in the stream after that event.
 
     Args:
-        name: its key, with its start where that is needed.
+        name: the stream's key, followed by its start if the journal may not hold the stream.
     """
     if sum([len(place.waiting) for place in places]) > MAX_TAIL:
         return "id:\n"
@@ -116,12 +126,12 @@ def id_line(name: str, places: Sequence[Place], *, is_over: bool = False) -> str
 
 
 class GivenPlace(NamedTuple):
-    """Where a client is in one choice.
+    """A client's position in one choice, as parsed from an id.
 
     Attributes:
-        num_kept: tokens that the journal must hold.
-        tail: tokens behind these.
-        cached: tokens of the prompt; None where the journal holds that.
+        num_kept: number of tokens that the journal must hold.
+        tail: the tokens after these.
+        cached: number of cached prompt tokens; None if the journal holds it.
     """
 
     num_kept: int
@@ -132,10 +142,10 @@ class GivenPlace(NamedTuple):
 
 
 class GivenId(NamedTuple):
-    """Where a client is in a stream.
+    """A client's position in a stream, as parsed from an id.
 
     Attributes:
-        start: how it began, as `stream_head` writes it; empty where the journal holds that.
+        start: how the stream began, as `stream_head` writes it; empty if the journal holds that.
     """
 
     key: str
@@ -145,20 +155,20 @@ class GivenId(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The stream as the id names it."""
+        """The name of the stream in its ids."""
         return f"{self.key}.{self.start}" if self.start else self.key
 
     @property
     def is_whole(self) -> bool:
-        """Whether it says all that there is to know, but for the request."""
+        """Whether the id alone, with the client's request, suffices to continue the stream."""
         return bool(self.start) and not any(place.num_kept for place in self.places)
 
 
 def parse_id(text: str) -> GivenId:
-    """What `Last-Event-ID` says.
+    """Parses the value of `Last-Event-ID`.
 
     Raises:
-        InvalidRequestError: it is no id of ours.
+        InvalidRequestError: it is no id of this gateway's format.
     """
     found = _ID.fullmatch(text)
     parts = [] if found is None else found[3].split(",")

@@ -1,8 +1,8 @@
 """Holds back the output of a call's choices until workers have taken all of them.
 
-Workers already generate the choices that they took: idle reservations could keep the other choices
-from finding room. If one choice finds no worker in time, all choices end. Nothing was sent then,
-so the client gets a single refusal (docs/adr/0026-all-choices-or-none.md).
+Workers already generate the choices that they took, because idle reservations could keep the other
+choices from finding room. If one choice finds no worker in time, all choices end. Nothing was sent
+by then, so the client gets a single refusal (docs/adr/0026-all-choices-or-none.md).
 Tests: tests/property/test_gate.py, tests/integration/test_gateway_choices.py.
 """
 
@@ -79,7 +79,7 @@ class _Held:
             self._queue.append(call)
 
     def flush(self) -> None:
-        """Makes the queued calls."""
+        """Makes the queued calls, in their order."""
         queue, self._queue = self._queue, []
         for call in queue:
             call()

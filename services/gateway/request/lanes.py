@@ -14,7 +14,7 @@ from kvmesh.policy.prefill_times import PrefillTimes
 from services.gateway.request.turnstile import Turnstile
 
 MAX_LANES = 256
-"""With more lanes, idle ones are dropped; each new checkpoint makes new groups."""
+"""Number of lanes from which idle lanes are dropped. Each new checkpoint makes new groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,15 @@ class Lane:
 
 @dataclass(slots=True)
 class Waiting:
-    """Requests of one scenario that look for workers; the gateway reports them to the scheduler.
+    """The requests of one scenario that look for workers.
+
+    The gateway reports them to the scheduler.
 
     Attributes:
         count: all of them.
-        paused: those that no worker took and that will ask again.
-        paused_reserved: those of the paused ones that hold a reservation and wait for prefill.
-        queued: those that wait for their first turn to ask.
+        paused: requests that no worker took and that will ask again.
+        paused_reserved: paused requests that hold a reservation and wait for prefill.
+        queued: requests that wait for their first turn to ask.
     """
 
     count: int = 0
@@ -57,12 +59,12 @@ class Lanes:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of all groups that look for workers now."""
+        """Number of requests of all groups that look for workers now."""
         return sum(lane.crowd.num_waiting for lane in self._lanes.values())
 
     @property
     def num_queued(self) -> int:
-        """Requests of all groups that wait for their turn in a queue."""
+        """Number of requests of all groups that wait for their turn in a queue."""
         return sum(lane.turns.num_waiting for lane in self._lanes.values())
 
     def of(self, group: GroupKey) -> Lane:
@@ -75,7 +77,7 @@ class Lanes:
         return lane
 
     def enter(self, scenario: str) -> Waiting:
-        """Counts a request that begins to look for workers, until `leave`."""
+        """Counts a request that starts to look for workers, until `leave`."""
         waiting = self._waiting.get(scenario)
         if waiting is None:
             waiting = self._waiting[scenario] = Waiting()
@@ -83,7 +85,7 @@ class Lanes:
         return waiting
 
     def leave(self, scenario: str) -> None:
-        """Ends the count. Clients choose scenario names freely, so unused ones are dropped."""
+        """Ends the count. Clients choose scenario names freely, so unused names are dropped."""
         waiting = self._waiting[scenario]
         waiting.count -= 1
         if not waiting.count:

@@ -32,10 +32,10 @@ _ASK_SPANS = {
 
 
 class Ledger:
-    """One request from its arrival to its end.
+    """Bookkeeping of one request from its arrival to its end.
 
     Args:
-        request: as it came.
+        request: the request as it arrived.
         ticket: the tenant's ticket, which is charged for the tokens.
         now: when the request arrived.
 
@@ -80,7 +80,7 @@ class Ledger:
     # --- the search for workers ---
 
     def searches(self, group: GroupKey) -> None:
-        """A search for a group's workers begins."""
+        """Notes that a search for a group's workers begins."""
         assert not self._is_searching, "one search at a time"
         self._is_searching = True
         self.lane = self._mesh.lanes.of(group)
@@ -88,24 +88,24 @@ class Ledger:
         self.waiting = self._mesh.lanes.enter(self.request.scenario)
 
     def routed(self, plan: RoutePlan, now: float) -> None:
-        """The scheduler sent a plan."""
+        """Notes a plan from the scheduler."""
         self._trace.note(Moment.ROUTED, now, text=f"{plan.policy}: {plan.reason}")
 
     def asks(self, kind: Kind) -> str:
-        """A worker is asked; returns the traceparent to send with the question."""
+        """Notes a question to a worker; returns the traceparent to send with it."""
         if not self._is_traced:
             return self.request.traceparent
         return self._span_of(_ASK_SPANS[kind]).traceparent
 
     def holds(self, worker_id: WorkerId, now: float) -> None:
-        """A worker reserved blocks."""
+        """Notes that a worker reserved blocks."""
         self._trace.note(Moment.RESERVED, now, worker_id)
         self._end_span("gateway.reserve", worker=worker_id)
 
     def refused(
         self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None, now: float
     ) -> None:
-        """A worker refused; without `worker_id` it was the scheduler or this gateway."""
+        """Notes a refusal. Without `worker_id` it came from the scheduler or this gateway."""
         mesh, reason = self._mesh, refusal.reason.value
         mesh.metrics.refused(reason, stage.value)
         self._trace.note(Moment.REFUSED, now, worker_id, f"{stage.value}: {reason}")
@@ -117,7 +117,7 @@ class Ledger:
             span.event("refused", worker=worker_id, reason=reason)
 
     def taken(self, taken: Taken, num_offers: int, now: float) -> None:
-        """Workers accepted the request."""
+        """Notes that workers accepted the request."""
         mesh, prefill = self._mesh, taken.prefill_worker
         self._end_search(now, placed=True)
         self._end_span("gateway.offer", worker=prefill)
@@ -133,7 +133,7 @@ class Ledger:
     # --- its tokens ---
 
     def first(self, first: FirstToken, num_sent: int, worker_id: WorkerId, now: float) -> None:
-        """The first token of an attempt arrived; `num_sent` tokens had been sent to its worker."""
+        """Notes the first token of an attempt, whose worker was sent `num_sent` tokens."""
         if self.cached_tokens is None:
             self.cached_tokens = self._trace.cached_tokens = first.cached_tokens
         self.lane.prefill_times.note(num_sent, now - self._taken_at)
@@ -144,17 +144,17 @@ class Ledger:
             self._span_of("gateway.decode")
 
     def decoding(self, worker_id: WorkerId, now: float) -> None:
-        """The decode worker has all of the KV."""
+        """Notes that the decode worker has all of the KV."""
         self._trace.note(Moment.HANDED_OFF, now, worker_id)
 
     def finished(self, now: float) -> None:
-        """The workers sent the last token."""
+        """Notes that the workers sent the last token."""
         self._phases.finished(now)
 
     # --- ends ---
 
     def lost(self, move: Move, num_tokens: int, now: float) -> None:
-        """A worker lost the request after `num_tokens` tokens."""
+        """Notes that a worker lost the request after `num_tokens` tokens."""
         self._mesh.metrics.moved(move.reason)
         self._trace.note(Moment.LOST, now, move.worker_id, move.reason)
         log.warning(
@@ -168,11 +168,11 @@ class Ledger:
         self._end_attempt(num_tokens, now)
 
     def failed(self, error: KvMeshError) -> None:
-        """The request ends with this error."""
+        """Notes the error that ends the request."""
         self._record.failed(error)
 
     def ends(self, finish: FinishReason) -> None:
-        """The last piece went to the client."""
+        """Notes that the last piece went to the client."""
         self._record.ends(finish)
 
     def close(self, num_tokens: int, now: float) -> None:
@@ -202,7 +202,7 @@ class Ledger:
             self.lane.crowd.leave(self.request.tenant.name, now, placed=placed)
 
     def _span_of(self, name: str) -> Span:
-        """A span that may last over several questions."""
+        """The open span of this name, started if needed. It may last over several questions."""
         if name not in self._spans:
             self._spans[name] = start_span(name, self.request.traceparent)
         return self._spans[name]

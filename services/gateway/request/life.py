@@ -1,8 +1,8 @@
-"""One request: a search with a plan, an attempt, and another attempt when a worker lost it.
+"""One request: a search with a plan and an attempt, repeated when a worker loses the request.
 
-Workers' messages go to the attempt as they arrive, and the actions that it returns are carried out
-here, in the same call. The request's task wakes when a search has its answer and when the request
-ends, not for tokens. Every exit cancels what is still open at workers.
+Workers' messages go to the attempt as they arrive. This module performs the actions that the
+attempt returns, in the same call. The request's task wakes when a search has its answer and when
+the request ends, not for tokens. Every exit cancels everything that is still open at workers.
 Tests: tests/integration/test_gateway_one_worker.py, test_gateway_moves.py.
 """
 
@@ -52,14 +52,14 @@ from services.gateway.wire.worker_events import (
 from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
 
 ANSWER_TIMEOUT_S = 2.0
-"""A worker that does not answer an offer or a reservation for this long counts as lost."""
+"""Seconds a worker has to answer an offer or a reservation before it counts as lost."""
 
 
 class Receiver(Protocol):
     """Receives a request's tokens."""
 
     def placed(self, where: Placed) -> None:
-        """The workers that run the request from now on."""
+        """Called with the workers that run the request from now on."""
         ...
 
     def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
@@ -116,7 +116,7 @@ class Life:
         self._prefetch = Prefetch(mesh.sessions, request.request_id)
         self._connecting: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._ticks_at = math.inf  # a timer of uvloop cannot always say it
+        self._ticks_at = math.inf  # kept here, since a uvloop timer cannot always report its time
         self._wake: asyncio.Future[None] | None = None
         self._is_open = True
         self._answer: bool | None = None
@@ -132,7 +132,7 @@ class Life:
         if self._tokens:
             token_ids += tuple(self._tokens)
         if self._tokens or self.is_read:
-            # The client is reading already: rather late tokens than an error.
+            # The client is already reading, so it prefers late tokens to an error.
             patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
             again_until = min(self._deadline, self._loop.time() + patience_s)
         self._num_sent = len(token_ids)
@@ -155,7 +155,7 @@ class Life:
             StageRefusedError: no worker took the request in time.
             InvalidRequestError: no worker can ever take it.
             LostError: workers lost it more often than `max_moves`.
-            StructureError: no token fits the structure that was asked for.
+            StructureError: no token fits the requested structure.
             DeadlineError: it ran for longer than `request_timeout_s`.
         """
         assert self.receiver is not None, "a receiver takes the tokens"
@@ -176,7 +176,7 @@ class Life:
             self.close()
 
     def close(self) -> None:
-        """Cancels what is still open at workers. May be called again."""
+        """Cancels everything that is still open at workers. May be called again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -188,7 +188,7 @@ class Life:
             del self._search  # breaks a reference cycle that only a collection would free
 
     def _pop_error(self) -> KvMeshError:
-        """The error that ended it; not kept, since its traceback would refer to this object."""
+        """Returns the request's error and drops it, since its traceback refers to this object."""
         error, self._error = self._error, None
         assert error is not None, "there is one"
         return error
@@ -210,7 +210,7 @@ class Life:
         self._move = self._answer = None
         self._new_attempt(self._attempt.num_asked)
 
-    # --- for the search: see `search.Asker` ---
+    # --- for the search, which calls this object as its `search.Asker` ---
 
     @property
     def holds(self) -> bool:
@@ -218,26 +218,29 @@ class Life:
         return self._attempt.holder is not None
 
     def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
-        """Asks the workers of a plan, one after the other."""
+        """Asks the workers of a plan, one after the other, until the time `until`."""
         self._answer = None
         self._perform_timed(self._attempt.ask(prefill, decode, until, self._loop.time()))
 
     async def answer(self) -> bool:
-        """Whether one of them took it."""
+        """Waits until a worker takes the request or all refuse; True if a worker took it."""
         while self._answer is None:
             await self._wait()
         return self._answer
 
     def prefetch(self, candidate: Candidate, hashes: Sequence[BlockHash]) -> None:
-        """Lets a worker bring up what it holds of the prompt."""
+        """Lets a worker load the prefix blocks that it holds below its pool."""
         self._prefetch.begin(candidate, hashes)
 
-    # --- from workers: see `worker_sessions.Taker` ---
+    # --- from workers, which call this object as their `worker_sessions.Taker` ---
 
     def takes(self, message: DecodeEvent) -> bool:
-        """Takes plain tokens straight from the message; False leaves the event to `put`."""
+        """Takes plain tokens directly from the message.
+
+        On False the caller passes the event to `put`.
+        """
         tokens = message.tokens
-        token_ids = tokens.token_ids  # none in other events
+        token_ids = tokens.token_ids  # empty in other events
         if self._has_scores or tokens.finish_reason or not token_ids:
             return False
         number, first = message.attempt, tokens.first_position
@@ -272,7 +275,7 @@ class Life:
     # --- the attempt's actions ---
 
     def _perform_timed(self, actions: Actions) -> None:
-        """Performs actions, and sets the timer to the attempt's next due time."""
+        """Performs actions, then sets the timer to the attempt's next due time."""
         self._perform(actions)
         due = self._attempt.due
         if due < self._ticks_at:
@@ -347,7 +350,7 @@ class Life:
         self._sessions[ask.number] = session
 
     def _write_sequence(self, message: types_pb2.SequenceSpec) -> None:
-        """Writes the sequence; the message of an earlier question is copied, not made again."""
+        """Writes the sequence into a message. The message of an earlier question is copied."""
         sequence = self._search.sequence
         if self._written is not None and self._written[0] is sequence:
             message.CopyFrom(self._written[1])
@@ -384,7 +387,7 @@ class Life:
     def _delivered(self, deliver: act.Deliver) -> Actions | None:
         receiver, first, finish = self.receiver, deliver.first, deliver.finish_reason
         if receiver is None or not self._wants_more:
-            return None  # a stop string in an earlier action of the same event ended it
+            return None  # an earlier action of the same event ended it at a stop string
         now = self._loop.time()
         if first is not None:
             self.ledger.first(first, self._num_sent, self._worker, now)

@@ -22,19 +22,19 @@ class Phases:
         self._first_at: float | None = None
 
     def accepted(self, now: float) -> None:
-        """A prefill worker took it."""
+        """Notes that a prefill worker took the request."""
         if self._accepted_at is None:
             self._accepted_at = now
             self._metrics.queue_s.observe(now - self._arrived_at)
 
     def token(self, now: float) -> None:
-        """A token came."""
+        """Notes that a token arrived."""
         if self._first_at is None and self._accepted_at is not None:
             self._first_at = now
             self._metrics.prefill_s.observe(now - self._accepted_at)
 
     def finished(self, now: float) -> None:
-        """The last token came."""
+        """Notes that the last token arrived."""
         if self._accepted_at is not None and self._first_at is not None:
             self._metrics.decode_s.observe(now - self._first_at)
             self._metrics.inference_s.observe(now - self._accepted_at)

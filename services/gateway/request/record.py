@@ -20,14 +20,14 @@ from services.gateway.tenants.admission import Ticket
 log = event_logger(__name__)
 
 FLUSH_AFTER = 16
-"""Pieces of a stream whose metrics are updated together."""
+"""Number of gaps between a stream's pieces after which its metrics are updated together."""
 
 
 class RequestRecord:
     """Measures one generation and logs it.
 
     Args:
-        ticket: charged for tokens as they come, so a client that leaves early pays for its part.
+        ticket: charged for each piece's tokens, so a client that leaves early pays for its part.
         arrived_at: when the request arrived, on the loop's clock.
     """
 
@@ -58,7 +58,7 @@ class RequestRecord:
         """Counts the tokens of a piece.
 
         Args:
-            now: when they came, on the loop's clock.
+            now: when they arrived, on the loop's clock.
         """
         if self._last_at is None:
             self._ttft_s = now - self._started_at
@@ -73,11 +73,11 @@ class RequestRecord:
             self._flush()
 
     def ends(self, finish: FinishReason) -> None:
-        """The last piece came."""
+        """Notes the finish reason, with the last piece."""
         self._finish = finish
 
     def _flush(self) -> None:
-        """Lets metrics and console show what was gathered."""
+        """Adds the gathered tokens and gaps to the metrics and the console."""
         if not (self._num_uncounted or self._gaps):
             return
         self._metrics.itl_s.observe_all(self._gaps)

@@ -18,7 +18,7 @@ _NOBODY_ASKED = Refusal(RefusalReason.DEADLINE, "the deadline passed before any 
 
 
 class Refusals:
-    """The refusals of one search. Times are seconds on any clock that only goes forward."""
+    """The refusals of one search. Times are seconds on any clock that never goes back."""
 
     def __init__(self) -> None:
         self._last = StageRefusedError(_NOBODY_ASKED, Stage.GATEWAY)
@@ -34,11 +34,11 @@ class Refusals:
         """Remembers a refusal.
 
         Args:
-            worker_id: of the worker that refused; None for the scheduler or this gateway.
+            worker_id: the worker that refused; None for the scheduler or this gateway.
         """
         deadline = RefusalReason.DEADLINE
         if refusal.reason is not deadline or self._last.refusal.reason is deadline:
-            # Why the time ran out tells the client more than that it did.
+            # The reason why time ran out tells the client more than the fact that it did.
             self._last = StageRefusedError(refusal, stage)
         if worker_id is not None:
             self._refused_at[worker_id] = now
@@ -46,7 +46,7 @@ class Refusals:
                 self._unfit[worker_id] = refusal
 
     def fade(self, now: float) -> None:
-        """Forgets refusals that are too old to avoid their workers in later plans."""
+        """Forgets old refusals, so that later plans no longer avoid their workers."""
         self._refused_at = still_refusing(self._refused_at, now)
 
     def check(self, plan: RoutePlan) -> None:

@@ -42,7 +42,7 @@ class RouteSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the workers report about the model that they serve."""
+    """The facts that all workers of a model report about it."""
 
     fingerprint: str
     block_size: int
@@ -55,7 +55,7 @@ def served_workers(workers: tuple[FleetWorker, ...], model: str) -> tuple[FleetW
 
 
 def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | None:
-    """What a model's workers agree on; None without workers.
+    """The facts of a model, from its workers; None without workers.
 
     The longest sequence is the smallest limit of any worker, so every worker can take every
     request. During an upgrade, block hashes use the checkpoint that most workers hold.
@@ -66,7 +66,7 @@ def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | No
     layouts = Counter(
         (each.info.layout.model_fingerprint, each.info.layout.block_size) for each in served
     )
-    # Sorted first, so that all gateways choose the same of two equally common checkpoints.
+    # Sorted, so that all gateways choose the same one of two equally common checkpoints.
     fingerprint, block_size = max(sorted(layouts), key=lambda layout: layouts[layout])
     longest = min(
         min(each.info.max_model_len, each.info.num_blocks * each.info.layout.block_size)
@@ -81,8 +81,8 @@ class Served:
 
     Attributes:
         group: their group over all clusters; the scheduler's plan chooses the cluster.
-        num_awake: workers that accept new requests; 0 also if prefill or decode has none.
-        adapters: LoRA adapters that all of them have.
+        num_awake: number of workers that accept new requests; 0 also if prefill or decode has none.
+        adapters: LoRA adapters that all these workers have.
     """
 
     group: GroupKey
@@ -95,7 +95,8 @@ def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, l
     """The checkpoints that serve each scenario, by the scenario's label.
 
     The label "" exists if there is any worker. If no worker is general, "" means all workers, as
-    it does for routes. While a checkpoint is being replaced, a label has several entries, sorted.
+    it does in route plans. While a checkpoint is being replaced, a label has several entries,
+    sorted.
     """
     served = served_workers(workers, model)
     members: dict[str, list[FleetWorker]] = {}
@@ -124,7 +125,7 @@ def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[S
 
 
 def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
-    """Why the fleet cannot serve a model; empty if it can."""
+    """The reason why the fleet cannot serve a model; empty if it can."""
     awake = [each for each in served_workers(workers, model) if not each.load.draining]
     roles = {each.info.role for each in awake}
     missing = [
@@ -137,7 +138,7 @@ def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
 
 
 def missing_native(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[str]]:
-    """Native libraries that a model's workers lack, by worker; they run slower without."""
+    """Native libraries that a model's workers lack, by worker. Such workers run slower."""
     served = served_workers(workers, model)
     return {
         each.info.worker_id: list(each.info.missing_native)
@@ -153,7 +154,7 @@ def candidate_of(worker: FleetWorker) -> Candidate:
 
 
 class Router:
-    """Route plans for one model.
+    """Gets route plans for one model.
 
     Args:
         model: its served name.
@@ -183,13 +184,13 @@ class Router:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What the workers report about the model; None while no worker is known."""
+        """The facts of the model, as its workers report them; None while no worker is known."""
         self._look()
         return self._facts
 
     @property
     def adapters(self) -> list[str]:
-        """LoRA adapters that clients may ask for, in the order of their names."""
+        """LoRA adapters that clients may name, sorted by name."""
         self._look()
         every = [each.adapters for found in self._served.values() for each in found]
         return sorted(frozenset[str]().union(*every))
@@ -199,7 +200,7 @@ class Router:
 
         Args:
             draw: random, from 0 to 1; chooses a checkpoint in proportion to its workers.
-            adapter: LoRA adapter that they must have; empty: none.
+            adapter: LoRA adapter that the workers must have; empty for none.
         """
         self._look()
         found = self._served.get(serving_label(scenario, self._served), [])
@@ -214,7 +215,7 @@ class Router:
         return able[-1] if able else None
 
     def served_as_before(self, scenario: str, fingerprint: str) -> Served | None:
-        """The workers for a request that continues a checkpoint's tokens; None without any.
+        """The workers that can continue tokens of a checkpoint; None without any.
 
         Workers of another scenario are preferred to another checkpoint.
         """
@@ -235,21 +236,21 @@ class Router:
 
     @property
     def not_ready(self) -> str:
-        """Why the fleet cannot serve; empty if it can."""
+        """The reason why the fleet cannot serve the model; empty if it can."""
         return missing_role(self._fleet.workers, self._model)
 
     @property
     def missing_native(self) -> dict[str, list[str]]:
-        """See the function of this name."""
+        """Native libraries that the model's workers lack, by worker."""
         return missing_native(self._fleet.workers, self._model)
 
     async def route(
         self, query: RouteQuery, traceparent: str, longest_s: float
     ) -> RoutePlan | Refusal:
-        """A plan from the scheduler, or from the last known fleet if it does not answer.
+        """A plan from the scheduler, or from the last known fleet while no scheduler answers.
 
         Args:
-            longest_s: time left; the scheduler gets no more than its own timeout.
+            longest_s: time left; the wait for the scheduler is at most `timeout_s`.
         """
         timeout_s = min(self._timeout_s, longest_s)
         try:

@@ -1,7 +1,7 @@
 """Searches for workers until the deadline: asks for a plan, tries its candidates, pauses, repeats.
 
-At the deadline the search ends with one refusal, the last one that it got. A request waits for
-capacity here and nowhere else.
+At the deadline the search ends with one refusal, the last one that it got. This is the only place
+where a request waits for capacity.
 Tests: tests/integration/test_gateway_refusals.py, tests/integration/test_gateway_asked.py.
 """
 
@@ -53,20 +53,20 @@ class Asker(Protocol):
         ...
 
     def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
-        """Asks the workers of a plan, one after the other."""
+        """Asks the workers of a plan, one after the other, until the time `until`."""
         ...
 
     async def answer(self) -> bool:
-        """Whether one of them took it."""
+        """Waits until a worker takes the request or all refuse; True if a worker took it."""
         ...
 
     def prefetch(self, candidate: Candidate, hashes: Sequence[BlockHash]) -> None:
-        """Lets the worker that is likely to be offered the prompt bring up what it holds of it."""
+        """Lets the worker that will probably get the offer load the prefix blocks that it holds."""
         ...
 
 
 def as_ms(seconds: float) -> int:
-    """Seconds as whole milliseconds for a message, at least one."""
+    """Converts seconds to whole milliseconds for a message, at least one."""
     return max(1, round(seconds * 1000))
 
 
@@ -84,14 +84,14 @@ class Search:
         asker: asks the workers of a plan.
         token_ids: the prompt, and the tokens generated so far.
         arrived_at: when the request came, in seconds on the loop's clock.
-        again_until: the deadline if the client is reading already; None for a first search.
+        again_until: the deadline if the client is already reading; None for a first search.
         avoid: workers that lost this request before.
-        fingerprint: of the checkpoint to use. If it has generated tokens, no other checkpoint may
-            continue; otherwise another one may replace it when it has no workers left.
+        fingerprint: the checkpoint to use. If it has generated tokens, no other checkpoint may
+          continue them; otherwise another one may replace it when it has no workers left.
 
     Attributes:
         plan: the plan whose workers are asked now.
-        fingerprint: of the checkpoint in use.
+        fingerprint: the checkpoint in use.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class Search:
         self.plan: RoutePlan | None = None
 
     async def run(self) -> None:
-        """Searches until workers take it or the deadline.
+        """Searches until workers take the request or the deadline passes.
 
         Raises:
-            StageRefusedError: nobody took the request in time.
+            StageRefusedError: no worker took the request in time.
             InvalidRequestError: no worker can ever take it.
         """
-        # A request whose client is reading already does not queue.
+        # A request whose client is already reading does not queue.
         claim = None if self._again_until is not None else claim_of(self._request)
         with self._lane.turns.enter(claim) as turn:
             self._waiting.queued += 1
@@ -152,20 +152,20 @@ class Search:
                     return
 
     def refused(self, stage: Stage, refusal: Refusal, worker_id: WorkerId | None) -> None:
-        """Counts and traces a refusal; the client is told the last one."""
+        """Counts and traces a refusal. The client gets the last one."""
         now = self._now()
         self._refusals.note(stage, refusal, worker_id, now)
         self._ledger.refused(stage, refusal, worker_id, now)
 
     @property
     def sequence(self) -> SequenceSpec:
-        """What workers are asked to work on."""
+        """The sequence that the search sends to workers."""
         if self._spec is None:
             assert self._served is not None, "a plan comes before its sequence is sent"
             salt, adapter = self._request.cache_salt, self._request.adapter
             root = root_hash(self.fingerprint, cache_salt=salt, adapter=adapter)
             prompt, sampling = self._request.prompt_ids, self._request.sampling
-            if len(self._token_ids) > len(prompt):  # the client has the prompt's scores already
+            if len(self._token_ids) > len(prompt):  # the client already has the prompt's logprobs
                 sampling = replace(sampling, num_prompt_logprobs=-1)
             self._spec = SequenceSpec(
                 self._token_ids, len(prompt), sampling, root, self.fingerprint, adapter
@@ -174,11 +174,11 @@ class Search:
 
     @property
     def remaining_ms(self) -> int:
-        """Milliseconds left for a worker to begin."""
+        """Milliseconds left for a worker to start."""
         return as_ms(self._deadline - self._now())
 
     def _choose(self) -> None:
-        """Chooses a checkpoint, and stays with it while it can serve the request."""
+        """Chooses a checkpoint, and keeps it while it can serve the request."""
         router, scenario = self._mesh.router, self._request.scenario
         found = router.served_as_before(scenario, self.fingerprint)
         is_free = not (self._is_bound and self.fingerprint)
@@ -232,7 +232,7 @@ class Search:
     def _query(self, remaining_s: float, block_size: int) -> RouteQuery:
         """The query to the scheduler."""
         request, counts = self._request, self._waiting
-        waits = self._num_rounds > 0  # no worker took it in an earlier round
+        waits = self._num_rounds > 0  # no worker took the request in an earlier round
         held = counts.paused_reserved + (waits and self._asker.holds)
         waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.queued)
         num_generated = len(self._token_ids) - len(request.prompt_ids)
@@ -265,7 +265,7 @@ class Search:
         self._asker.ask(prefill, decode, self._deadline)
 
     async def _try_plan(self, plan: RoutePlan, turn: Turn) -> bool:
-        """Asks the plan's candidates in rounds, until one takes it or the plan is old."""
+        """Asks the plan's candidates in rounds, until one takes the request or the plan is old."""
         old_at = self._now() + REROUTE_AFTER_S
         for _ in range(rounds_per_route(plan.cause)):
             self._refusals.check(plan)
@@ -281,22 +281,22 @@ class Search:
     # --- time ---
 
     def _deadline_now(self) -> float:
-        """The search's deadline by the present estimates."""
+        """The search's deadline, from the present estimates."""
         if self._again_until is not None:
             return self._again_until
         mesh, request = self._mesh, self._request
         times, lag = self._lane.prefill_times, mesh.lanes.lag
         patience_s = times.patience_s(len(request.prompt_ids), request.ttft_s)
-        # This process may be late to pass on the first token.
+        # This process may pass on the first token late, by its event-loop lag.
         late_s = min(lag.peak_s, patience_s / 2)
         longest_s = mesh.limits.request_timeout_s
         return self._arrived_at + min(longest_s, patience_s - late_s)
 
     def _remaining_s(self) -> float:
-        """Time left, more than zero.
+        """Seconds left, more than zero.
 
         Raises:
-            StageRefusedError: there is none left.
+            StageRefusedError: no time is left.
         """
         left = self._deadline - self._now()
         if left > 0:
@@ -304,9 +304,10 @@ class Search:
         raise self._refusals.after(self._request.ttft_s)
 
     async def _pause(self, turn: Turn) -> None:
-        """Waits with jittered backoff after a full round, and then for its turn."""
+        """Waits with jittered backoff after a full round, then for the request's turn."""
         turn.missed()
-        # Scaled, so that the total rate does not depend on how many may ask at a time.
+        # Scaled, so that the total rate does not depend on the number of requests that may ask at a
+        # time.
         lane, waiting, holds = self._lane, self._waiting, self._asker.holds
         longest_s = backoff_s(self._num_rounds, lane.crowd.num_waiting) * lane.turns.share
         self._num_rounds += 1

@@ -1,7 +1,7 @@
-"""How a stream began: what another gateway has to know of it besides its tokens.
+"""The head of a stream: everything besides its tokens that another gateway needs to resume it.
 
-Whole in the journal. As long as that may not hold it, the ids of its events have the part of it
-that a client cannot tell by sending its request again: the start.
+The journal holds the whole head. While the journal may not hold it yet, event ids carry the start:
+the part of the head that a client cannot supply by sending its request again.
 Pure. Tests: tests/unit/gateway/request/test_stream_head.py.
 """
 
@@ -23,16 +23,17 @@ from services.gateway.request.event_ids import HEADER
 @quick
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A stream's request, and what was settled when it came.
+    """A stream's request, and the values that were fixed when it arrived.
 
     Attributes:
-        kind: which API it came in by.
-        owner: tenant that may go on with it.
+        kind: the API of the request.
+        owner: tenant that may resume the stream.
         created: seconds since the epoch, as in its events.
-        seed: of the call.
-        prompt_sum: of the prompts' token ids; another sum, another model or day.
-        checkpoints: fingerprint of the one that serves it, for each generation.
-        body: as the client sent it.
+        seed: the call's sampling seed.
+        prompt_sum: CRC-32 of the prompts' token ids; it differs if the model or a date in the chat
+            template does.
+        checkpoints: for each generation, the fingerprint of the checkpoint that serves it.
+        body: the request's body as the client sent it.
     """
 
     kind: str
@@ -48,24 +49,27 @@ class Head:
 
     @property
     def num_choices(self) -> int:
-        """Generations."""
+        """Number of generations."""
         return len(self.checkpoints)
 
 
 _FIELDS = tuple(field.name for field in fields(Head) if field.name != "body")
 _START = struct.Struct("<QQIII")
-"""Seed, seconds, and sums of the prompt, the owner and the body; then words with NULs between."""
+"""Layout of a start: seed, seconds, and checksums of prompt, owner and body.
+
+NUL-separated words follow.
+"""
 _SECONDS = 1 << 40
 
 
 def head_bytes(head: Head) -> bytes:
-    """A head as the journal has it; the body stays as it is."""
+    """Writes a head for the journal; the body stays as it is."""
     found = {name: getattr(head, name) for name in _FIELDS}
     return json.dumps(found).encode() + b"\n" + head.body
 
 
 def head_of(raw: bytes) -> Head:
-    """What `head_bytes` gave.
+    """Reads a head that `head_bytes` wrote.
 
     Raises:
         ValueError, LookupError, TypeError: that is no head.
@@ -76,7 +80,10 @@ def head_of(raw: bytes) -> Head:
 
 
 def start_text(head: Head) -> str:
-    """A head without what the client sends again: its request and who it is; these by a sum."""
+    """Writes the start of a head for event ids.
+
+    It has only checksums of the owner and the body, which the client sends again.
+    """
     checkpoints = head.checkpoints
     told = checkpoints[:1] if len(set(checkpoints)) == 1 else checkpoints
     sums = (head.prompt_sum, crc32(head.owner.encode()), crc32(head.body))
@@ -88,13 +95,13 @@ def start_text(head: Head) -> str:
 def head_of_start(
     text: str, owner: str, body: bytes, num_choices: int, scenario: str, placement: str
 ) -> Head:
-    """The head of a stream whose client sends its request again.
+    """Restores the head of a stream whose client sends its request again.
 
-    Whoever says so may be right or not: nothing of it may be worth a lie.
+    The client could forge the start, so no value in it may be worth a lie.
 
     Raises:
-        GoneError: it is another caller's.
-        InvalidRequestError: it was another request, or that is no start.
+        GoneError: it belongs to another caller.
+        InvalidRequestError: it belongs to another request, or that is no start.
     """
     try:
         start = urlsafe_b64decode(text + "=" * (-len(text) % 4))

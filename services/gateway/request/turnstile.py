@@ -1,7 +1,7 @@
 """Decides which of this gateway's requests may ask the workers of one group now.
 
-While all requests find workers, all may ask at once. When one finds none, it joins the fair queue,
-and so do all later requests until the queue is empty again.
+While every request finds workers, all requests may ask at once. A request that finds none joins
+the fair queue, and so do all later requests until the queue is empty again.
 Tests: tests/unit/gateway/request/test_turnstile.py.
 """
 
@@ -22,7 +22,7 @@ class Turn:
 
     Attributes:
         allowed: set while a queued request may ask.
-        is_queued: it is in the fair queue.
+        is_queued: the request is in the fair queue.
     """
 
     def __init__(self, turnstile: Turnstile, claim: Claim | None) -> None:
@@ -39,7 +39,7 @@ class Turn:
             async with asyncio.timeout(timeout_s):
                 await self.allowed.wait()
         except TimeoutError:
-            return  # the caller looks at its deadline
+            return  # the caller checks its deadline
 
     def missed(self) -> None:
         """Notes that no worker took the request in this round."""
@@ -60,12 +60,12 @@ class Turnstile:
 
     @property
     def share(self) -> float:
-        """Share of the queued requests that may ask now, above 0 and up to 1."""
+        """Fraction of the queued requests that may ask now, above 0 and up to 1."""
         return len(self._heads) / len(self._queue) if self._heads else 1.0
 
     @contextmanager
     def enter(self, claim: Claim | None) -> Iterator[Turn]:
-        """Holds a place. Leaving the block without an error means that workers were found.
+        """Holds a place. If the block ends without an error, the request found workers.
 
         Args:
             claim: see `Turn`.
@@ -83,7 +83,7 @@ class Turnstile:
                 self._refresh()
 
     def missed(self, turn: Turn) -> None:
-        """See `Turn.missed`."""
+        """Notes that no worker took this turn's request in this round."""
         if turn.is_queued:
             self._queue.missed()
             self._refresh()

@@ -1,7 +1,7 @@
 """Connections to workers: one prefill and one decode stream each, shared by all requests.
 
-Owns the streams, passes each event to the request that it belongs to, and renews the leases of
-reservations that wait for their KV.
+Owns the streams, passes each event to its request, and renews the leases of reservations that wait
+for their KV.
 Tests: tests/integration/test_gateway_http.py.
 """
 
@@ -60,7 +60,7 @@ class Taker(Protocol):
     """Takes a worker's events about an attempt."""
 
     def takes(self, message: DecodeEvent) -> bool:
-        """Takes an event straight from the message; False leaves it to `put`."""
+        """Takes an event directly from the message. On False the caller calls `put` instead."""
         ...
 
     def put(self, attempt: int, event: WorkerEvent) -> None:
@@ -75,7 +75,7 @@ class Link:
         name: for logs.
         open_call: the stub's method.
         parse: turns one event message into a value.
-        has_tokens: its messages may carry tokens, which `Taker.takes` is tried for first.
+        has_tokens: the messages may carry tokens; `Taker.takes` is tried first for each.
         direct: connects to the socket that the worker offers beside gRPC.
     """
 
@@ -97,7 +97,7 @@ class Link:
 
     @property
     def num_open(self) -> int:
-        """Attempts that are registered."""
+        """Number of registered attempts."""
         return len(self._takers)
 
     def open(self, key: AttemptKey, taker: Taker, message: Any) -> None:
@@ -116,7 +116,7 @@ class Link:
     def cancel(self, key: AttemptKey, message: Any) -> None:
         """Ends an attempt and tells the worker; nothing happens if it had ended already."""
         if self.forget(key):
-            # When the connection broke, the worker cancelled the attempt by itself.
+            # If the connection broke, the worker has already cancelled the attempt.
             with contextlib.suppress(LostError):
                 self.stream.send(message)
 
@@ -124,7 +124,7 @@ class Link:
         for message in response.events:
             taker = self._takers.get((message.request_id, message.attempt))
             if taker is None:
-                continue  # of an attempt that ended here before the worker knew
+                continue  # its attempt ended here before the worker knew
             try:
                 if self._has_tokens and taker.takes(message):
                     continue
@@ -147,8 +147,8 @@ class WorkerSession:
     """The two streams to one worker.
 
     Attributes:
-        worker_id: which worker.
-        endpoint: where it is.
+        worker_id: the worker.
+        endpoint: its control endpoint.
         prefill, decode: its streams.
     """
 
@@ -186,12 +186,12 @@ class WorkerSession:
 
     @property
     def num_open(self) -> int:
-        """Attempts open at this worker."""
+        """Number of attempts open at this worker."""
         return self.prefill.num_open + self.decode.num_open
 
     @property
     def num_held(self) -> int:
-        """Reservations that are being renewed."""
+        """Number of reservations that are being renewed."""
         return len(self._held)
 
     def reserve(self, key: AttemptKey, message: DecodeRequest, taker: Taker) -> None:
@@ -213,7 +213,7 @@ class WorkerSession:
         self.prefill.open(key, taker, message)
 
     def prefetch(self, request_id: RequestId, hashes: Sequence[BlockHash]) -> None:
-        """Says that a prompt may be offered, of which the worker holds so much below its pool.
+        """Announces a prompt that may be offered, and its blocks that the worker's tiers hold.
 
         Raises:
             LostError: the worker is not connected.
@@ -222,7 +222,7 @@ class WorkerSession:
         self.prefill.stream.send(PrefillRequest(prefetch=message))
 
     def end_prefetch(self, request_id: RequestId) -> None:
-        """Says that the prompt will not be offered; a broken connection says so too."""
+        """Tells the worker that the prompt will not be offered. A broken connection implies it."""
         with contextlib.suppress(LostError):
             cancel = PrefillCancel(request_id=request_id)
             self.prefill.stream.send(PrefillRequest(cancel=cancel))
@@ -266,7 +266,7 @@ class WorkerSession:
                 await asyncio.sleep(min(self._held.values()) / RENEWALS_PER_LEASE)
                 names = sorted({request_id for request_id, _ in self._held})
                 if names:
-                    # A broken stream has failed its reservations already: nothing is left to renew.
+                    # A broken stream has already failed its reservations: nothing is left to renew.
                     with contextlib.suppress(LostError):
                         self.decode.stream.send(DecodeRequest(renew=DecodeRenew(request_ids=names)))
             self._holding.clear()
@@ -282,7 +282,9 @@ class WorkerSessions:
         self._closed = False
 
     def session(self, candidate: Candidate) -> WorkerSession:
-        """The session to a worker; opened if there is none, replaced if its address changed.
+        """Returns the session of a worker.
+
+        Opens one if there is none; replaces it if the address changed.
 
         Raises:
             LostError: the gateway is closing.
@@ -301,7 +303,10 @@ class WorkerSessions:
         return session
 
     def keep(self, live: Collection[Candidate]) -> None:
-        """Connects to workers before they are needed and drops those that left and are idle."""
+        """Connects to live workers before they are needed.
+
+        Drops idle sessions of workers that left.
+        """
         if self._closed:
             return
         for candidate in live:
@@ -318,12 +323,12 @@ class WorkerSessions:
             self._retire(self._sessions.pop(name))
 
     def in_flight(self) -> dict[WorkerId, int]:
-        """Open attempts of this gateway at each worker."""
+        """This gateway's open attempts at each worker."""
         return {worker_id: session.num_open for worker_id, session in self._sessions.items()}
 
     @property
     def num_connected(self) -> int:
-        """Workers to which both streams are up."""
+        """Number of workers to which both streams are up."""
         return sum(
             session.prefill.stream.connected and session.decode.stream.connected
             for session in self._sessions.values()
@@ -331,12 +336,12 @@ class WorkerSessions:
 
     @property
     def num_open(self) -> int:
-        """Attempts open anywhere; zero when no request runs."""
+        """Attempts open at all workers; zero when no request runs."""
         return sum(session.num_open for session in self._sessions.values())
 
     @property
     def num_held(self) -> int:
-        """Reservations being renewed anywhere; zero when no request runs."""
+        """Reservations being renewed at all workers; zero when no request runs."""
         return sum(session.num_held for session in self._sessions.values())
 
     async def close(self) -> None:
