@@ -1,7 +1,9 @@
-"""Threshold and allocation every few minutes, for the scheduler and the simulator alike.
+"""PrfaaS's long-term decisions, every few minutes: base threshold and allocation of instances. The
+scheduler and the simulator both use this loop.
 
-The loop keeps what it has seen and decides; whoever owns it measures, waits and carries out.
-Source: PrfaaS 3.4.3. Tests: tests/unit/policy/test_allocation_loop.py.
+The loop keeps observations and decides; its owner measures, waits and carries out.
+Source: PrfaaS 3.4.3 points 4-5, which re-solve eqs. 7-8.
+Tests: tests/unit/policy/test_allocation_loop.py.
 """
 
 from __future__ import annotations
@@ -26,23 +28,29 @@ from kvmesh.policy.reallocation import Reallocation, StageQueues, plan_reallocat
 from kvmesh.policy.waiting import Waiting
 
 REALLOCATE_S = 120.0
-"""Slow scale: lengths, base threshold and allocation."""
+"""Seconds between two evaluations of lengths, base threshold and allocation."""
 
 LENGTHS_WINDOW = 2000
+"""Number of the latest prompts whose lengths are kept."""
+
 MIN_LENGTHS = 400
-"""Lengths scatter about as much as their mean is long: the mean of fewer is off by more than the
-gain that is worth a change."""
+"""Minimum number of prompts for an evaluation. The deviation of lengths is about as large as their
+mean, so the mean of fewer has an error larger than the gain that is worth a change."""
 
 GRID_POINTS = 200
+"""Number of quantiles of the lengths that an evaluation tries as thresholds."""
+
 MAX_STEPS = 8
-"""Splits that are further away than this are not searched: an evaluation moves one instance."""
+"""Largest distance in instances from the present split that is searched: an evaluation moves
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What one evaluation found.
+    """Result of one evaluation.
 
     Attributes:
+        move: the instance to move, if any.
         points: the operating points that were searched.
     """
 
@@ -50,20 +58,20 @@ class Allocation:
     points: tuple[OperatingPoint, ...]
 
     def threshold(self, before: Threshold, num_prefill: int) -> Threshold:
-        """The threshold for a split, raised as much as the one before was.
+        """Returns the best threshold for a split, raised by the same factor as the one before.
 
-        The fast loop brings it back to the base, and lowers it again where that is needed.
+        The fast loop (`threshold_loop.py`) brings it back to the base, or lowers it where needed.
         """
         best = optimum(p for p in self.points if p.num_prefill == num_prefill)
         base = best.threshold_tokens
-        # Of an endless one nothing can be raised, and infinity by infinity is no number.
+        # An infinite threshold cannot be raised, and infinity / infinity is not a number.
         is_finite = math.isfinite(before.base_tokens)
         lift = max(before.tokens / max(before.base_tokens, 1.0), 1.0) if is_finite else 1.0
         return Threshold(base, base * lift)
 
 
 class AllocationLoop:
-    """PrfaaS's slow scale: lengths and queues of late, and what the model makes of them."""
+    """PrfaaS's slow loop: collects recent lengths and queues, and poses the model's question."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=LENGTHS_WINDOW)
@@ -76,20 +84,20 @@ class AllocationLoop:
         return len(self._lengths) >= MIN_LENGTHS
 
     def note_prompt(self, uncached_tokens: int, output_tokens: float) -> None:
-        """Takes a prompt into the distribution.
+        """Adds a prompt to the distribution of lengths.
 
         Args:
-            output_tokens: that it generates, or the best guess.
+            output_tokens: number of tokens that it generates, or the best guess.
         """
         self._lengths.append(max(uncached_tokens, 1))
         self._outputs.append(output_tokens)
 
     def observe(self, waiting: Waiting) -> None:
-        """Takes a sample of the queues; one per cycle."""
+        """Adds a sample of the queues; called once per cycle."""
         self._waiting.append(waiting)
 
     def take_queues(self, num_prefill: int, num_decode: int) -> StageQueues:
-        """Mean queues per instance since the last call."""
+        """Returns the mean queues per instance since the last call, and clears the samples."""
         count = max(len(self._waiting), 1)
         queues = StageQueues(
             sum(each.prefill for each in self._waiting) / count / max(num_prefill, 1),
@@ -106,10 +114,10 @@ class AllocationLoop:
         num_prefill: int,
         queues: StageQueues,
     ) -> AllocationQuestion:
-        """What is to be compared, with the prompts of late.
+        """Returns the inputs of an evaluation, with the recent prompts.
 
         Args:
-            serving: its `output_tokens` are replaced by those that were seen.
+            serving: measured costs; its `output_tokens` are replaced by the observed mean.
             num_prefill: local prefill instances now.
             queues: from `take_queues`.
         """
@@ -126,7 +134,7 @@ class AllocationLoop:
 
 @dataclass(frozen=True, slots=True)
 class AllocationQuestion:
-    """All that one evaluation reads; it shares nothing, so another thread may answer it."""
+    """All inputs of one evaluation; it shares no state, so another thread may answer it."""
 
     serving: ServingProfile
     lengths: tuple[int, ...]
@@ -136,7 +144,7 @@ class AllocationQuestion:
     queues: StageQueues
 
     def answer(self) -> Allocation:
-        """Compares the split that runs with the best one for these prompts."""
+        """Compares the running split with the best one for these prompts."""
         lengths = LengthDistribution(self.lengths)
         low = max(self.num_prefill - MAX_STEPS, 0)
         high = min(self.num_prefill + MAX_STEPS, self.hardware.num_local)

@@ -11,17 +11,18 @@ from kvmesh.core.types import Role
 from kvmesh.policy.ranking import Rank, RoutePolicy, Standing
 
 CACHE_THRESHOLD = 0.3
-"""Share of the prompt that must be cached for the cache to decide (SGLang's router, as are the next
-two)."""
+"""Fraction of the prompt that must be cached for the cache to decide. This and the next two are
+from
+SGLang's router."""
 
 BALANCE_REQUESTS = 64
 BALANCE_RATIO = 1.5
-"""Where the busiest worker has so many requests more than the idlest one, and so many times as
-many, load alone decides."""
+"""Load alone decides if the busiest worker has more than `BALANCE_REQUESTS` requests more than the
+idlest one, and more than `BALANCE_RATIO` times as many."""
 
 
 def _connections(standing: Standing) -> Rank:
-    """Prompts accepted or queued: P/D-Serve's baseline, which counts connections."""
+    """Ranks by prompts accepted or queued: P/D-Serve's baseline, which counts connections."""
     return (standing.worker.prefill_used,)
 
 
@@ -30,12 +31,12 @@ def _decode_share(standing: Standing) -> Rank:
 
 
 def _pending_tokens(standing: Standing) -> Rank:
-    """Tokens that were reported as accepted and not computed, whatever of them is cached."""
+    """Ranks by tokens reported as accepted and not computed; cached tokens do not matter."""
     return (standing.worker.pending_tokens,)
 
 
 def _requests(standing: Standing) -> int:
-    """That the worker has accepted and not finished."""
+    """Returns the number of requests that the worker has accepted and not finished."""
     worker = standing.worker
     return worker.prefill_used if worker.info.role is Role.PREFILL else worker.decode_used
 
@@ -47,8 +48,9 @@ def _is_uneven(standings: Sequence[Standing]) -> bool:
 
 
 def _cache_aware(standing: Standing) -> Rank:
-    """The longest prefix if it is long enough and load is even, else the fewest requests, as
-    SGLang's router does.
+    """Ranks by the longest prefix if it is long enough and load is even, else by fewest requests.
+
+    As in SGLang's router.
     """
     share = standing.cached_tokens / max(standing.query.num_tokens, 1)
     if share > CACHE_THRESHOLD and not standing.uneven:
@@ -57,8 +59,9 @@ def _cache_aware(standing: Standing) -> Rank:
 
 
 def _cache_centric(standing: Standing) -> Rank:
-    """The least estimated time to the first token: what waits, then what is neither cached here nor
-    brought from another worker, as in Mooncake's conductor.
+    """Ranks by estimated TTFT: tokens that wait, plus tokens neither cached nor fetched.
+
+    As in Mooncake's conductor.
     """
     worker = standing.worker
     return (worker.pending_tokens + standing.uncached_tokens - standing.saved_tokens,)

@@ -1,12 +1,17 @@
-"""Whole policies by name: which paper decides what, for the scheduler and the simulator alike.
+"""Complete policies by name, each a combination of the papers' decisions. The scheduler and the
+simulator both use them.
 
-`kvmesh` is the composition. Per request: P/D-Serve chooses the group, where workers have a scenario
-(`group_route.py`), PrfaaS chooses the cluster (`offload_route.py`), then a
-short prompt stays with its decode worker, else the prefill worker with the least expected work and
-the decode worker with the most room are taken (`routing.py`), idle prefill workers compute a long
-prompt together (`chain.py`), and P/D-Serve's forwarding offers it
-to them in that order. Each second: PrfaaS moves the threshold, FlowKV switches roles. Each few
-minutes: PrfaaS reallocates (`allocation_loop.py`). Tests: tests/unit/policy/test_composition.py.
+The default, `kvmesh`, combines all four papers. For each request:
+- P/D-Serve 3.2 chooses the group, where workers have a scenario (`group_route.py`).
+- PrfaaS 3.3 chooses the cluster (`offload_route.py`).
+- A short prompt goes to its decode worker. Any other goes to the prefill worker with the least
+  expected work and the decode worker with the most room (FlowKV Algorithm 1, `routing.py`).
+- Idle prefill workers compute a long prompt together (`chain.py`).
+- P/D-Serve 3.5 offers the request to the workers in that order (`forwarding.py`).
+
+Each second PrfaaS 3.4.3 moves the threshold and FlowKV Algorithm 1 switches roles. Every few
+minutes PrfaaS 3.4.3 reallocates workers (`allocation_loop.py`).
+Tests: tests/unit/policy/test_composition.py.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ DEFAULT = "kvmesh"
 
 
 class Offload(enum.Enum):
-    """Which prompts go to the offload cluster, where there is one."""
+    """Which prompts go to the offload cluster, if there is one (PrfaaS 3.3)."""
 
     ADAPTIVE = "above a threshold that follows link, queue and lengths"
     STATIC = "above the threshold that was best at the start"
@@ -51,15 +56,17 @@ class Composition:
     """A combination of policies.
 
     Attributes:
-        switch_roles: idle workers help the other side (FlowKV).
-        reallocate: workers change their role for good when the model says so (PrfaaS).
-        monitor: they do when the latencies say so (P/D-Serve 3.3).
-        joint: what requests that ask at the same time are divided by; None: they are decided on
-            one by one.
-        joint_window_s: how long a request waits for others where its prompt would wait anyway.
-        chains: idle prefill workers compute long prompts together.
-        knows_tpot: limits on the time per token are kept, where requests have them; in simulations,
-            for the baselines' sake.
+        route: ranks the workers for each request.
+        offload: which prompts go to the offload cluster.
+        switch_roles: whether idle workers help the other side for a while (FlowKV Algorithm 1).
+        reallocate: whether workers change their role for good when the throughput model says so
+            (PrfaaS 3.4.3).
+        monitor: whether they do when the measured latencies say so (P/D-Serve 3.3).
+        joint: rule that divides requests that arrive at the same time; None: each is decided alone.
+        joint_window_s: seconds that a request waits for others where its prompt would wait anyway.
+        chains: whether idle prefill workers compute long prompts together.
+        knows_tpot: whether requests' TPOT limits are kept. Only simulations read it, so that the
+            baselines ignore the limits.
     """
 
     name: str
@@ -107,8 +114,9 @@ COMPOSITIONS: dict[str, Composition] = {
         Composition("all_local", CACHE_LOAD, Offload.NONE),
     )
 }
-"""`forwarding`, `pdserve`, `prfaas` and `flowkv` are one paper each; the others below them are
-baselines."""
+"""All policies by name. `tokenlake`, `pdserve`, `prfaas` and `flowkv` each show one paper's
+decision
+(`forwarding` only P/D-Serve 3.5); the ones below `flowkv` are baselines."""
 
 _OFFLOAD_CAUSES = {
     OffloadReason.LONG: RouteCause.LONG_PROMPT,
@@ -118,8 +126,10 @@ _OFFLOAD_CAUSES = {
 
 
 def request_rng(request_id: RequestId) -> random.Random:
-    """Ties of one request fall the same way wherever and whenever it is decided; those of different
-    requests fall differently.
+    """Returns the random generator that breaks a request's ties.
+
+    Its seed is the request's id: ties of one request fall the same way wherever and whenever it is
+    decided, those of different requests differently.
     """
     return random.Random(request_id)
 
@@ -132,10 +142,10 @@ def decide_route(
     now: float,
     offload: OffloadState,
 ) -> OffloadPlan:
-    """Where to run a request: the one decision that scheduler and simulator share.
+    """Decides where to run a request; the scheduler and the simulator share this decision.
 
     Args:
-        matches: leading blocks of the query that each worker holds; None when nobody knows.
+        matches: number of the query's leading blocks that each worker holds; None: not known.
         now: seconds on the clock of the view's `reported_at`.
 
     Returns:

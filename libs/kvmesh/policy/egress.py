@@ -1,8 +1,8 @@
-"""How full the way out of a cluster is, from what its workers sent and what they have yet to send.
+"""Measures the utilisation of a cluster's egress link from the bytes sent and the bytes waiting.
 
-A configured bandwidth says what the way can carry on a good day. When it carries less, what leaves
-is little and the way is full all the same; only what waits to leave tells, and that some of it is
-on its way all the time.
+The configured bandwidth is what the link carries on a good day. When it carries less, few bytes
+leave although the link is full. Only two signs show that: bytes wait to leave, and some are in
+flight all the time.
 Source: PrfaaS 3.4.3 point 2 (congestion is to be seen, not assumed).
 Tests: tests/unit/policy/test_egress.py.
 """
@@ -13,32 +13,33 @@ from collections import deque
 from dataclasses import dataclass, field
 
 RECOVER = 1.25
-"""What a bandwidth that was found to be low may be each second after, until it is found again; and
-what a way may carry, over what left it, when all of that did leave.
+"""Factor per second by which a bandwidth measured as low recovers until the next measurement. Also
+the assumed headroom, per second, over the rate of a cycle in which all waiting bytes left.
 """
 
 MIN_SHARE = 0.01
-"""Of the configured bandwidth: with less the way is cut, and a division by nothing helps nobody."""
+"""Smallest measured bandwidth as a fraction of the configured one: below it the link is cut, and
+this avoids a division by 0."""
 
 JAM_CYCLES = 4
-"""Cycles of a jam that its rate is taken from: enough for transfers that arrive in lumps, few
-enough to see a way that carries more again before all that waits is gone.
+"""Number of the latest cycles of a jam over which its rate is measured: enough for transfers that
+arrive in bursts, few enough to notice a recovered link before the queue is gone.
 """
 
 IN_USE = 0.9
-"""Share of some cycles with KV on its way that is as good as all of them: a way that workers share
-is left alone now and then while they compute.
+"""Fraction of the time with KV in flight that counts as all the time: workers that share a link
+leave it idle now and then while they compute.
 """
 
 LONG_S = 0.25
-"""On its way for as long on average, KV waits for the way, and not just for its turn at a sender:
-many workers, each slower than the way, may have KV on it all the time and never fill it.
+"""Mean seconds in flight above which KV waits for the link, not only for its turn at a sender: many
+workers, each slower than the link, may keep KV in flight all the time and never fill it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """What `observe` takes."""
+    """The arguments of one call of `observe`."""
 
     sent: int
     waiting: int
@@ -48,10 +49,10 @@ class _Cycle:
 
 @dataclass(slots=True)
 class EgressMeter:
-    """Measures one way out.
+    """Measures the egress link of one cluster.
 
     Args:
-        configured: bytes per second of a good day.
+        configured: bandwidth in bytes per second on a good day.
     """
 
     configured: float
@@ -65,33 +66,33 @@ class EgressMeter:
 
     @property
     def capacity(self) -> float:
-        """Bytes per second that it carries now, as far as can be told."""
+        """Estimated bytes per second that the link carries now."""
         return self._capacity
 
     def observe(self, sent: int, waiting: int, elapsed_s: float, sending: float = 0.0) -> float:
-        """Takes a cycle, and says which share of the way was in use, 0..1.
+        """Adds the measurements of a cycle and returns the link's utilisation, 0..1.
 
         Args:
-            sent: bytes that left in it.
-            waiting: bytes that are to leave and have not, at its end.
-            elapsed_s: its length, above 0.
-            sending: share of it with KV on its way, 0..1, as far as is told.
+            sent: bytes that left in the cycle.
+            waiting: bytes that wait to leave at its end.
+            elapsed_s: length of the cycle in seconds, above 0.
+            sending: reported fraction of the cycle with KV in flight, 0..1.
         """
         before, self._waiting = self._waiting, waiting
         self._last.append(_Cycle(sent, waiting, elapsed_s, sending))
         if before > sent or (self._jam and waiting and before == sent > 0):
-            # What waited when the cycle began did not all leave: the way was in use throughout. In
-            # a jam that goes for just what waited as well: pieces are counted when they arrive, and
-            # of what waits by now some is on its way.
+            # Some bytes that waited at the start did not leave: the link was in use throughout. In
+            # a jam this also holds if exactly those bytes left: pieces are counted on arrival, so
+            # some of the bytes that wait now are in flight.
             self._jam.append((sent, elapsed_s))
-            # Transfers are counted when they arrive or are reported, so that in a single such cycle
-            # nothing may have left: it says nothing of speed.
+            # Transfers are counted when they arrive or are reported, so a single cycle may count
+            # none of them. Its rate is not usable.
             if len(self._jam) > 1:
                 found = max(self._jam_rate(), MIN_SHARE * self.configured)
                 self._capacity = min(found, self.configured)
             return 1.0
         if len(self._jam) > 1:
-            # The last of what waited: it was on its way in the cycles before as well.
+            # The last waiting bytes left: they were in flight in earlier cycles as well.
             self._jam.append((sent, elapsed_s))
             rate = least = self._jam_rate()
         else:
@@ -100,23 +101,24 @@ class EgressMeter:
         self._jam.clear()
         recovered = self._capacity * RECOVER**elapsed_s
         self._capacity = min(max(recovered, least), self.configured)
-        # In use, but all that waited left: how much more it could carry is not known.
+        # All waiting bytes left, so it is unknown how much more the link could carry.
         return 1.0 if self._is_in_use() else min(rate / self._capacity, 1.0)
 
     def _is_in_use(self) -> bool:
-        """Whether KV was on its way as good as throughout the last cycles, all of it for long.
+        """Whether KV was in flight nearly throughout the last cycles, and each part for long.
 
-        Workers that begin to send when they have sent leave less than a cycle's worth waiting.
+        This finds a full link although little waits: workers that start the next send when the last
+        one ends leave less than a cycle's bytes waiting.
         """
         if len(self._last) < JAM_CYCLES:
             return False
         elapsed_s = sum(each.elapsed_s for each in self._last)
         sending_s = sum(each.sending * each.elapsed_s for each in self._last)
-        # Little's law: what is there on average, over what passes, is how long it takes.
+        # Little's law: mean bytes waiting / bytes sent per second = mean seconds in flight.
         waited = sum(each.waiting * each.elapsed_s for each in self._last)
         sent = sum(each.sent for each in self._last)
         return sending_s > IN_USE * elapsed_s and waited > LONG_S * sent
 
     def _jam_rate(self) -> float:
-        """Bytes per second in the last cycles of the jam."""
+        """Returns the bytes per second over the last cycles of the jam."""
         return sum(sent for sent, _ in self._jam) / sum(elapsed for _, elapsed in self._jam)

@@ -1,8 +1,8 @@
-"""A fleet kept in order of load, so that a route decision looks at a few workers, not at all.
+"""Keeps a fleet sorted by load, so that a route decision looks at a few workers instead of all.
 
-`FleetIndex.shortlist` gives the part of the fleet among which the best workers of every side are;
-`plan_route` decides on it by its own rules. A candidate list of a few top-ranked workers is also
-what P/D-Serve 3.5 offers a request to. Tests: tests/unit/policy/test_fleet_index.py,
+`FleetIndex.shortlist` returns the part of the fleet that contains the best workers of each side;
+`plan_route` then decides by its own rules. P/D-Serve 3.5 likewise offers a request to a few
+top-ranked workers. Tests: tests/unit/policy/test_fleet_index.py,
 tests/property/test_policy_fleet_index.py.
 """
 
@@ -19,20 +19,21 @@ from kvmesh.policy.ranking import BUSY_TOKENS, decode_cost
 from kvmesh.policy.view import FleetView, WorkerView
 
 WIDTH = 6
-"""Workers per side, role and group, and as many of those that hold a prefix."""
+"""Number of shortlisted workers per side, role and group, and of shortlisted prefix holders."""
 
 SMALL_FLEET = 32
-"""Up to so many workers a route looks at all of them."""
+"""Largest fleet of which a route looks at all workers."""
 
 MAX_HOLDERS = 32
-"""Of more holders (a system prompt that all have) those of the longest prefixes are weighed; the
-others are found by their load."""
+"""Maximum number of prefix holders compared, longest prefixes first. Where more hold one (a common
+system prompt), the others are found by their load."""
 
 TOKENS_IN_FLIGHT = 1024
-"""Length that is assumed of a prompt on its way; policies take that of the one they decide on."""
+"""Assumed tokens of a prompt in flight; policies assume the length of the prompt that they
+route."""
 
 _Key = tuple[float, float, float, WorkerId]
-"""Full, load, tie, name."""
+"""Sort key: whether the worker is full, its load, a random tie-break, its name."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _Bucket:
     """Workers of one model, layout, cluster, role and scenario, least loaded first.
 
     Attributes:
-        prefill, decode: by the load of that side; None is a side that the role does not serve.
+        prefill, decode: sorted by the load of that side; None where the role does not serve it.
     """
 
     prefill: list[_Key] | None
@@ -48,16 +49,16 @@ class _Bucket:
 
     @classmethod
     def of(cls, role: Role) -> _Bucket:
-        """An empty one."""
+        """Returns an empty bucket for workers of a role."""
         return cls(None if role is Role.DECODE else [], None if role is Role.PREFILL else [])
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is in it."""
+        """Whether the bucket has no worker."""
         return not self.prefill and not self.decode
 
     def put(self, entry: _Entry) -> None:
-        """Takes a worker's keys in."""
+        """Adds a worker's keys."""
         if self.prefill is not None:
             insort(self.prefill, entry.prefill)
         if self.decode is not None:
@@ -75,16 +76,16 @@ _BucketName = tuple[str, KvLayout, str, Role, str]
 
 
 _UNKNOWN: _Key = (0.0, 0.0, 0.0, WorkerId(""))
-"""Of a side that the worker's role does not serve."""
+"""Key of a side that the worker's role does not serve."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A worker in its bucket; changed with every report, of which there are many.
+    """A worker in its bucket; mutable, because every report changes it.
 
     Attributes:
-        longest: tokens of a sequence that fits.
-        model, block_size: also in the name; a route reads them of dozens of holders.
+        longest: tokens of the longest sequence that fits the worker.
+        model, block_size: copies from `name`; a route reads them for dozens of holders.
     """
 
     view: WorkerView
@@ -106,7 +107,7 @@ class _Model:
     """The buckets of one model.
 
     Attributes:
-        is_mixed: hybrid and dedicated workers share a group.
+        is_mixed: whether hybrid and dedicated workers share a group.
     """
 
     buckets: tuple[_Bucket, ...]
@@ -114,16 +115,17 @@ class _Model:
 
 
 class FleetIndex:
-    """Workers by load; an update costs one insertion into a sorted list.
+    """Workers sorted by load; an update costs one insertion into a sorted list.
 
-    Orders for the policies `kvmesh`, `cache_load` and `least_loaded`, whose ranks without a cached
-    prefix are the load alone; workers of one bucket have equally many slots. A fleet in which
-    hybrid and dedicated workers share a group is given whole, since hybrids choose their side by
-    the numbers of all.
+    The order suits the policies `kvmesh`, `cache_load` and `least_loaded`, which rank workers
+    without a cached prefix by load alone. Workers of one bucket have equally many slots. A fleet
+    where hybrid and dedicated workers share a group is returned whole, because hybrids choose their
+    side by the load of all.
 
     Args:
         rng: orders workers of equal load.
-        by_tokens: prefill load is the tokens that wait, as for the policy `kvmesh`; else prompts.
+        by_tokens: whether prefill load is counted in waiting tokens, as by the policy `kvmesh`;
+            else in prompts.
     """
 
     def __init__(self, rng: random.Random, *, by_tokens: bool = False) -> None:
@@ -137,11 +139,11 @@ class FleetIndex:
         return len(self._entries)
 
     def update(self, view: WorkerView) -> None:
-        """Takes a worker in, or its new load."""
+        """Adds a worker, or updates its load."""
         info = view.info
         worker_id = info.worker_id
         entry = self._entries.get(worker_id)
-        # Hashing a bucket's name costs more than all the rest; most updates are of the load alone.
+        # Most updates change only the load. They skip hashing the bucket's name, the slowest part.
         if entry is not None and entry.view.info is info:
             entry.bucket.take_out(entry)
             entry.view = view
@@ -163,7 +165,7 @@ class FleetIndex:
         bucket.put(entry)
 
     def refresh(self, view: WorkerView) -> None:
-        """Takes a worker's view whose load is as it was: its place in the order stays."""
+        """Replaces a worker's view by one of equal load; its place in the order stays."""
         self._entries[view.info.worker_id].view = view
 
     def _bucket(self, name: _BucketName) -> _Bucket:
@@ -173,7 +175,9 @@ class FleetIndex:
         return self._buckets[name]
 
     def _model(self, model: str) -> _Model:
-        """The buckets of a model; worked out when one came or went, since layouts hash slowly."""
+        """Returns the buckets of a model; cached until one is added or removed, as layouts hash
+        slowly.
+        """
         found = self._models.get(model)
         if found is None:
             roles: dict[tuple[KvLayout, str], set[Role]] = {}
@@ -186,7 +190,10 @@ class FleetIndex:
         return found
 
     def _prefill_load(self, view: WorkerView) -> tuple[bool, float]:
-        """Whether it is full and how much waits; being full is part of what waits in tokens."""
+        """Returns whether the worker is full, and its prefill load.
+
+        Counted in tokens, the load includes `BUSY_TOKENS` for a full worker.
+        """
         busy = view.prefill_used >= max(view.info.prefill_slots, 1)
         if not self._by_tokens:
             return busy, view.prefill_used
@@ -194,7 +201,7 @@ class FleetIndex:
         return False, view.pending_tokens + sent + BUSY_TOKENS * busy
 
     def remove(self, worker_id: WorkerId) -> None:
-        """Forgets a worker; one that is unknown is no error."""
+        """Removes a worker; an unknown one is no error."""
         entry = self._entries.pop(worker_id, None)
         if entry is None:
             return
@@ -204,7 +211,7 @@ class FleetIndex:
             self._models.pop(entry.name[0], None)
 
     def view(self, version: int = 0, num_routes: int = 0) -> FleetView:
-        """The whole fleet."""
+        """Returns the view of the whole fleet."""
         return FleetView(tuple(e.view for e in self._entries.values()), version, num_routes)
 
     def shortlist(
@@ -214,15 +221,16 @@ class FleetIndex:
         now: float,
         silent_after_s: float,
     ) -> FleetView:
-        """The workers that a plan for the query should choose from.
+        """Returns the workers that a plan for the query chooses from.
 
         Args:
-            matches: leading blocks that workers hold.
-            silent_after_s: workers without a report for this long do not count towards the width.
+            matches: number of leading blocks that each worker holds.
+            silent_after_s: workers without a report for so many seconds do not count towards
+                `WIDTH`.
 
         Returns:
-            The whole fleet if nobody of the model can take the query now, so that a refusal can
-            name what there is.
+            The shortlist, or the whole fleet if no worker of the model can take the query now: a
+            refusal then names the workers that exist.
         """
         model = self._model(query.model)
         if model.is_mixed:
@@ -236,9 +244,10 @@ class FleetIndex:
         longest = longest_holders(matches or {}, MAX_HOLDERS)
         for worker_id in self._best_holders(query, longest):
             chosen[worker_id] = self._entries[worker_id]
-        # Whatever their load: others may fetch from them.
+        # Holders are listed at any load: other workers may fetch from them.
         named = self._readable_holders(query, longest, now - silent_after_s)
-        # That they are still there says whether their cluster can be reached.
+        # Workers that lost the request are listed too: their presence shows that their cluster is
+        # still reachable.
         for worker_id in (*named, *query.lost):
             entry = self._entries.get(worker_id)
             if entry is not None and entry.model == query.model:
@@ -254,7 +263,7 @@ class FleetIndex:
         heard_since: float,
         chosen: dict[WorkerId, _Entry],
     ) -> None:
-        """Chooses from the least loaded on, until enough of those seen count."""
+        """Adds workers from the least loaded on to `chosen`, until `WIDTH` of them count."""
         left, seen = WIDTH, 0
         entries, avoid, num_tokens = self._entries, query.avoid, query.num_tokens
         for _, _, _, worker_id in keys:
@@ -266,7 +275,7 @@ class FleetIndex:
                 and entry.longest >= num_tokens
                 and not view.load.draining
             )
-            # Who does not count is tried last, but is better than nobody.
+            # A worker that does not count is tried last, but is better than none.
             if counts or seen < WIDTH:
                 chosen[worker_id] = entry
                 seen += 1
@@ -277,7 +286,7 @@ class FleetIndex:
     def _readable_holders(
         self, query: RouteQuery, longest: Sequence[tuple[int, WorkerId]], heard_since: float
     ) -> list[WorkerId]:
-        """Of the holders that can be read now those that hold most, a few where many are alike."""
+        """Returns up to `WIDTH` holders of the longest prefix that can be read now."""
         most, found = 0, list[WorkerId]()
         for blocks, worker_id in longest:
             if blocks < most or len(found) >= WIDTH:
@@ -294,7 +303,7 @@ class FleetIndex:
     def _best_holders(
         self, query: RouteQuery, holders: list[tuple[int, WorkerId]]
     ) -> list[WorkerId]:
-        """Holders of a prefix for whom it outweighs their load most, per side."""
+        """Returns per side the holders whose prefix outweighs their load most."""
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
         find, model, num_tokens = self._entries.get, query.model, query.num_tokens

@@ -1,7 +1,8 @@
-"""P/D-Serve's on-demand forwarding: in which order a gateway offers a request to prefill workers
-that have no queue, and when it gives up.
+"""P/D-Serve's on-demand forwarding: the order in which a gateway offers a request to prefill
+workers,
+which have no queue, and when it gives up.
 
-Source: P/D-Serve 3.5. The pace of asking is ours. Tests: tests/unit/policy/test_forwarding.py.
+Source: P/D-Serve 3.5. The pace of the offers is ours. Tests: tests/unit/policy/test_forwarding.py.
 """
 
 from __future__ import annotations
@@ -14,44 +15,45 @@ from kvmesh.core.types import RouteCause, WorkerId
 
 ROUNDS_PER_ROUTE = 8
 REROUTE_AFTER_S = 0.25
-"""A plan is asked for again after this many rounds or this long: the fleet has changed."""
+"""A gateway asks for a new plan after `ROUNDS_PER_ROUTE` rounds over the candidates or after
+`REROUTE_AFTER_S` seconds: the fleet has changed by then."""
 
 MIN_BACKOFF_S = 0.002
 MAX_BACKOFF_S = 0.025
 BACKOFF_GROWTH = 1.5
 FULL_PACE_WAITERS = 32
-"""Up to this many waiting requests pause no longer than MAX_BACKOFF_S."""
+"""Number of waiting requests up to which none pauses longer than `MAX_BACKOFF_S` seconds."""
 
 
 _ELSEWHERE = frozenset({RouteCause.SHORT_PROMPT, RouteCause.HELP})
-"""Plans that name only who is free just now, though others serve as well."""
+"""Causes of plans that name only workers that are free now, although others could serve too."""
 
 
 def rounds_per_route(cause: RouteCause) -> int:
-    """Rounds over a plan's candidates before another plan is asked for."""
+    """Returns the number of rounds over a plan's candidates before the gateway asks for another."""
     return 1 if cause in _ELSEWHERE else ROUNDS_PER_ROUTE
 
 
 def still_refusing(refused: Mapping[WorkerId, float], now: float) -> dict[WorkerId, float]:
-    """Who is to be avoided in the plan after the next as well, since it refused just now.
+    """Returns the workers whose recent refusals still count, with the times of these.
 
-    A plan may name one or two workers that are free. If only the refusals of the last plan counted,
-    two such plans would send a request to and fro, and never on to a third worker.
+    A plan may name only one or two free workers. If only the refusals of the last plan counted, two
+    such plans could send a request back and forth and never to a third worker.
 
     Args:
-        refused: when each worker last refused the request, seconds on any clock.
+        refused: time of each worker's last refusal of the request, in seconds on any clock.
     """
     return {name: at for name, at in refused.items() if at > now - REROUTE_AFTER_S}
 
 
 def backoff_s(num_rounds: int, num_waiting: int) -> float:
-    """Longest pause after a full round that found nobody.
+    """Returns the longest pause in seconds after a round in which every worker refused.
 
-    With many requests waiting each asks less often, so that all together ask at a bounded rate:
-    else the asking itself would keep the gateway and the workers busy when they are full.
+    With many waiting requests each asks less often, so that their total rate is bounded. Otherwise
+    the offers alone would keep gateway and workers busy when they are full.
 
     Args:
-        num_rounds: rounds of this request before.
+        num_rounds: rounds that this request made before.
         num_waiting: requests of this gateway that look for workers now.
     """
     longest = MAX_BACKOFF_S * max(1.0, num_waiting / FULL_PACE_WAITERS)
@@ -60,14 +62,15 @@ def backoff_s(num_rounds: int, num_waiting: int) -> float:
 
 
 def waiting_told(asked: int, asked_reserved: int, queued: int) -> tuple[int, int]:
-    """How many requests of a gateway wait, and how many of them for prefill.
+    """Returns the number of waiting requests of a gateway, and how many of them wait for prefill.
 
-    A request that has asked knows what it waits for: prefill, if it has a reservation. Requests
-    that are still queued are assumed to need the same in the same proportion.
+    A request that was offered to workers knows what it waits for: prefill, if it has a reservation.
+    Queued requests are assumed to wait for prefill in the same proportion.
 
     Args:
-        asked, asked_reserved: requests that no worker took; of these, those with a reservation.
-        queued: requests whose turn to ask has not come.
+        asked, asked_reserved: requests that all workers refused, and those with a reservation
+            among them.
+        queued: requests that were not offered to any worker yet.
     """
     if not asked:
         return queued, 0
@@ -76,7 +79,7 @@ def waiting_told(asked: int, asked_reserved: int, queued: int) -> tuple[int, int
 
 
 class ForwardReason(enum.Enum):
-    """What to do with a request that no prefill worker has accepted yet."""
+    """Whether to offer on a request that no prefill worker has accepted yet, or to end it."""
 
     OFFER = "there is time to ask"
     TIMED_OUT = "it has waited longer than its length allows"
@@ -87,8 +90,8 @@ class PrefillPeer:
     """A prefill worker as one gateway sees it.
 
     Attributes:
-        connections: requests of this gateway that it works on.
-        is_filling: it accepted the gateway's last request and has rejected none since.
+        connections: requests of this gateway that the worker computes.
+        is_filling: whether it accepted the gateway's last request and has rejected none since.
     """
 
     worker_id: WorkerId
@@ -97,16 +100,17 @@ class PrefillPeer:
 
 
 def offer_order(peers: Sequence[PrefillPeer]) -> list[WorkerId]:
-    """The worker whose batch is being filled, then those with the fewest connections.
+    """Returns the workers in the order of offers (P/D-Serve 3.5).
 
-    Sending to one worker until it is busy fills its batch; a rejection costs one message.
+    First comes the worker whose batch is being filled, then those with the fewest connections.
+    Offering to one worker until it is busy fills its batch; a rejection costs one message.
     """
     ordered = sorted(peers, key=lambda p: (not p.is_filling, p.connections, p.worker_id))
     return [peer.worker_id for peer in ordered]
 
 
 def intervene(waited_s: float, limit_s: float) -> ForwardReason:
-    """Early intervention: a request that cannot make its first token in time is ended now.
+    """Applies early intervention (3.5): a request that cannot get its first token in time ends now.
 
     Args:
         limit_s: from `pdserve.timeout_s`.

@@ -1,4 +1,4 @@
-"""The P/D group of a worker: the workers that it may share work with.
+"""The P/D group of a worker: the workers that it may share requests with.
 
 Source: P/D-Serve 3.2. Tests: tests/unit/policy/test_groups.py.
 """
@@ -13,13 +13,13 @@ from kvmesh.core.types import WorkerInfo
 
 @dataclass(frozen=True, order=True, slots=True)
 class GroupKey:
-    """What the workers of a group have in common.
+    """Identity of a P/D group: the properties that its workers share.
 
     Attributes:
-        fingerprint: of the checkpoint; KV is never exchanged between two.
-        scenario: that the group serves; empty: any that has no group of its own.
-        cluster: where it is; empty for what is kept of all groups of a scenario, between which
-            every route chooses anew.
+        fingerprint: of the checkpoint; two checkpoints never exchange KV.
+        scenario: the one that the group serves; empty: any scenario without a group of its own.
+        cluster: its cluster. Empty in keys of data that covers all groups of a scenario, because
+            every route chooses anew between these.
     """
 
     model: str
@@ -29,23 +29,24 @@ class GroupKey:
 
     @classmethod
     def of(cls, info: WorkerInfo) -> GroupKey:
-        """The group of a worker."""
+        """Returns the key of a worker's group."""
         return cls(info.model, info.layout.model_fingerprint, info.scenario, info.cluster)
 
     @property
     def name(self) -> str:
-        """For people; unique among the groups of one checkpoint."""
+        """Display name; unique among the groups of one checkpoint."""
         return f"{self.scenario or 'any'}@{self.cluster}"
 
 
 def serving_label(scenario: str, labels: Collection[str]) -> str:
-    """Which groups serve a scenario: its own, else those of any scenario.
+    """Returns the scenario label of the groups that serve a scenario: its own, else the general
+    one.
 
     Args:
-        labels: scenarios of the groups that there are.
+        labels: scenarios of the existing groups.
 
     Returns:
-        A label; empty: groups without one, and where there are none any worker.
+        The label. Empty for groups without a scenario; if there are none, any worker serves it.
     """
     return scenario if scenario in labels else ""
 
@@ -53,17 +54,17 @@ def serving_label(scenario: str, labels: Collection[str]) -> str:
 def shares_of_groups(
     askers: Mapping[str, float], sizes: Mapping[GroupKey, int]
 ) -> dict[GroupKey, float]:
-    """The share of some requests that each group serves.
+    """Returns the fraction of the requests that each group serves.
 
-    As routes do, this sends a scenario's requests to its own groups, else to groups of any
-    scenario, else to all. Several groups of one scenario share by their sizes.
+    As in routing, a scenario's requests go to its own groups, else to general groups, else to all
+    groups. Several groups of one scenario share by size.
 
     Args:
-        askers: requests by scenario; empty shares among all groups by size.
-        sizes: workers of each group.
+        askers: number of requests by scenario; if empty, all groups share by size.
+        sizes: number of workers of each group.
 
     Returns:
-        A share for each group; they add up to 1 where there is a group.
+        A fraction for each group; they sum to 1 unless there is no group.
     """
     shares = dict.fromkeys(sizes, 0.0)
     total = sum(askers.values())

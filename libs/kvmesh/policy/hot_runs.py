@@ -1,7 +1,8 @@
-"""Which prefixes are read much: segments that are read together are one run, and a run goes to one
-place.
+"""Finds hot prefixes: consecutive segments that are read together form a run, which is copied to
+one
+worker as a whole.
 
-Source: TokenLake 4.3. Tests: tests/unit/policy/test_pool_plan.py.
+Source: TokenLake 4.3 (heavy hitters). Tests: tests/unit/policy/test_pool_plan.py.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.policy.heat import SegmentHeat
 
 SAME_READS = 0.75
-"""A segment read at least so often as its run's first belongs to the run."""
+"""Minimum reads of a segment, as a fraction of those of its run's first, to belong to the run."""
 
 Held = Mapping[BlockHash, Mapping[WorkerId, int]]
-"""By name of a run: leading blocks of its prefix that each worker holds; 0 may be left out."""
+"""For each run's name, the number of leading blocks of its prefix that each worker holds; 0 may be
+left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotRun:
-    """Segments of one prefix, one after another, that are read together.
+    """Consecutive segments of one prefix that are read together.
 
     Attributes:
-        name: of its last segment.
-        parent: the run before it in its prefix, whose end may be behind where this one begins.
-        num_blocks: of the whole prefix up to its end.
-        own_blocks: of the run alone.
-        reads: of its last segment, of late.
+        name: name of its last segment.
+        parent: the run before it in its prefix; this run may branch off before the parent's end.
+        num_blocks: blocks of the whole prefix up to the run's end.
+        own_blocks: blocks of the run alone.
+        reads: recent reads of its last segment.
     """
 
     name: BlockHash
@@ -41,7 +43,7 @@ class HotRun:
 
 @dataclass(slots=True)
 class _Growing:
-    """A run while its segments are collected; `first_reads` of its first one."""
+    """A run while its segments are collected; `first_reads` counts reads of its first segment."""
 
     tail: SegmentHeat
     parent: _Growing | None
@@ -55,10 +57,10 @@ class _Growing:
 
 
 def hot_runs(segments: Iterable[SegmentHeat], min_reads: float) -> list[HotRun]:
-    """Joins segments into runs, the one with the most read first segment first.
+    """Joins segments into runs, sorted by the reads of their first segment, most first.
 
     Args:
-        segments: most read first, parents before children, as `HeatTable.hottest` gives them.
+        segments: most read first, parents before children, as `HeatTable.hottest` returns them.
         min_reads: segments read less often are not hot.
     """
     runs: list[_Growing] = []
@@ -93,17 +95,17 @@ def hot_runs(segments: Iterable[SegmentHeat], min_reads: float) -> list[HotRun]:
 
 
 def leaves(runs: Iterable[HotRun]) -> list[HotRun]:
-    """Runs that no other one goes on from: who holds these prefixes tells it of all."""
+    """Returns the runs that no other run continues: their holders imply those of all runs."""
     runs = list(runs)
     parents = {run.parent for run in runs}
     return [run for run in runs if run.name not in parents]
 
 
 def held_runs(runs: Iterable[HotRun], of_leaves: Held) -> dict[BlockHash, dict[WorkerId, int]]:
-    """Who holds how much of every run, from what is known of the leaves.
+    """Returns how many blocks of each run's prefix each worker holds, given those of the leaves.
 
-    A run's end may lie behind the place where a leaf's prefix leaves it; then the leaf tells of the
-    part before that place only, and another one of the rest.
+    A leaf's prefix may branch off before a run's end. That leaf then tells only about the part
+    before the branch, and another leaf about the rest.
     """
     by_name = {run.name: run for run in runs}
     held: dict[BlockHash, dict[WorkerId, int]] = {name: {} for name in by_name}

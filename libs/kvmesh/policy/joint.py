@@ -1,10 +1,10 @@
-"""Requests that ask at the same time are dispatched together: who computes which prompt.
+"""Routes requests that arrive at the same time together, dividing their prompts among workers.
 
-First each is decided on as if they came one by one, which settles placement, decode worker and
-what else is no question of who prefills. Then the prompts that are apart from their decode worker
-are divided anew by the policy's rule (`joint_queues.py`): a prefix that has to be brought is part
-of a prompt's time, and a worker's queue the start of all of it, so by `FIRST_TOKEN` the least KV
-moves that load allows. What is not better than one by one stays as it is. Pure.
+First each request is decided as if they came one by one. That settles its placement, its decode
+worker and everything except the prefill worker. Then the prompts of disaggregated requests are
+divided anew by the policy's rule (`joint_queues.py`). The time of a prompt includes its fetch and
+the worker's queue, so `FIRST_TOKEN` moves the least KV that load allows. A division that is not
+better than one by one is dropped. Pure.
 Source: TokenLake 5, 6.2. Tests: tests/unit/policy/test_joint.py.
 """
 
@@ -50,13 +50,14 @@ from kvmesh.policy.view import FleetView, WorkerView
 T = TypeVar("T")
 
 MAX_JOINT = 8
-"""Requests that are decided together; of more, the first so many, and then the next."""
+"""Maximum number of requests decided together; more are split into consecutive batches."""
 
 WORTH_TOKENS = 1.0
-"""What is saved by less than this is left as it would be one by one."""
+"""Minimum number of computed tokens that a joint decision saves; below it the requests stay as
+decided one by one."""
 
 _BY_LOAD = frozenset((RouteCause.PREFIX, RouteCause.FETCH, RouteCause.LOAD))
-"""Causes that say why the prefill worker was chosen; the others say why its cluster was."""
+"""Causes that explain the choice of the prefill worker; the other causes explain its cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Ask:
 
     Attributes:
         view: workers to choose from.
-        matches: leading blocks of the query that each worker holds; None when nobody knows.
+        matches: number of the query's leading blocks that each worker holds; None: not known.
     """
 
     query: RouteQuery
@@ -76,17 +77,17 @@ class Ask:
 def decide_jointly(
     policy: Composition, asks: Sequence[Ask], now: float, offload: OffloadState
 ) -> list[OffloadPlan]:
-    """Where to run requests that ask at the same time.
+    """Decides where to run requests that arrive at the same time (TokenLake 5, 6.2).
 
-    The order of the requests decides nothing but ties.
+    The order of the requests only breaks ties.
 
     Args:
-        policy: its `joint` says what they are divided by.
+        policy: its `joint` is the rule by which the prompts are divided.
         now: seconds on the clock of the views' `reported_at`.
 
     Returns:
-        A decision for each, in their order. Those with a smaller `joint.turn` are to be told first,
-        so that their prompts arrive before the others.
+        A decision for each request, in their order. The caller answers requests with a smaller
+        `joint.turn` first, so that their prompts arrive first.
     """
     assert policy.joint is not None, f"{policy.name} decides one by one"
     if len(asks) == 1:
@@ -119,18 +120,20 @@ def decide_jointly(
 
 
 def in_turn(asked: Sequence[T], plans: Sequence[OffloadPlan]) -> list[tuple[T, OffloadPlan]]:
-    """Who asked, with the decisions, in the order in which they are to be told: prompts that a
-    worker computes first arrive there first.
+    """Returns pairs of asker and decision in the order in which they are answered.
+
+    Prompts that a worker computes first are answered first, so that they arrive there first.
     """
     pairs = list(zip(asked, plans, strict=True))
     return sorted(pairs, key=lambda pair: pair[1].joint.turn if pair[1].joint is not None else 0)
 
 
 def hold_s(policy: Composition, ask: Ask, now: float, offload: OffloadState) -> float:
-    """How long a request may wait for others to be decided with it: until the first worker could
-    begin its prompt, at most for the policy's window, since only where prompts wait anyway nothing
-    is lost by it. Nor where the others change nothing for it: a refusal, or a worker that decodes
-    and prefills.
+    """Returns the seconds that a request may wait for others to be decided with it.
+
+    The wait lasts until the first worker could begin its prompt, and at most the policy's window:
+    waiting costs nothing only where the prompt would wait anyway. It is 0 where other requests
+    cannot change the decision: for a refusal and for aggregated placement.
     """
     able = [
         worker
@@ -149,7 +152,9 @@ def hold_s(policy: Composition, ask: Ask, now: float, offload: OffloadState) -> 
 
 
 def _busy_s(worker: WorkerView, ask: Ask) -> float:
-    """Seconds until a worker could begin the prompt; endless where its speed is not known."""
+    """Returns the seconds until a worker could begin the prompt; infinite if its speed is
+    unknown.
+    """
     if not worker.prefill_used:
         return 0.0
     token_s = ask.view.pace.token_s
@@ -162,11 +167,11 @@ def _busy_s(worker: WorkerView, ask: Ask) -> float:
 
 @dataclass(slots=True)
 class _Added:
-    """What a worker has got by decisions that were made just before.
+    """Load that the decisions made just before add to a worker.
 
     Attributes:
-        prompts, tokens: to prefill.
-        sequences, blocks: to decode.
+        prompts, tokens: added to prefill.
+        sequences, blocks: added to decode.
     """
 
     prompts: int = 0
@@ -178,10 +183,12 @@ class _Added:
 def _one_by_one(
     policy: Composition, asks: Sequence[Ask], now: float, offload: OffloadState
 ) -> tuple[list[OffloadPlan], Mapping[WorkerId, _Added]]:
-    """Each as if those before it were on their workers, with all that might prefill it; and the
-    prompts that go where no other worker could take them.
+    """Decides each request as if the ones before it were already on their workers.
+
+    Returns:
+        The decisions, and per worker the load of aggregated prompts, which are not divided.
     """
-    # Who is much later by itself may be the best for one of many.
+    # No slack limit: a worker that is late for one prompt may be the best for one of many.
     loose = dataclasses.replace(
         policy, route=dataclasses.replace(policy.route, slack_tokens=math.inf)
     )
@@ -209,7 +216,7 @@ def _one_by_one(
 
 
 def _with_added(view: FleetView, added: Mapping[WorkerId, _Added]) -> FleetView:
-    """The view in which workers have what they have got since."""
+    """Returns the view with the added load on its workers."""
     if not added:
         return view
     workers = tuple(
@@ -238,11 +245,11 @@ def _prompt(
     now: float,
     beside: Mapping[WorkerId, _Added],
 ) -> JointPrompt | None:
-    """The prompt as one of several to divide; None where there is nothing to choose."""
+    """Returns the prompt with the workers that may compute it; None if there is no choice."""
     query = ask.query
     if not isinstance(route, RoutePlan) or route.placement is Placement.AGGREGATED:
         return None
-    # A worker that computes a prompt of these for itself has so much more to do.
+    # Aggregated prompts among these requests add to their workers' load.
     views = {worker.worker_id: worker for worker in _with_added(ask.view, beside).workers}
     home = views[route.prefill[0].worker_id].info.cluster
     seats: dict[WorkerId, Seat] = {}
@@ -280,12 +287,12 @@ def _seat(worker: WorkerView, candidate: Candidate, query: RouteQuery) -> Seat:
 def _settled(
     prompt: JointPrompt, chosen: Seat, queues: Queues, ask: Ask, route: RoutePlan | Refusal
 ) -> RoutePlan:
-    """The plan with the worker first, and after it those that are worth asking."""
+    """Returns the plan with the chosen worker first, then the others that are worth asking."""
     assert isinstance(route, RoutePlan), "what was divided had a plan"
     query = ask.query
 
     views = {worker.worker_id: worker for worker in ask.view.workers}
-    # Workers that are no seat of it (far, silent, avoided) stay last resorts, as one by one.
+    # Workers without a seat (far, silent, avoided) stay last resorts, as one by one.
     others = [
         _seat(views[each.worker_id], each, query)
         for each in route.prefill

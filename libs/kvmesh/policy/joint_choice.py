@@ -1,4 +1,4 @@
-"""What a decision about several requests at once says of one of them.
+"""The result of a joint decision for one of its requests.
 
 Tests: tests/unit/policy/test_joint.py.
 """
@@ -9,25 +9,25 @@ import enum
 from dataclasses import dataclass
 
 JOINT_WINDOW_S = 0.02
-"""How long a request waits for others while no worker would begin its prompt."""
+"""Seconds that a request waits for others while no worker would begin its prompt."""
 
 
 class JointRule(enum.Enum):
-    """What requests that are decided together are divided by; operators see the value."""
+    """Rule by which a joint decision divides prompts among workers; operators see the value."""
 
     FIRST_TOKEN = "first_token"
-    """The least sum of the times to their first tokens; what travels counts as what it takes."""
+    """Least sum of the times to first token; a fetched prefix counts with its cost."""
     VOLUME = "volume"
-    """TokenLake 5 and 6.2: prompts that share a worker by its program, then the least KV moved."""
+    """TokenLake's: batches by the dynamic program of 6.2, then the least KV moved (section 5)."""
 
 
 class JointReason(enum.Enum):
-    """What became of a request among those that it was decided with."""
+    """What a joint decision changed for one of its requests."""
 
     ALONE = "alone"
-    """Nobody else asked at the time."""
+    """No other request arrived at the time."""
     FIXED = "fixed"
-    """It had one place to go, whatever the others do."""
+    """It had only one place to go."""
     KEPT = "kept"
     """It goes where it would have gone by itself."""
     MOVED = "moved"
@@ -39,11 +39,11 @@ class JointChoice:
     """One request's part in a decision about several.
 
     Attributes:
-        num_asked: requests that were decided together, this one included.
-        turn: prompts of them that the same worker computes before this one.
-        saved_tokens: by which the first tokens of all of them together come sooner than one by
-            one; the same number for each.
-        brought_tokens: of this prompt, that come from another worker's cache.
+        num_asked: number of requests decided together, this one included.
+        turn: number of their prompts that the same worker computes before this one.
+        saved_tokens: computed tokens saved until all their first tokens, compared with deciding one
+            by one; the same number for each request.
+        brought_tokens: tokens of this prompt that are fetched from another worker's cache.
     """
 
     reason: JointReason

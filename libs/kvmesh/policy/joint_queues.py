@@ -1,4 +1,4 @@
-"""Prompts divided among workers: who computes which, in which order. Pure.
+"""Divides prompts among workers and orders each worker's queue. Pure.
 
 Tests: tests/unit/policy/test_joint_queues.py.
 """
@@ -19,13 +19,13 @@ from kvmesh.policy.view import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker as it is to one prompt.
+    """A worker with respect to one prompt.
 
     Attributes:
-        wait: tokens that it computes before any of the prompts that are divided.
-        work: tokens, or their worth, that this prompt takes.
-        free: prompts that it takes at once.
-        brought: tokens of the prompt that it brings from another worker.
+        wait: tokens that it computes before any of the divided prompts.
+        work: computed tokens, or their equivalent in time, that this prompt takes.
+        free: number of its free prefill slots.
+        brought: tokens of the prompt that it fetches from another worker.
     """
 
     worker: WorkerView
@@ -41,9 +41,10 @@ class JointPrompt:
     """A prompt that several workers may compute.
 
     Attributes:
-        index: of its request.
-        objective: tokens that may be computed until its first one.
-        seats: by worker, in the order of its own decision: the first is where it goes by itself.
+        index: index of its request.
+        objective: TTFT limit in computed tokens.
+        seats: the workers that may compute it, in the order of its own decision; it would go to
+            the first by itself.
     """
 
     index: int
@@ -53,7 +54,7 @@ class JointPrompt:
 
     @property
     def own(self) -> WorkerId:
-        """Where it goes by itself."""
+        """Worker to which the prompt goes if it is decided alone."""
         return next(iter(self.seats))
 
 
@@ -62,7 +63,7 @@ Queues = Mapping[WorkerId, Sequence[JointPrompt]]
 
 
 def in_order_of_asking(prompts: Sequence[JointPrompt]) -> Queues:
-    """Each where it goes by itself."""
+    """Returns the queues with each prompt on its own first choice."""
     queues: dict[WorkerId, list[JointPrompt]] = defaultdict(list)
     for each in prompts:
         queues[each.own].append(each)
@@ -70,7 +71,7 @@ def in_order_of_asking(prompts: Sequence[JointPrompt]) -> Queues:
 
 
 def total_tokens(queues: Queues) -> float:
-    """Tokens computed until the first one, of all prompts together."""
+    """Returns the sum over all prompts of the tokens computed until their first one."""
     total = 0.0
     for worker_id, queue in queues.items():
         before = 0.0
@@ -82,8 +83,9 @@ def total_tokens(queues: Queues) -> float:
 
 
 def first_token(queues: Queues, seat: Seat, prompt: JointPrompt) -> float:
-    """Tokens that a worker computes until a prompt's first one, which comes last where it was not
-    sent.
+    """Returns the tokens that a worker computes until a prompt's first one.
+
+    A prompt that is not in the worker's queue counts as its last.
     """
     worker_id = seat.worker.worker_id
     total, turn = seat.wait + seat.work, 0
@@ -96,11 +98,12 @@ def first_token(queues: Queues, seat: Seat, prompt: JointPrompt) -> float:
 
 
 def by_time(prompts: Sequence[JointPrompt]) -> Queues:
-    """The least `total_tokens`, exactly.
+    """Returns the queues with the least `total_tokens`, exactly.
 
-    A worker that computes n prompts makes the k-th from the end count k times, so places in queues
-    are the columns of an assignment; the shortest prompt of a worker comes first. Source: Horn
-    1973; Bruno, Coffman and Sethi 1974.
+    The work of the k-th prompt from the end of a queue counts k times, so queue places are the
+    columns of an assignment problem. The shortest prompt of a worker comes first. Source: Horn
+    1973;
+    Bruno, Coffman and Sethi 1974.
     """
     places = [
         (worker_id, from_end)
@@ -122,15 +125,16 @@ def by_time(prompts: Sequence[JointPrompt]) -> Queues:
 
 
 def _cost(seat: Seat | None, from_end: int) -> float:
-    """What a prompt adds to the sum: it and those behind it wait for its work."""
+    """Returns a prompt's part of the sum: the prompt and those behind it wait for its work."""
     if seat is None:
         return math.inf
     return seat.wait + from_end * seat.work + BUSY_TOKENS * (from_end > seat.free)
 
 
 def _near(prompts: Sequence[JointPrompt]) -> list[WorkerId]:
-    """Workers among which the best division is: of each prompt's, as many of the soonest as there
-    are prompts.
+    """Returns the workers among which the best division lies.
+
+    These are, for each prompt, as many of its soonest workers as there are prompts.
     """
     near: set[WorkerId] = set()
     for each in prompts:
@@ -141,10 +145,10 @@ def _near(prompts: Sequence[JointPrompt]) -> list[WorkerId]:
 
 
 def by_volume(prompts: Sequence[JointPrompt]) -> Queues:
-    """Batches of least total latency, then the workers to which the fewest tokens have to come.
+    """Returns batches of least total latency, on the workers to which the fewest tokens move.
 
-    Workers whose queues are about as short as the shortest take part, one batch each; the degree
-    of parallelism is 1. Source: TokenLake 5, 6.2.
+    One batch goes to each worker whose queue is about as short as the shortest; the degree of
+    parallelism is 1. Source: TokenLake 6.2 (batches), 5 (workers).
     """
     if not prompts:
         return {}
@@ -154,13 +158,13 @@ def by_volume(prompts: Sequence[JointPrompt]) -> Queues:
     batches = _batches(prompts, min(len(workers), len(prompts)))
     longest = max(waits.values()) + 1.0
     costs = [
-        # Of equal volumes, the shorter queue.
+        # Ties in volume go to the shorter queue.
         [_brought(batch, name) + waits[name] / longest / 2 for name in workers]
         for batch in batches
     ]
     chosen = least_total(costs)
     if any(math.isinf(row[column]) for row, column in zip(costs, chosen, strict=True)):
-        return in_order_of_asking(prompts)  # a batch that no worker may take as a whole
+        return in_order_of_asking(prompts)  # no worker may take the whole batch
     return {workers[column]: batch for batch, column in zip(batches, chosen, strict=True)}
 
 

@@ -1,8 +1,8 @@
-"""Route plans over two clusters: the threshold chooses where to prefill, the route policy chooses
-the workers there and at home.
+"""Route plans over two clusters: the threshold chooses the cluster that prefills, the route policy
+chooses the workers there and at home.
 
-A prefix that the other cluster holds is brought from there where the link between them has room.
-Source: PrfaaS 3.3, 3.4.3. Tests: tests/unit/policy/test_offload_route.py.
+A prefix that the other cluster holds is fetched from there if the link between them has room.
+Source: PrfaaS 3.3, 3.4.3 point 3. Tests: tests/unit/policy/test_offload_route.py.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class OffloadPlan:
     """A route and the choices behind it; a choice that was not made is None.
 
     Attributes:
-        choice: of the cluster that prefills.
-        group: of the P/D group.
-        joint: among requests that were decided together with this one.
+        choice: the cluster that prefills.
+        group: the P/D group.
+        joint: the result of a decision about several requests together.
     """
 
     route: RoutePlan | Refusal
@@ -47,7 +47,7 @@ def plan_offload(
     policy: RoutePolicy,
     offload: OffloadState,
 ) -> OffloadPlan:
-    """Decides the cluster, then the workers.
+    """Decides the cluster (PrfaaS 3.4.3 point 3), then the workers.
 
     Args:
         matches: as for `plan_route`.
@@ -62,7 +62,7 @@ def plan_offload(
     if not (reach.remote or reach.local):
         return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
     held_far = _longest_match(far, query, matches)
-    # The KV of a conversation lies on the decode worker that generated the last answer.
+    # A conversation's KV lies on the decode worker that generated the last answer.
     held_near = _longest_match(near, query, matches)
     moves = (
         policy.fetches and offload.link_has_room and _moves(view.pace, abs(held_far - held_near))
@@ -76,14 +76,15 @@ def plan_offload(
     decode = [w for w in near if w.info.role is not Role.PREFILL]
     apart = dataclasses.replace(query, placement=Placement.DISAGGREGATED)
     restricted = dataclasses.replace(view, workers=(*far, *decode))
-    # Those that decode, too, are in the plan already.
+    # Hybrids at home are in the plan already, so only prefill workers there are lenders.
     lenders = [w for w in near if w.info.role is Role.PREFILL] if choice.moved_tokens else []
     return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy, lenders), choice)
 
 
 def _moves(pace: FetchPace, num_tokens: int) -> bool:
-    """Whether KV of as many tokens is sooner brought from the other cluster than computed, by what
-    the link was seen to carry: what is not known of it is no room for more.
+    """Whether fetching so many tokens' KV from the other cluster is sooner than computing it.
+
+    False until the speed of the link was measured: an unknown link counts as full.
     """
     if num_tokens < MIN_FETCH_TOKENS or not (pace.token_s and pace.between_token_s):
         return False
@@ -91,11 +92,13 @@ def _moves(pace: FetchPace, num_tokens: int) -> bool:
 
 
 def _reach(far: list[WorkerView], near: list[WorkerView], query: RouteQuery) -> Reach:
-    """What a prompt may use. Where its work was lost in the far cluster and the worker is still
-    there, the link may be what failed, which all workers there share: it stays at home. So does
-    one that all workers there have just refused because what they computed has not left yet, while
-    a worker at home idles: over a link so narrow it would only wait. Where they compute, to wait
-    for faster instances may pay, and the threshold is there to decide.
+    """Returns the clusters that a prompt may use.
+
+    A prompt stays at home in two cases. If a worker of the far cluster lost it and is still listed,
+    the link may have failed, which all workers there share. And if all workers there refused it
+    because computed KV still fills their slots, while a worker at home is idle: over so narrow a
+    link it would only wait. If they refused because they compute, waiting for faster instances may
+    pay, and the threshold decides.
     """
     local = any(map(_is_awake, near))
     was_lost = local and any(worker.worker_id in query.lost for worker in far)
@@ -106,12 +109,12 @@ def _reach(far: list[WorkerView], near: list[WorkerView], query: RouteQuery) -> 
 
 
 def _sends(worker: WorkerView) -> bool:
-    """Whether all its slots are held by KV that has yet to leave."""
+    """Whether all its prefill slots are held by computed KV that has not been sent yet."""
     return worker.load.prefill_sending >= worker.info.prefill_slots
 
 
 def _idles(worker: WorkerView, query: RouteQuery) -> bool:
-    """Whether it would compute the prompt at once, as far as is known."""
+    """Whether the worker would compute the prompt at once, by its last report."""
     return (
         _is_awake(worker)
         and worker.worker_id not in query.avoid
@@ -130,7 +133,7 @@ def _is_awake(worker: WorkerView) -> bool:
 def _longest_match(
     workers: list[WorkerView], query: RouteQuery, matches: Mapping[WorkerId, int] | None
 ) -> int:
-    """Leading tokens cached by the best holder of a cluster."""
+    """Returns the leading tokens cached by the best holder of a cluster."""
     if not matches:
         return 0
     held = (matches.get(worker.worker_id, 0) * worker.info.layout.block_size for worker in workers)

@@ -1,5 +1,5 @@
-"""P/D-Serve's decisions: the ratio of prefill to decode instances, which way to move it, how long
-a request may wait, which group serves it.
+"""P/D-Serve's decisions: the ratio of prefill to decode instances, the direction in which to change
+it, how long a request may wait, and the group that serves it.
 
 Source: P/D-Serve 2.1 (model, eqs. 1-2), 3.2 (groups), 3.3 (triggers), 3.5 (timeouts).
 Tests: tests/unit/policy/test_pdserve.py, tests/property/test_policy_properties.py.
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from kvmesh.core.types import Role
 
 TOLERANCE = 0.1
-"""Latencies and shares that changed by less of themselves have not changed (3.3)."""
+"""Relative change of a latency or share up to which it counts as unchanged (3.3)."""
 
 MIN_PER_ROLE = 2
-"""Fewer instances of a role would make one of them a single point of failure (3.3)."""
+"""Minimum number of instances of a role: a single one would be a single point of failure (3.3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceProfile:
-    """What one instance of each role does with the traffic of one scenario.
+    """Measured batches of one instance of each role under one scenario's traffic (2.1).
 
     Attributes:
-        prefill_batch, decode_batch: requests worked on at once (b_p, b_d).
-        prefill_s, decode_s: time of one such batch, T_p and T_d.
+        prefill_batch, decode_batch: requests in one batch (b_p, b_d).
+        prefill_s, decode_s: seconds of one such batch (T_p, T_d).
     """
 
     prefill_batch: float
@@ -37,17 +37,17 @@ class InstanceProfile:
 
     @property
     def prefill_rate(self) -> float:
-        """Requests per second of a prefill instance."""
+        """Requests per second of a prefill instance, b_p / T_p."""
         return self.prefill_batch / self.prefill_s
 
     @property
     def decode_rate(self) -> float:
-        """Requests per second of a decode instance."""
+        """Requests per second of a decode instance, b_d / T_d."""
         return self.decode_batch / self.decode_s
 
 
 def decode_time_s(transfer_s: float, tpot_s: float, num_generated: float) -> float:
-    """T_d: KV transfer, then one step per generated token (2.1)."""
+    """Returns T_d: the KV transfer, then one step per generated token (2.1)."""
     return transfer_s + tpot_s * num_generated
 
 
@@ -56,7 +56,7 @@ class RatioChoice:
     """A split of instances.
 
     Attributes:
-        rate: requests per second that the whole group can do.
+        rate: requests per second of the whole group.
     """
 
     num_prefill: int
@@ -67,13 +67,13 @@ class RatioChoice:
 def choose_ratio(
     profile: InstanceProfile, num_instances: int, min_per_role: int = MIN_PER_ROLE
 ) -> RatioChoice:
-    """The split of highest throughput, from eq. 1: n_p * b_p / T_p = n_d * b_d / T_d.
+    """Returns the split of highest throughput, from eq. 1: n_p * b_p / T_p = n_d * b_d / T_d.
 
-    The rate rises with n_p up to the balance and falls beyond, so the best whole number is next to
-    it on one side.
+    The rate rises with n_p up to the balance and falls beyond it, so the best n_p is one of the two
+    integers next to the balance.
 
     Raises:
-        ValueError: too few instances for `min_per_role` of both.
+        ValueError: there are too few instances for `min_per_role` of both roles.
     """
     if num_instances < 2 * min_per_role:
         raise ValueError(f"{num_instances} instances are not {min_per_role} of both roles")
@@ -109,7 +109,7 @@ class RatioReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LatencyWindow:
-    """Means over one window of one scenario.
+    """Mean latencies over one window of one scenario.
 
     Attributes:
         prefill_s: time to the first token, T_p.
@@ -144,12 +144,13 @@ def ratio_direction(
     num_decode: int,
     tolerance: float = TOLERANCE,
 ) -> RatioStep:
-    """The monitor's rule: latency up and prefill share up asks for prefill, share down for decode.
+    """Applies the monitor's rule (3.3) to two windows.
 
-    Gradual: one instance per call. The role that gives keeps `MIN_PER_ROLE`.
+    If latency and prefill share both rise, prefill gets an instance; if latency rises and the share
+    falls, decode does. One instance moves per call, and the giving role keeps `MIN_PER_ROLE`.
 
     Args:
-        tolerance: a latency or share that changed by less of itself has not changed.
+        tolerance: relative change up to which a latency or share counts as unchanged.
     """
     slower = _relative(before.total_s, now.total_s)
     shift = _share_shift(before.prefill_share, now.prefill_share)
@@ -169,8 +170,9 @@ def _relative(before: float, now: float) -> float:
 
 
 def _share_shift(before: float, now: float) -> float:
-    """Change of a share, relative to it and to what it lacks of one: where prefill is nearly all of
-    the time already, it has no tenth left to grow by.
+    """Returns the change of a share relative to share * (1 - share).
+
+    A share close to 1 cannot grow by a tenth of itself, so its distance to 1 counts too.
     """
     room = before * (1.0 - before)
     return (now - before) / room if room else 0.0
@@ -188,10 +190,10 @@ class TimeoutTier:
 
 
 def timeout_s(num_tokens: int, tiers: Sequence[TimeoutTier]) -> float:
-    """How long a prompt may wait before it is ended early; the last tier is for all the rest.
+    """Returns the seconds that a prompt may wait before early intervention ends it (3.5).
 
     Args:
-        tiers: at least one, by rising length.
+        tiers: at least one, by rising length; the last one also covers all longer prompts.
     """
     return next(
         (tier.timeout_s for tier in tiers if num_tokens <= tier.max_tokens), tiers[-1].timeout_s
@@ -211,8 +213,8 @@ class Group:
     """A P/D group.
 
     Attributes:
-        scenario: whom it serves; empty for any.
-        busy_share: prefill slots in use, 0..1.
+        scenario: the scenario that it serves; empty for any.
+        busy_share: fraction of its prefill slots in use, 0..1.
     """
 
     name: str
@@ -222,14 +224,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """The group of a request; None when nobody serves it."""
+    """The group of a request and why; None if no group serves it."""
 
     group: Group | None
     reason: GroupReason
 
 
 def choose_group(scenario: str, groups: Sequence[Group]) -> GroupChoice:
-    """The least busy group of the scenario, else the least busy general one."""
+    """Returns the least busy group of the scenario, else the least busy general one (3.2)."""
     for label, reason in ((scenario, GroupReason.SCENARIO), ("", GroupReason.GENERAL)):
         found = [group for group in groups if group.scenario == label]
         if found:

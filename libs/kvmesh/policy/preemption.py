@@ -1,4 +1,4 @@
-"""Whether the KV of a sequence that is preempted is kept in host memory or computed again. Pure.
+"""Decides whether a preempted sequence's KV is swapped to host memory or recomputed. Pure.
 
 Tests: tests/unit/policy/test_preemption.py.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SAMPLE_WEIGHT = 0.2
-"""Share of the newest sample in a measured speed: about the last ten count."""
+"""Weight of the newest sample in a measured speed: about the last ten count."""
 FADING = 0.05
-"""Share by which copies seem cheaper after each time that none was made."""
+"""Fraction by which the estimated cost of a copy falls after each decision not to copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What this worker was measured at; 0 while unknown.
+    """Measured speeds of this worker; 0 while unknown.
 
     Attributes:
-        token_s: seconds per token of steps with prompts.
+        token_s: seconds per token in steps with prompts.
         byte_s: seconds per byte copied between the pool and host memory.
     """
 
@@ -27,24 +27,25 @@ class Speeds:
 
 
 def with_sample(mean: float, sample: float) -> float:
-    """A mean that forgets, after one more sample; the first sample is the mean."""
+    """Returns the exponential moving mean after one more sample; the first sample is the mean."""
     return sample if mean == 0 else mean + SAMPLE_WEIGHT * (sample - mean)
 
 
 def without_copy(speeds: Speeds) -> Speeds:
-    """Speeds after a decision not to copy, which measures no copy.
+    """Returns the speeds after a decision not to copy.
 
-    One slow copy would else decide for ever: its weight fades until a copy is tried again.
+    No copy means no new measurement, and one slow copy would otherwise decide forever. Its estimate
+    fades until a copy is tried again.
     """
     return Speeds(speeds.token_s, speeds.byte_s * (1 - FADING))
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionDecision:
-    """What becomes of the KV.
+    """Decision about the KV of a preempted sequence.
 
     Attributes:
-        swap: it is kept in host memory; else it is dropped and computed again.
+        swap: whether it is kept in host memory; else it is dropped and recomputed.
         reason: in words, for logs.
     """
 
@@ -53,10 +54,10 @@ class PreemptionDecision:
 
 
 def choose_preemption(num_tokens: int, num_bytes: int, speeds: Speeds) -> PreemptionDecision:
-    """The cheaper of copying out and in and of computing again.
+    """Chooses the cheaper of copying out and back in, and recomputing.
 
-    What the prefix cache will still have of the sequence is not known at this time, and it is
-    short of room by definition, so it counts for neither side.
+    The prefix cache counts for neither: how much of the sequence it will still hold is not known,
+    and at a preemption it is short of room by definition.
 
     Args:
         num_tokens: positions whose KV would be lost.

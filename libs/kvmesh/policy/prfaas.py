@@ -1,5 +1,7 @@
-"""PrfaaS's throughput model and its optimum: how many requests per second prefill in another
-cluster, prefill at home and decode can do, and which threshold and split make the most of them.
+"""PrfaaS's throughput model and its optimum.
+
+The model gives the requests per second of the three stages (prefill in the offload cluster, prefill
+at home, decode). Its optimum is the threshold and the split of instances with the highest rate.
 
 Source: PrfaaS 3.4.1 (eqs. 3-6), 3.4.2 (eqs. 7-8). Routing by the threshold is in `offload.py`.
 Tests: tests/unit/policy/test_prfaas.py, tests/property/test_policy_properties.py.
@@ -16,6 +18,7 @@ from kvmesh.policy.curves import Curve
 from kvmesh.policy.lengths import LengthDistribution
 
 GRID_POINTS = 1500
+"""Number of quantiles of the prompt lengths that the search tries as thresholds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class ServingProfile:
     Attributes:
         remote_prefill_s: T_prefill on an instance of the offload cluster, of uncached tokens.
         local_prefill_s: T_prefill on an instance at home.
-        kv_bytes: S_kv, KV of a request of so many tokens.
+        kv_bytes: S_kv, bytes of KV of a request with so many tokens.
         decode_batch: BS_max, the largest batch that keeps the SLO.
         decode_step_s: T_decode of that batch.
         output_tokens: L_out, mean tokens generated.
@@ -51,7 +54,7 @@ class Hardware:
     Attributes:
         num_remote: N_prfaas, prefill instances of the offload cluster.
         num_local: N_p + N_d, instances at home.
-        egress_bytes_per_s: B_out, the offload cluster's way out.
+        egress_bytes_per_s: B_out, the offload cluster's egress bandwidth.
     """
 
     num_remote: int
@@ -60,7 +63,7 @@ class Hardware:
 
 
 class Limit(enum.Enum):
-    """Which term of eq. 6 is the smallest."""
+    """The stage that limits the rate: the smallest term of eq. 6."""
 
     REMOTE_COMPUTE = "remote prefill compute"
     EGRESS = "egress bandwidth"
@@ -73,11 +76,13 @@ class OperatingPoint:
     """The model's answer for one threshold and split; rates in requests per second.
 
     Attributes:
-        threshold_tokens: longer uncached prompts are prefilled remotely; inf is never.
-        share_remote: p, share of requests above the threshold.
+        threshold_tokens: t, uncached tokens above which prompts are prefilled remotely; inf: none.
+        num_prefill, num_decode: N_p and N_d, the split of the local instances.
+        share_remote: p, fraction of the requests above the threshold.
         long_tokens, short_tokens: mean length above and up to the threshold.
-        remote_rate, local_rate, decode_rate: Theta of the three stages.
-        rate: Lambda_max.
+        remote_rate, local_rate, decode_rate: Theta of the three stages (eqs. 3-5).
+        rate: Lambda_max (eq. 6).
+        limit: the stage that limits it.
         egress_bytes_per_s: KV that leaves the offload cluster at that rate.
     """
 
@@ -96,13 +101,13 @@ class OperatingPoint:
 
     @property
     def prefill_ceiling(self) -> float:
-        """Requests per second that both prefill stages together could do at this threshold."""
+        """Requests per second that both prefill stages together allow at this threshold."""
         remote = _divide(self.remote_rate, self.share_remote)
         return min(remote, _divide(self.local_rate, 1.0 - self.share_remote))
 
 
 def _divide(rate: float, share: float) -> float:
-    """What a stage that gets `share` of the requests allows for all; no share, no limit."""
+    """Returns the total rate that a stage with `share` of the requests allows; infinite for 0."""
     return rate / share if share > 0 else math.inf
 
 
@@ -116,7 +121,7 @@ def operating_point(
     """Eqs. 3-6 for one threshold and one split of the local instances.
 
     Args:
-        lengths: of uncached prompt tokens.
+        lengths: distribution of uncached prompt tokens.
         num_prefill: N_p; the other local instances decode.
     """
     share = lengths.share_above(threshold_tokens)
@@ -154,7 +159,7 @@ def operating_point(
 
 
 def threshold_grid(lengths: LengthDistribution, num_points: int = GRID_POINTS) -> list[float]:
-    """Thresholds worth trying: all remote, all local, and every quantile between."""
+    """Returns the thresholds to try: 0 (all remote), the quantiles, and infinity (all local)."""
     inner = {round(lengths.quantile(index / num_points)) for index in range(num_points)}
     return [0.0, *sorted(inner - {0}), math.inf]
 
@@ -166,7 +171,7 @@ def search(
     thresholds: Sequence[float] | None = None,
     splits: Iterable[int] | None = None,
 ) -> list[OperatingPoint]:
-    """Every point of the grid of thresholds and splits (3.4.2).
+    """Returns every point of the grid of thresholds and splits (3.4.2).
 
     Args:
         thresholds: None for `threshold_grid`.
@@ -184,9 +189,9 @@ def search(
 
 
 def optimum(points: Iterable[OperatingPoint]) -> OperatingPoint:
-    """The point of the highest rate.
+    """Returns the point with the highest rate.
 
-    Where decode limits, a range of thresholds has the same rate; of these the one in the middle of
-    eq. 7 (both prefill stages equally far from their limit) leaves the most room.
+    If decode limits, a range of thresholds has the same rate. Of these, the solution of eq. 7 (both
+    prefill stages equally far from their limit) leaves the most room.
     """
     return max(points, key=lambda point: (point.rate, point.prefill_ceiling))

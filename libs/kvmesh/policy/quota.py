@@ -1,8 +1,10 @@
-"""Rates with bursts: how much a tenant may use, and when it may try again.
+"""Rate limits with bursts: how much a tenant may use, and when it may try again.
 
-The generic cell rate algorithm, in the form where usage may be charged after it happened: a bucket
-that is overdrawn refuses until its debt is paid. Times are seconds on any one clock. The Lua twin
-for several gateways is in `metadata/quota_store.py`; tests/contract/test_quota.py runs both.
+The generic cell rate algorithm, in the form where usage may be charged after it happened: an
+overdrawn bucket refuses until its debt is paid. Times are seconds on any one clock. The same
+algorithm in Lua, for several gateways, is in `metadata/quota_store.py`;
+tests/contract/test_quota.py
+runs both.
 Source: ATM Forum TM 4.0 4.4 (GCRA). Tests: tests/unit/policy/test_quota.py.
 """
 
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 
 class Quota(enum.Enum):
-    """Which of a tenant's limits; the value is the word that clients see."""
+    """A tenant's kinds of limits; clients see the value."""
 
     REQUESTS = "requests_per_min"
     TOKENS = "tokens_per_min"
@@ -22,11 +24,11 @@ class Quota(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may use; 0 is no limit.
+    """Limits of one tenant; 0 is no limit.
 
     Attributes:
         max_concurrent: requests at once.
-        priority: tenants with a higher one are served first while prefill is scarce.
+        priority: tenants with a higher priority are served first while prefill is scarce.
         weight: share among tenants of the same priority while prefill is scarce.
     """
 
@@ -38,18 +40,18 @@ class TenantLimits:
 
     @property
     def is_open(self) -> bool:
-        """Nothing is limited."""
+        """Whether the tenant has no limit."""
         return not (self.requests_per_min or self.tokens_per_min or self.max_concurrent)
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who calls.
+    """The tenant of a caller.
 
     Attributes:
-        name: its usage is counted under it; empty for callers without a key.
-        is_known: it stands in the tenant directory, so its name can be a label of metrics.
-        namespace: enters cache salts; empty where keys are not checked.
+        name: key of its usage; empty for callers without an API key.
+        is_known: whether the tenant directory lists it, so that its name may label metrics.
+        namespace: part of its cache salts; empty where keys are not checked.
     """
 
     name: str = ""
@@ -58,10 +60,10 @@ class Tenant:
     namespace: str = ""
 
     def salted(self, cache_salt: str) -> str:
-        """The caller's cache salt within the tenant: salts of two tenants are never equal.
+        """Returns the caller's cache salt within the tenant; salts of two tenants never match.
 
-        Nor are those of a caller whom nobody has checked and of a tenant: gateways with keys and
-        without may share a mesh.
+        A tenant's salt does not match an unchecked caller's either: gateways with and without keys
+        may share a mesh.
         """
         space = self.namespace
         return f"{len(space)}:{space}:{cache_salt}" if space or cache_salt else ""
@@ -72,7 +74,7 @@ class QuotaRefusal:
     """A limit that is used up.
 
     Attributes:
-        retry_after_s: when trying again may help; for concurrency it is a guess.
+        retry_after_s: seconds until a retry may succeed; a guess for concurrency.
     """
 
     quota: Quota
@@ -94,21 +96,21 @@ class Rate:
 
     @property
     def interval_s(self) -> float:
-        """Seconds that one unit stands for."""
+        """Seconds per unit at this rate."""
         assert self.per_min > 0, "a rate without limit has no interval"
         return 60.0 / self.per_min
 
     @property
     def tolerance_s(self) -> float:
-        """How far usage may run ahead of the rate."""
+        """Seconds by which usage may run ahead of the rate."""
         return max(0.0, self.burst_s - self.interval_s)
 
 
 def wait_s(busy_until: float, rate: Rate, now: float) -> float:
-    """How long until the next unit may be used; 0 is now.
+    """Returns the seconds until the next unit may be used; 0 is now.
 
     Args:
-        busy_until: when all that was used so far is paid for.
+        busy_until: time at which all usage so far is paid for.
     """
     if not rate.per_min:
         return 0.0
@@ -116,11 +118,11 @@ def wait_s(busy_until: float, rate: Rate, now: float) -> float:
 
 
 def charge(busy_until: float, rate: Rate, units: float, now: float) -> float:
-    """The new `busy_until` after using `units`.
+    """Returns the new `busy_until` after using `units`.
 
     Args:
         busy_until: as in `wait_s`.
-        units: may be more than was left; less than zero gives back.
+        units: may exceed what was left; negative units are a refund.
     """
     if not rate.per_min:
         return busy_until
@@ -129,12 +131,12 @@ def charge(busy_until: float, rate: Rate, units: float, now: float) -> float:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What one tenant used, as one gateway counts it.
+    """One tenant's usage as one gateway counts it.
 
     Attributes:
-        num_open: requests at once.
-        requests_until: as `busy_until` of `wait_s`.
-        tokens_until: likewise.
+        num_open: requests that are running.
+        requests_until: `busy_until` of its requests; see `wait_s`.
+        tokens_until: `busy_until` of its tokens.
     """
 
     num_open: int = 0
@@ -145,10 +147,10 @@ class TenantUsage:
 def check_usage(
     usage: TenantUsage, limits: TenantLimits, burst_s: float, now: float
 ) -> QuotaRefusal | None:
-    """Whether one more request may start.
+    """Returns the limit that keeps one more request from starting; None: it may start.
 
     Args:
-        usage: without that request.
+        usage: of the tenant, without that request.
         burst_s: see `Rate`.
     """
     if 0 < limits.max_concurrent <= usage.num_open:

@@ -1,7 +1,7 @@
 """Route policies: how good a worker is for one request's prefill, decode or both.
 
-A policy is three functions from a `Standing` to a tuple; smaller is better. What is common to all
-policies (who may be asked, placement, avoided workers, clusters) is in `routing.py`.
+A policy is three functions from a `Standing` to a tuple; smaller is better. The rules of all
+policies (able workers, placement, avoided workers, clusters) are in `routing.py`.
 Tests: tests/unit/policy/test_routing.py.
 """
 
@@ -18,63 +18,63 @@ from kvmesh.policy.token_pace import takes
 from kvmesh.policy.view import WorkerView
 
 DECODE_CACHE_WEIGHT = 0.5
-"""A decode worker that holds the whole prompt is worth half of the capacity that it has left:
-nothing has to be sent to it, and a second copy of a long session would push others out where blocks
-are what is scarce; but its batch sets the time per token for as long as the request lives, so the
-fuller it is, the less that counts."""
+"""Weight of a cached prompt in the decode rank, as a fraction of the worker's free capacity. A full
+hit needs no transfer, and avoids a second copy of a long session where blocks are scarce. It counts
+less on a fuller worker, because the batch size sets the TPOT for the request's whole life."""
 
 AGGREGATE_TOKENS = 256
-"""Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
+"""Most uncached tokens of a prompt that a decode worker computes: half a step's default token
+budget, which the decode batch hardly notices."""
 
 AGGREGATE_SHARE = 0.25
-"""A decode worker with more of its slots or blocks in use keeps to decode."""
+"""Largest fraction of a decode worker's slots or blocks in use for it to compute short prompts."""
 
 HELP_SHARE = 0.5
-"""As `AGGREGATE_SHARE`, when prefill workers are so late that its help is worth more."""
+"""Same as `AGGREGATE_SHARE`, but for any prompt when the prefill workers would be later."""
 
 HELP_SLOWDOWN = 1.5
-"""Prompts take so many times as long beside decode: their chunks are short and decode steps come
+"""Factor by which a prompt takes longer beside decode: chunks are short and decode steps run in
 between."""
 
 TRANSFER_SHARE = 0.05
-"""KV of a token is sent in this part of the time in which it is computed."""
+"""Time to send a token's KV, as a fraction of its compute time."""
 
 BUSY_TOKENS = 2048
-"""What a full worker adds to the wait: its next free slot comes when a prompt is computed and sent,
-and others wait for it too."""
+"""Computed tokens added to the wait at a full worker: its next slot frees when a prompt is computed
+and sent, and other requests wait for that slot too."""
 
 SLACK_TOKENS = 2048
-"""Prefill workers whose first token comes later than the best one's by more than this are not asked
-yet: a short wait for the holder of a long prefix beats computing the prefix again."""
+"""Computed tokens by which a prefill worker's first token may come later than the best one's for it
+to be asked: a short wait for the holder of a long prefix beats computing the prefix again."""
 
 
 class Standing:
-    """A worker with respect to one request; who makes it fills it in, and then only
-    `fetch_route.weigh_fetches` changes it.
+    """A worker with respect to one request.
 
-    A route makes one for each worker it looks at and reads most of its numbers several times, so
-    they are computed once, here.
+    A route makes one for each worker it looks at and reads most numbers several times, so they are
+    computed once, here. After it is filled in, only `fetch_route.weigh_fetches` changes it.
 
     Attributes:
         cached_tokens: leading prompt tokens whose KV the worker holds.
         turn: place in a rotation over the workers of the same list; 0 is next.
-        reads: tokens of cached prefixes that were read there of late.
+        reads: tokens of cached prefixes read from the worker recently.
         uncached_tokens: tokens to compute; at least one, since the last one is needed for its
             logits.
-        prefill_busy: the worker would reject an offer: a prefill worker has slots and no queue.
-        prefill_share: prefill slots in use, as a share.
-        decode_full: the worker would refuse a reservation for want of a slot or blocks, or because
-            somebody's time per token would be longer than accepted.
-        decode_share: decode slots or blocks in use, as a share, whichever is scarcer.
+        prefill_busy: whether the worker would reject an offer: prefill workers have slots and no
+            queue.
+        prefill_share: fraction of the prefill slots in use.
+        decode_full: whether the worker would refuse a reservation, because no slot or too few
+            blocks are free, or because a sequence would miss its TPOT limit.
+        decode_share: fraction of the decode slots or of the blocks in use, the larger one.
         fetch: why the worker fetches a prefix, or does not.
-        source: whom it fetches from.
-        uneven: load is spread so badly over the workers of the list that the policy goes by it.
-        saved_tokens: by which the first token comes sooner because a prefix is fetched.
-        lower: of the cached blocks, those below the pool.
-        load_tokens: by which the first token comes later because they have to come up.
-        first_token: tokens computed until this request's first one, where prompts are computed one
-            after the other. Prompts on their way, which no report shows yet, are taken to be as
-            long as this one.
+        source: the worker that it fetches from.
+        uneven: whether load is spread so unevenly over the list that the policy ranks by load.
+        saved_tokens: computed tokens by which a fetch brings the first token sooner.
+        lower: number of the cached blocks that lie below the pool.
+        load_tokens: computed tokens by which bringing these up delays the first token.
+        first_token: tokens that the worker computes until this request's first token, if it runs
+            prompts one after the other. Prompts in flight, which no report shows yet, are assumed
+            to be as long as this one.
     """
 
     __slots__ = (
@@ -131,14 +131,14 @@ class Standing:
         slots = decode_used / (info.decode_slots or 1)
         blocks = 1.0 - load.blocks_free / (info.num_blocks or 1)
         self.decode_share = slots if slots > blocks else blocks
-        # Those on their way are taken to be as long as this one.
+        # Sequences in flight are assumed to be as long as this one.
         coming = 1 + worker.decode_in_flight
         needed = (left // info.layout.block_size + 1) * coming
         room = load.room
         self.decode_full = (
             decode_used >= info.decode_slots
             or load.blocks_free < needed
-            # Asked here as well as there: a call for each of dozens of workers is much.
+            # `takes` checks this too, but a call for each of dozens of workers is slow.
             or (
                 room.context_tokens > 0 and not takes(room, query.tpot_s, query.num_tokens * coming)
             )
@@ -146,12 +146,12 @@ class Standing:
 
     @property
     def may_help_prefill(self) -> bool:
-        """A decode worker that would take a prompt of any length at once."""
+        """Whether a decode worker has room to compute a prompt of any length at once."""
         return not self.prefill_busy and not self.decode_full and self.decode_share <= HELP_SHARE
 
     @property
     def takes_short_prompt(self) -> bool:
-        """The worker decodes little enough to compute a short prompt beside it, at once."""
+        """Whether the worker decodes so little that it can compute a short prompt at once."""
         return (
             self.worker.prefill_used == 0
             and not self.decode_full
@@ -168,15 +168,17 @@ class RoutePolicy:
     """A named way to order workers; smaller ranks are tried first, equal ones in random order.
 
     Attributes:
-        basis: what decides where no cached prefix does.
-        reads_cache: a cached prefix counts.
-        aggregate_tokens: a prompt with at most so many uncached tokens is computed on a decode
-            worker that has room for it; 0 keeps all prompts away from decode workers.
-        first_token: tokens computed on a worker until the request's first one. With it, workers
-            much later than the best are not asked, and decode workers help when they are sooner.
-        fetches: workers bring prefixes from others that hold them, where that is sooner.
-        slack_tokens: how much later than the best a worker may be and still be asked.
-        is_uneven: of the workers of a list; fills `Standing.uneven`.
+        basis: cause that a plan names where no cached prefix decided.
+        reads_cache: whether a cached prefix counts.
+        aggregate_tokens: a decode worker with room computes prompts of up to so many uncached
+            tokens; 0 keeps all prompts away from decode workers.
+        first_token: returns the tokens that a worker computes until the request's first one. With
+            it, workers much later than the best are not asked, and decode workers help when they
+            are sooner.
+        fetches: whether workers fetch prefixes from other holders where that is sooner.
+        slack_tokens: computed tokens by which a worker may be later than the best and is still
+            asked.
+        is_uneven: says whether load is spread unevenly over a list; fills `Standing.uneven`.
     """
 
     name: str
@@ -206,7 +208,7 @@ def _cache_load_prefill(standing: Standing) -> Rank:
 
 
 def decode_cost(share: float, uncached_share: float) -> float:
-    """What speaks against a decode worker: what of it is in use, and what it lacks of a prompt."""
+    """Returns a decode worker's cost: its used share, plus the prompt's uncached share weighted."""
     left = 1.0 - share
     # Without `max`: a route compares dozens of workers by this.
     return share + DECODE_CACHE_WEIGHT * uncached_share * left if left > 0.0 else share
@@ -218,12 +220,12 @@ def _cache_load_decode(standing: Standing) -> Rank:
 
 
 def _cache_load_aggregated(standing: Standing) -> Rank:
-    # Decode steps of the batch take their part of the compute that the prompt waits for.
+    # Decode steps of the batch take a part of the compute that the prompt needs.
     cost = _expected_prefill(standing) * (1.0 + standing.decode_share)
     return (standing.prefill_busy or standing.decode_full, cost)
 
 
-# As a function would return them, at half its price: a route ranks a dozen workers.
+# Same tuple as a function would return, in half the time: a route ranks a dozen workers.
 _first_token_prefill: RankFunction = attrgetter("first_token", "prefill_share", "reads")
 
 
@@ -265,12 +267,13 @@ LEAST_CONNECTIONS = RoutePolicy(
     basis=RouteCause.NO_SCHEDULER,
     reads_cache=False,
 )
-"""Reads only what the caller itself has in flight; loads of an old view mislead."""
+"""Counts only the caller's own requests in flight, because the loads of an old view mislead."""
 
 CACHE_LOAD = RoutePolicy(
     "cache_load", _cache_load_prefill, _cache_load_decode, _cache_load_aggregated
 )
-"""Expected work until the first token, prefix included; the scarcer of decode slots and blocks."""
+"""Prefill by expected work until the first token, given the cached prefix; decode by the scarcer of
+slots and blocks."""
 
 KVMESH = RoutePolicy(
     "kvmesh",
@@ -281,8 +284,9 @@ KVMESH = RoutePolicy(
     first_token=attrgetter("first_token"),
     fetches=True,
 )
-"""The default: the worker whose first token comes soonest, queue, prefix and fetch counted (FlowKV
-B.2); short prompts where they are decoded; decode workers help prefill while they are sooner."""
+"""The default. Prefill on the worker with the least TTFT from queue, prefix and fetch (FlowKV
+Algorithm 1); short prompts on their decode worker; decode workers help prefill while they are
+sooner."""
 
 LEAST_LOADED = RoutePolicy(
     "least_loaded",
@@ -293,7 +297,9 @@ LEAST_LOADED = RoutePolicy(
 )
 
 PDSERVE = replace(LEAST_LOADED, name="pdserve")
-"""As `LEAST_LOADED`; gateways offer to its prefill workers by their own connections."""
+"""Same ranks as `LEAST_LOADED`; gateways offer requests to prefill workers in the order of their
+own
+connections (P/D-Serve 3.5)."""
 
 ROUND_ROBIN = RoutePolicy(
     "round_robin", _turn, _turn, _turn, basis=RouteCause.ROTATION, reads_cache=False

@@ -1,10 +1,12 @@
-"""P/D-Serve's monitor: the times of a window say which role should get an instance, and those after
-that whether it was right.
+"""P/D-Serve's monitor: a window's latencies say which role should get an instance, and later
+windows
+whether that was right.
 
-Source: P/D-Serve 2.1 and 3.3, which leave open what "up" is compared with, and what follows a
-change. Waiting is the model's sign of a role that is short (2.1), so it never becomes usual: where
-requests wait, times are compared with those had nobody waited, and a ratio that is wrong from the
-first window on is seen in that window. Where none do, they are compared with what is usual.
+Source: P/D-Serve 2.1 and 3.3. The paper leaves open with which latency the present one is compared,
+and what follows a change. Here, waiting is the sign of a short role (2.1), so it never becomes part
+of the usual latency. If requests wait, a window is compared with its own latencies without the
+waiting; a ratio that is wrong from the start shows in the first window. If none wait, the window is
+compared with the usual latency.
 Tests: tests/unit/policy/test_ratio_monitor.py.
 """
 
@@ -24,34 +26,38 @@ from kvmesh.policy.pdserve import (
 from kvmesh.policy.waiting import Waiting
 
 WINDOW_S = 15.0
+"""Seconds of one window."""
 
 MIN_REQUESTS = 8
-"""A window of fewer requests goes on: a mean of so few says nothing."""
+"""Minimum number of requests in a window; with fewer it is extended, as their mean says nothing."""
 
 FORGET = 0.25
-"""Weight of a window in what is usual."""
+"""Weight of the newest window in the usual latency."""
 
 WAITING = 0.25
-"""Requests that come at random wait for a while even where nothing is short; this much of the time
-that they take otherwise is no reason to change."""
+"""Waiting as a fraction of the remaining latency that is no reason to change: requests that arrive
+at random wait a little even where no role is short."""
 
 NEARLY_ALL = 0.9
-"""Of the waiting: more of it for one role is all for that one. A stage that takes next to no time
-else has its share kept by a wait of a tenth of a second, whatever requests wait for the other one.
+"""Fraction of the waiting for one role from which all of it counts for that role. Otherwise a short
+wait for a stage that takes almost no time would keep that stage's share up, however long requests
+wait for the other role.
 """
 
 SETTLE_WINDOWS = 1
-"""After a change: the instance drains, and what had queued up is still served."""
+"""Number of windows after a change that are not judged: the instance drains, and the old queue is
+still served."""
 
 HOLD_WINDOWS = 8
-"""So long a change is taken back only if times are worse than those that it was made for. Compared
-with what is usual, the times just after it always seem to ask for the way back: the role that gave
-has more to do, and the other one less. Counted are windows with enough requests: a time without any
-says nothing of the change, however long it is."""
+"""Number of windows after a change in which it is taken back only if latencies are worse than those
+that caused it. Compared with the usual latency, the first windows always ask for the way back: the
+role that gave an instance has more to do, the other one less. Only windows with enough requests
+count; a time without requests says nothing about the change."""
 
 MAX_HOLD_WINDOWS = 64
-"""Each change that takes one back doubles the hold, up to this: where both ratios are wrong at
-times, instances would go to and fro."""
+"""Maximum hold in windows. Each change that takes back another doubles the hold: otherwise
+instances
+would go back and forth where both ratios are wrong at times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,9 @@ class StageCounts:
     """Requests in each stage at one moment.
 
     Attributes:
-        waiting: for a worker of each role.
-        prefilling: accepted by a worker, and without a first token.
-        decoding: with one.
+        waiting: requests that wait for a worker of each role.
+        prefilling: requests that a worker accepted and that have no first token yet.
+        decoding: requests that have their first token.
     """
 
     waiting: Waiting
@@ -71,7 +77,7 @@ class StageCounts:
 
 @dataclass(slots=True)
 class _Sums:
-    """Request-seconds in each stage, and arrivals."""
+    """Request-seconds in each stage, and the number of arrivals."""
 
     wait_prefill: float = 0.0
     wait_decode: float = 0.0
@@ -80,7 +86,7 @@ class _Sums:
     count: float = 0.0
 
     def window(self) -> LatencyWindow:
-        """Mean times, waiting included."""
+        """Returns the mean times, waiting included."""
         waited = self.wait_prefill + self.wait_decode
         for_prefill = self.wait_prefill
         if for_prefill > NEARLY_ALL * waited:
@@ -91,7 +97,7 @@ class _Sums:
         return LatencyWindow((for_prefill + self.prefill) / self.count, total / self.count)
 
     def quiet_window(self) -> LatencyWindow:
-        """Mean times had nobody waited."""
+        """Returns the mean times without the waiting."""
         return LatencyWindow(self.prefill / self.count, (self.prefill + self.decode) / self.count)
 
 
@@ -100,8 +106,9 @@ class _Change:
     """The last step that was taken.
 
     Attributes:
+        grow: the role that got an instance.
         before: times of the window that asked for it.
-        age: windows since.
+        age: number of windows since.
     """
 
     grow: Role
@@ -110,10 +117,11 @@ class _Change:
 
 
 class RatioMonitor:
-    """Times of the requests of this window, what is usual, and the change that is on trial.
+    """Monitors the latencies of one scenario and asks for changes of the ratio (P/D-Serve 3.3).
 
-    Times are counted, not measured: the mean time in a stage is the mean number of requests in it,
-    divided by the rate at which they come (Little's law).
+    It keeps the current window, the usual latency, and the last change while it is on trial. Times
+    are derived from counts: the mean time in a stage is the mean number of requests in it, divided
+    by their arrival rate (Little's law).
     """
 
     def __init__(self) -> None:
@@ -124,11 +132,11 @@ class RatioMonitor:
         self._hold = HOLD_WINDOWS
 
     def observe(self, counts: StageCounts, num_new: float, elapsed_s: float) -> None:
-        """Takes a sample.
+        """Adds a sample.
 
         Args:
             num_new: arrivals since the last call; a fraction where groups share a scenario.
-            elapsed_s: since the last call.
+            elapsed_s: seconds since the last call.
         """
         sums = self._sums
         sums.wait_prefill += counts.waiting.prefill * elapsed_s
@@ -138,20 +146,21 @@ class RatioMonitor:
         sums.count += num_new
 
     def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
-        """What the rule says, and a new window; None: too few requests, and this one goes on.
+        """Ends the window and returns the step that the rule asks for.
 
-        Who does what it says calls `carried_out`: of what nobody did no better times are expected.
+        None if the window has too few requests; it then goes on. The caller that carries out the
+        step calls `carried_out`, so that only a real change is judged by later windows.
         """
         sums = self._sums
         if sums.count < MIN_REQUESTS:
             return None
         self._sums = _Sums()
         now, quiet = sums.window(), sums.quiet_window()
-        # A mean of n counts is off by about one part in the root of n.
+        # The relative error of a mean of n counts is about 1 / sqrt(n).
         tolerance = max(TOLERANCE, 1.0 / math.sqrt(sums.count))
         waited = now.total_s > (1.0 + max(tolerance, WAITING)) * quiet.total_s
-        # Who is refused in the end has waited and taken no other time, which makes the mean of that
-        # less than usual: a window with waiting is compared with itself.
+        # A request that is refused in the end has only waited. It lowers the mean of the other
+        # times below the usual, so a window with waiting is compared with itself.
         before, seen = (quiet, now) if waited else (self._usual or quiet, quiet)
         if not waited:
             self._usual = _moved(before, quiet)
@@ -168,12 +177,12 @@ class RatioMonitor:
             step = RatioStep(step.grow, RatioReason.TAKEN_BACK)
         if step.grow is not None:
             if not waited:
-                self._usual = quiet  # one change answers it; what is slower still asks again
+                self._usual = quiet  # one change answers this latency; only a higher one asks again
             self._asked = _Change(step.grow, now)
         return step
 
     def carried_out(self) -> None:
-        """An instance changes to the role that the last window asked for."""
+        """Records that an instance changes to the role that the last window asked for."""
         before, asked = self._change, self._asked
         if asked is None:
             return
@@ -182,7 +191,7 @@ class RatioMonitor:
         self._change, self._asked = asked, None
 
     def _aged_change(self) -> _Change | None:
-        """The last step, one window older; one that was right for long enough is forgotten."""
+        """Returns the last change, one window older; drops it after twice the hold."""
         change = self._change
         if change is not None:
             change.age += 1

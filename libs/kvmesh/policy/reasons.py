@@ -1,4 +1,4 @@
-"""The sentences that go with route decisions: why this plan, or what is there instead.
+"""The sentences that explain a route plan or a refusal.
 
 Tests: tests/unit/policy/test_routing.py.
 """
@@ -12,11 +12,11 @@ from kvmesh.policy.ranking import Standing
 from kvmesh.policy.view import WorkerView
 
 RETRY_NO_WORKERS_MS = 250
-"""About the time in which a restarted worker or scheduler is back in the view."""
+"""Milliseconds until a retry: about the time in which a restarted worker or scheduler is back."""
 
 
 def prefill_reason(standing: Standing) -> str:
-    """What speaks for the worker that is to run the prompt."""
+    """Returns the reason for the prefill worker: its cached tokens and used slots."""
     worker = standing.worker
     return (
         f"prefill on {worker.worker_id} with {standing.cached_tokens} of "
@@ -26,7 +26,7 @@ def prefill_reason(standing: Standing) -> str:
 
 
 def decode_reason(standing: Standing) -> str:
-    """What speaks for the worker that is to generate."""
+    """Returns the reason for the decode worker: its used slots and free blocks."""
     worker = standing.worker
     return (
         f"decode on {worker.worker_id} with {worker.decode_used} of "
@@ -42,7 +42,7 @@ def _census(workers: Iterable[WorkerView]) -> str:
 
 
 def why_aggregated(able: Sequence[WorkerView]) -> str:
-    """Why prefill and decode are not apart by default."""
+    """Returns the reason why the default placement is aggregated."""
     roles = {worker.info.role for worker in able}
     if roles == {Role.HYBRID}:
         return "all workers are hybrid"
@@ -52,7 +52,7 @@ def why_aggregated(able: Sequence[WorkerView]) -> str:
 
 
 def no_pair(query: RouteQuery, able: Sequence[WorkerView]) -> Refusal:
-    """Nobody can be placed as the query demands."""
+    """Returns the refusal if no prefill and decode pair exists for disaggregated placement."""
     message = (
         f"disaggregated placement of {query.model} needs a prefill and a decode worker of one "
         f"layout; there are {_census(able)}"
@@ -63,7 +63,7 @@ def no_pair(query: RouteQuery, able: Sequence[WorkerView]) -> Refusal:
 def no_workers(
     query: RouteQuery, served: Sequence[WorkerView], everyone: Sequence[WorkerView]
 ) -> Refusal:
-    """Nobody takes requests for the model.
+    """Returns the refusal if no worker takes requests for the model.
 
     Args:
         served: workers of the model, all draining.

@@ -1,7 +1,7 @@
-"""Roles every second, for the scheduler and the simulator alike: FlowKV's load scores, and who
-helps the other side.
+"""FlowKV's controller, run every second: load scores, and the workers that help the other side. The
+scheduler and the simulator both use it.
 
-The loop keeps what it has seen and decides; whoever owns it measures, waits and carries out.
+The loop keeps observations and decides; its owner measures, waits and carries out.
 Source: FlowKV Algorithm 1. Tests: tests/unit/policy/test_role_loop.py.
 """
 
@@ -29,9 +29,10 @@ from kvmesh.policy.token_pace import context_share, time_used
 from kvmesh.policy.waiting import Waiting
 
 CYCLE_S = 1.0
-"""Fast scale: threshold and role switches."""
+"""Seconds between two cycles of threshold and role switches."""
 
 SCORE_WINDOW_S = 5.0
+"""Seconds over which load scores are averaged (the sliding window of FlowKV B.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,11 @@ class WorkerReading:
 
 
 def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
-    """Share of the room for sequences: of blocks, and where they decode of slots, whichever is
-    scarcer, or of the time per token that they accept. A decode worker without a free slot is
-    full, however short its sequences are.
+    """Returns the used fraction of a worker's room for sequences, KV_u of FlowKV B.2.
+
+    For prefill it is the used share of the blocks. For decode it is the largest share of blocks, of
+    slots, and of the strictest TPOT limit: a worker without a free slot is full, however short its
+    sequences are.
     """
     blocks = 1.0 - load.blocks_free / max(info.num_blocks, 1)
     if info.role is Role.PREFILL:
@@ -57,18 +60,20 @@ def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
 
 
 def decode_slots(info: WorkerInfo, load: WorkerLoad) -> float:
-    """Sequences like those that decode there now that a worker takes: its slots, or fewer where
-    their limits on the time per token leave no time for so many.
+    """Returns how many sequences like the present ones a worker can decode.
+
+    These are its slots, or fewer where TPOT limits leave no time for so many.
     """
     running, share = load.decode_running, context_share(load.room)
     return min(info.decode_slots, max(running / share, 1.0)) if share else info.decode_slots
 
 
 def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerReading:
-    """The twelve indicators of a worker that reports its load.
+    """Returns the twelve indicators of FlowKV B.2 from a worker's reported load.
 
     Args:
-        waiting: for this worker: its even share of what waits at the gateways for its side.
+        waiting: requests that wait for this worker: its equal share of those that wait at the
+            gateways for its side.
     """
     prefills = info.role is Role.PREFILL
     slots = decode_slots(info, load)
@@ -97,7 +102,7 @@ def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerR
 
 @dataclass(frozen=True, slots=True)
 class RoleCycle:
-    """What one cycle found and wants."""
+    """Result of one cycle: the load state, the fleet's scores and the switches to carry out."""
 
     regime: Regime
     fleet: Score
@@ -105,13 +110,13 @@ class RoleCycle:
 
 
 class _Rest:
-    """How long nobody begins to help a side.
+    """Rest of a side: cycles in which no worker begins to help it.
 
-    Where help was a mistake it would be one again: each one doubles the time to the next. All whom
-    their side calls in one cycle are one mistake, whoever else returns in it.
+    Help was a mistake if the helpers' own side calls them back. Each mistake doubles the rest. All
+    helpers called back in one cycle count as one mistake, whichever others return in it.
 
     Attributes:
-        cycles_left: 0 while the side may be helped.
+        cycles_left: cycles of rest that are left; 0 while the side may be helped.
     """
 
     def __init__(self, limits: SwitchLimits) -> None:
@@ -121,12 +126,12 @@ class _Rest:
         self._was_called = False
 
     def cycle(self) -> None:
-        """A cycle begins."""
+        """Starts a cycle."""
         self.cycles_left = max(self.cycles_left - 1, 0)
         self._last, self._was_called = self._next, False
 
     def begin(self, why: SwitchReason) -> None:
-        """A helper returned."""
+        """Starts a rest, after a helper returned for the given reason."""
         if why is SwitchReason.NEEDED_AT_HOME:
             self._next = min(2 * self._last, self._limits.max_rest_cycles)
             self._was_called = True
@@ -136,7 +141,7 @@ class _Rest:
 
 
 class RoleLoop:
-    """FlowKV's controller: scores over a window, a regime, and who helps the other side."""
+    """FlowKV's controller: windowed scores, the load state, and the workers that help."""
 
     def __init__(self) -> None:
         self._limits = SwitchLimits()
@@ -146,19 +151,19 @@ class RoleLoop:
 
     @property
     def is_helping(self) -> bool:
-        """Whether a worker is away from its own side."""
+        """Whether a worker helps the other side now."""
         return bool(self._helping)
 
     def cycle(self, readings: Sequence[WorkerReading], now: float) -> Parts[RoleCycle]:
         """Decides for one cycle.
 
         Args:
-            readings: of all live workers that prefill or decode, hybrids left out.
+            readings: one of each live prefill or decode worker; hybrids are left out.
         """
         roles = {each.worker_id: each.role for each in readings}
         for name in self._windows.keys() - roles.keys():
             del self._windows[name]
-        # Who is gone, or was told otherwise by somebody else, helps no more.
+        # Workers that left, or got another role from elsewhere, no longer help.
         self._helping = {
             name: Help(help_.role, help_.cycles_left - 1)
             for name, help_ in self._helping.items()
@@ -180,7 +185,7 @@ class RoleLoop:
         return RoleCycle(regime, fleet, tuple(switches))
 
     def carried_out(self, switch: Switch) -> None:
-        """Takes note that a worker was told; one that was not asks again in the next cycle."""
+        """Records that a worker got the order; one that did not is ordered again next cycle."""
         if switch.cycles:
             self._helping[switch.worker_id] = Help(switch.role, switch.cycles)
         else:

@@ -1,8 +1,8 @@
-"""FlowKV's answer to uneven load: idle workers of one side help the other for some cycles, and when
-the load of the fleet stays beyond its size, a signal to change the size.
+"""FlowKV's answer to uneven load: idle workers of one side help the other for some cycles. If the
+load stays too high or too low for the fleet, a signal asks for another size.
 
-Source: FlowKV 3.4 and Algorithm 1. Which idle side helps, how long, when help ends, that a
-move must pay, and help in the extreme regime are ours, the paper leaves them open.
+Source: FlowKV 3.4 and Algorithm 1. The paper leaves open which idle side helps, for how long, when
+help ends, whether a move must pay, and help in the extreme regime; these rules are ours.
 Tests: tests/unit/policy/test_role_switch.py.
 """
 
@@ -32,7 +32,9 @@ class Help:
     """A worker that works for the other side.
 
     Attributes:
-        cycles_left: of its turn; below zero it stays on because the side would ask again at once.
+        role: the side that it helps.
+        cycles_left: of its turn. Negative while it stays on because the side would ask for help
+            again at once.
     """
 
     role: Role
@@ -41,11 +43,11 @@ class Help:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A worker to tell.
+    """An order to a worker to change its side.
 
     Attributes:
-        role: prefill or decode; what it gives priority to from now on.
-        cycles: how long; 0 is the terminate signal, it returns to the role it had.
+        role: prefill or decode; the side that it gives priority to from now on.
+        cycles: number of cycles. 0 is the paper's terminate signal: it returns to its own side.
     """
 
     worker_id: WorkerId
@@ -56,25 +58,28 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class SwitchLimits:
-    """When workers help.
+    """Bounds for role switches.
 
-    A move must leave the side that gives a worker less loaded than the side that gets it, by
-    `margin`: else the next cycle would want it back. Where both are full no move does that, so
-    nobody moves.
+    After a move the giving side must be less loaded than the receiving side by `margin`: otherwise
+    the next cycle would want the worker back. Where both sides are full no move fulfils that, so no
+    worker moves.
 
     Attributes:
-        idle: a worker with a lower score of its own side is idle.
-        needy: a side with a higher mean asks for help.
-        settled: a helped side with a lower mean needs it no more; below `needy`, so that help does
-            not flap.
-        cycles: length of one turn.
-        min_cycles: nobody returns before: what a move brings shows when the window has passed.
-        rest_cycles: after a return nobody begins to help that side again for so long; twice as long
-            after each further cycle in a row in which its helpers were called back. The other side
-            is helped at once: if the load has moved over, who returned may not be enough.
-        max_rest_cycles: at most.
-        max_share: at most this share of a side helps at once.
-        margin: of scores; what a move costs in routes and prefixes that lie on the wrong side.
+        idle: score of its own side below which a worker is idle.
+        needy: mean score above which a side asks for help.
+        settled: mean score below which a helped side needs no more help; less than `needy`, so that
+            help does not flap.
+        cycles: length of one turn in cycles.
+        min_cycles: minimum cycles before a helper returns: the effect of a move shows only after
+            the score window.
+        rest_cycles: cycles after a return in which no worker begins to help that side again. It
+            doubles with each further cycle in a row in which helpers were called back. The other
+            side is helped at once: if the load has moved there, the returned workers may not be
+            enough.
+        max_rest_cycles: maximum of `rest_cycles` after doubling.
+        max_share: maximum fraction of a side that helps at once.
+        margin: difference of scores that pays for a move's cost: new routes, and prefixes that lie
+            on the wrong side.
     """
 
     idle: float = 0.35
@@ -90,7 +95,7 @@ class SwitchLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Workers of one side and their mean score; a move spreads the same work over fewer or more."""
+    """Number of workers of one side and their mean score; a move spreads the same work anew."""
 
     num: int
     mean: float
@@ -112,15 +117,15 @@ def plan_switches(
     *,
     resting: Collection[Role] = (),
 ) -> list[Switch]:
-    """The workers to tell in this cycle.
+    """Returns the switches of this cycle (FlowKV Algorithm 1, imbalanced and extreme states).
 
-    In the extreme regime the fleet's size is wrong; until it is another, which takes minutes if it
-    can be had at all, idle workers help just as in the imbalanced one.
+    In the extreme regime the fleet has the wrong size. Changing it takes minutes, if it is possible
+    at all, so until then idle workers help as in the imbalanced regime.
 
     Args:
-        workers: all live ones, with the side they work for now.
-        helping: who helps, with the cycles that are left before this one.
-        resting: sides that nobody begins to help now.
+        workers: all live workers, with the side that they work for now.
+        helping: the helpers, with their cycles left before this one.
+        resting: sides that no worker may begin to help now.
     """
     limits = limits or SwitchLimits()
     num_prefill = sum(worker.prefills for worker in workers)
@@ -136,17 +141,17 @@ def plan_switches(
 
 
 def other(role: Role) -> Role:
-    """The other side."""
+    """Returns the other side."""
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
 
 
 def needier(fleet: Score) -> Role:
-    """The side that has more to do."""
+    """Returns the more loaded side."""
     return Role.PREFILL if fleet.prefill >= fleet.decode else Role.DECODE
 
 
 def _balances(giver: _Side, taker: _Side, limits: SwitchLimits) -> bool:
-    """Whether one worker more evens the sides out and does not turn the tables."""
+    """Whether moving one worker evens the sides out without reversing the imbalance."""
     return giver.without_one().mean + limits.margin <= taker.with_one().mean
 
 
@@ -166,7 +171,7 @@ def _ends(
         reason = _why_end(help_, sides[help_.role], sides[own], limits)
         if reason is None:
             continue
-        # Each return counts for the next one, so that not all go where one is enough.
+        # Each return counts for the next decision, so that not all return where one is enough.
         sides[help_.role] = sides[help_.role].without_one()
         sides[own] = sides[own].with_one()
         switches.append(Switch(worker.worker_id, own, 0, reason))
@@ -177,7 +182,7 @@ def _why_end(help_: Help, helped: _Side, home: _Side, limits: SwitchLimits) -> S
     if home.mean > limits.needy and _balances(helped, home, limits):
         return SwitchReason.NEEDED_AT_HOME
     if helped.without_one().mean > limits.needy:
-        return None  # it would ask for help again
+        return None  # the side would ask for help again
     if helped.mean < limits.settled:
         return SwitchReason.NO_LONGER_NEEDED
     return SwitchReason.CYCLES_OVER if help_.cycles_left <= 0 else None
@@ -191,7 +196,7 @@ def _starts(
     limits: SwitchLimits,
 ) -> list[Switch]:
     helped, home = sides[role], sides[other(role)]
-    # Who is away comes back before others go the other way.
+    # Helpers return before workers start to help in the other direction.
     if helped.mean <= limits.needy or any(help_.role is not role for help_ in helping.values()):
         return []
     to_prefill = role is Role.PREFILL
@@ -230,8 +235,8 @@ class ScaleLimits:
     """When the fleet's size should change.
 
     Attributes:
-        low: both sides below this is low load.
-        hold_s: how long the load must stay beyond a threshold.
+        low: score below which, on both sides, load is low.
+        hold_s: seconds that the load must stay beyond a threshold.
     """
 
     low: float = 0.15
@@ -240,13 +245,14 @@ class ScaleLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScaleSignal:
-    """What to do, and since when the load has been beyond a threshold.
+    """A wanted change of the fleet's size (FlowKV Algorithm 1, extreme state).
 
     Attributes:
-        step: workers to add, negative to remove.
-        role: which side.
+        step: number of workers to add; negative to remove.
+        role: the side to change; None while the load fits.
         is_low: whether the load is below the lower threshold rather than above the upper.
-        since: pass the signal to the next call; None while the load fits.
+        since: time since which the load is beyond a threshold; None while it fits. The next call
+            reads it from the signal that it gets.
     """
 
     step: int
@@ -262,10 +268,10 @@ STEADY = ScaleSignal(0, None, False, None, ScaleReason.FITS)
 def scale_signal(
     fleet: Score, regime: Regime, before: ScaleSignal, now: float, limits: ScaleLimits | None = None
 ) -> ScaleSignal:
-    """One worker more or less on the side that needs it most, once the load has stayed extreme.
+    """Asks for one worker more or less, on the side that needs it most, after lasting extreme load.
 
     Args:
-        before: the last signal, `STEADY` at first.
+        before: the last signal; `STEADY` at first.
     """
     limits = limits or ScaleLimits()
     is_low = max(fleet.prefill, fleet.decode) < limits.low
@@ -279,5 +285,5 @@ def scale_signal(
     if now - before.since < limits.hold_s:
         return ScaleSignal(0, role, is_low, before.since, ScaleReason.WAITING)
     reason = ScaleReason.LOW_LOAD if is_low else ScaleReason.OVERLOAD
-    # The time starts again, so that the fleet changes by one worker per hold time.
+    # The hold time starts again, so that the fleet changes by one worker per hold time.
     return ScaleSignal(wanted, role, is_low, now, reason)

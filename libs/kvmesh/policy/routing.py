@@ -1,7 +1,7 @@
 """Route plans: which workers to ask for a request, in which order, and why.
 
-Pure: a function of (view, query, matches, now, rng). Who may take a request, and in which order, is
-in `seats.py`; how workers are compared in `ranking.py`.
+Pure: a function of (view, query, matches, now, rng). `seats.py` collects and sorts the workers,
+`ranking.py` compares them. FlowKV Algorithm 1 (normal state) is the source of the default ranks.
 Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
 """
 
@@ -74,16 +74,16 @@ def plan_route(
     A disaggregated plan never has one worker on both sides, and all its workers have one layout.
 
     Args:
-        matches: leading blocks of the query that each worker holds; None when nobody knows.
+        matches: number of the query's leading blocks that each worker holds; None: not known.
         now: seconds on the clock of the view's `reported_at`.
         rng: breaks ties.
-        lenders: workers beside those of the view, which take nothing and lend what they hold.
+        lenders: workers outside the view that take no work, but from which prefixes may be fetched.
 
     Returns:
         A plan whose first candidates are the choice and the rest the fallbacks, or a refusal that
-        says what is there. Both carry the reason.
+        names the workers that exist. Both carry the reason.
     """
-    # Sorted, so that the order of the view decides nothing.
+    # Sorted, so that the order of the view does not matter.
     by_id = sorted(view.workers, key=_WORKER_ID)
     able = [worker for worker in by_id if _is_able(worker, query)]
     if not able:
@@ -99,7 +99,7 @@ def plan_route(
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if all_hybrid:
-        # Nobody's role asks for them to be apart, so which side each would take does not matter.
+        # No role demands two workers, so it does not matter which side each would take.
         return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
     sides = split_sides(call, seats)
     if query.placement is Placement.DISAGGREGATED:
@@ -116,7 +116,7 @@ def plan_route(
 
 
 def _is_able(worker: WorkerView, query: RouteQuery) -> bool:
-    """Whether a worker serves the model, takes work and has room for all tokens of a request."""
+    """Whether a worker serves the model, accepts work and fits all tokens of a request."""
     info, needed = worker.info, query.num_tokens
     return (
         info.model == query.model
@@ -127,18 +127,18 @@ def _is_able(worker: WorkerView, query: RouteQuery) -> bool:
 
 
 def _lenders(call: Call, workers: Sequence[WorkerView]) -> list[Seat]:
-    """Standings of workers whose groups have no part in the plan."""
+    """Returns the seats of the lenders; their groups do not enter the plan."""
     beside = dataclasses.replace(call, groups=set())
     awake = [each for each in workers if not each.load.draining]
     return take_seats(beside, [each for each in awake if each.info.model == call.query.model])
 
 
 def _weigh_fetches(call: Call, seats: list[Seat], lenders: list[Seat], *, apart: bool) -> None:
-    """Says of each seat whom it fetches a prefix from.
+    """Decides for each seat whether and from where it fetches a prefix.
 
     Args:
-        lenders: others that may be read from.
-        apart: prefill and decode may be on two workers, so that one may ask the other.
+        lenders: further workers that may be read from.
+        apart: whether prefill and decode may be on two workers, so that one may query the other.
     """
     pace = call.view.pace
     for layout in range(len(call.layouts)):
@@ -154,11 +154,11 @@ def _weigh_fetches(call: Call, seats: list[Seat], lenders: list[Seat], *, apart:
 def plan_without_scheduler(
     workers: tuple[FleetWorker, ...], query: RouteQuery, in_flight: Mapping[WorkerId, int]
 ) -> RoutePlan | Refusal:
-    """Least connections over the last known view, for a gateway that reaches no scheduler.
+    """Plans by least connections over the last known view, for a gateway without a scheduler.
 
     Args:
         workers: the last view; its loads are old, so only `draining` is read from them.
-        in_flight: requests that the caller has at each worker now.
+        in_flight: number of the caller's requests at each worker now.
     """
     views = tuple(
         WorkerView(
@@ -170,7 +170,7 @@ def plan_without_scheduler(
         )
         for each in workers
     )
-    # Keyed by the request: gateways that start out equal do not all take the same worker.
+    # Seeded by the request, so that gateways with equal views do not all take the same worker.
     rng = random.Random(query.request_id)
     view, _ = restrict_to_group(FleetView(views), query)
     return plan_route(view, query, None, 0.0, rng, LEAST_CONNECTIONS)
@@ -185,7 +185,7 @@ def _longest_sequence(worker: WorkerView) -> int:
 
 
 def _nobody(query: RouteQuery, by_id: list[WorkerView]) -> Refusal:
-    """Why no worker takes the query."""
+    """Returns the refusal that says why no worker takes the query."""
     served = [worker for worker in by_id if worker.info.model == query.model]
     awake = [worker for worker in served if not worker.load.draining]
     if not awake:
@@ -204,10 +204,10 @@ def _plan_disaggregated(call: Call, sides: Sides) -> RoutePlan | None:
         paired = [seat for seat in paired if seat.layout in decode_layouts]
     if not paired or not sides.decode:
         return None
-    # Who came over from decode may have some left that would miss their limits.
+    # A worker that switched from decode may still have sequences that would miss their limits.
     paired = [seat for seat in paired if _can_be_borne(call, seat)] or paired
 
-    # The best prefill worker that has decode room beside it says where the request goes.
+    # The best prefill worker with decode room in its group decides the group of the request.
     home = first_of(call, paired, call.policy.prefill, _crowded(call, sides.decode))
     layout, cluster = home.group
 
@@ -231,7 +231,9 @@ def _plan_disaggregated(call: Call, sides: Sides) -> RoutePlan | None:
 
 
 def _crowded(call: Call, decode: list[Seat]) -> LastResort:
-    """Who has no decode room beside it; nobody in a fleet of one group, where it says nothing."""
+    """Returns the predicate of workers in groups without decode room; None if there is one
+    group.
+    """
     if len(call.groups) == 1:
         return None
     ready = {seat.group for seat in decode if not seat.decode_full and not seat.avoided}
@@ -239,10 +241,10 @@ def _crowded(call: Call, decode: list[Seat]) -> LastResort:
 
 
 def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
-    """The prompt on a decode worker that has room for it, if little of it is left to compute.
+    """Plans the prompt on a decode worker with room for it, if few tokens are left to compute.
 
-    Nothing has to be transferred then. A follow-up of a conversation is the common case: the worker
-    that generated the last answer holds all but the new words. None: no worker fits.
+    That needs no transfer. A conversation's next turn is the common case: the worker that generated
+    the last answer holds all but the new tokens. None: no worker fits.
     """
     most = call.policy.aggregate_tokens
     fitting = [
@@ -261,12 +263,12 @@ def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
 
 
 def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
-    """The prompt on a decode worker, where the first token comes before any prefill worker's."""
+    """Plans the prompt on a decode worker whose first token comes before any prefill worker's."""
     cost = call.policy.first_token
     if cost is None or not call.policy.aggregate_tokens:
         return None
     sending = TRANSFER_SHARE * call.query.num_tokens
-    # Who has refused this request is no measure of when its first token comes, while others are.
+    # A worker that refused this request does not tell when its first token comes; others do.
     measures = [seat for seat in sides.prefill if _is_in_favour(seat)] or sides.prefill
     latest = sending + min(map(cost, measures))
     helpers = [
@@ -276,7 +278,7 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
         and seat.may_help_prefill
         and _can_be_borne(call, seat, _late_share(call, latest - cost(seat)))
         and _is_in_favour(seat)
-        # A hybrid's cost may count on asking whoever decodes: that would be itself.
+        # A hybrid's cost may assume a remote query to the decode worker, which would be itself.
         and seat.fetch is not FetchReason.ASK
     ]
     if not helpers:
@@ -287,8 +289,12 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
 
 
 def _can_be_borne(call: Call, seat: Seat, gain: float = BEARABLE_MISSES) -> bool:
-    """Fewer of those who decode there are expected to miss a limit, because their steps wait for
-    the prompt and for what the worker has accepted before, than this spares others.
+    """Whether the prompt makes fewer sequences miss a TPOT limit than it gains.
+
+    The sequences that decode on the worker wait for this prompt and for those accepted before.
+
+    Args:
+        gain: expected number of TTFT limits that are kept because of this placement.
     """
     worker = seat.worker
     accepted = worker.pending_tokens + worker.prefill_in_flight * call.query.num_tokens
@@ -297,8 +303,10 @@ def _can_be_borne(call: Call, seat: Seat, gain: float = BEARABLE_MISSES) -> bool
 
 
 def _late_share(call: Call, saved_tokens: float) -> float:
-    """First tokens that come in time for it, of one: what is saved, as a share of the time that is
-    left. Who waits so much less is in time so much more often, and so are those behind.
+    """Returns the expected number of TTFT limits kept by coming sooner, 0..1.
+
+    It is the saved time as a fraction of the TTFT budget: a request that waits so much less is in
+    time so much more often, and so are the requests behind it.
     """
     budget_ms, token_s = call.query.ttft_budget_ms, call.view.pace.token_s
     if not budget_ms or not token_s:
@@ -307,13 +315,14 @@ def _late_share(call: Call, saved_tokens: float) -> float:
 
 
 def _is_in_favour(seat: Seat) -> bool:
-    """It has neither refused nor fallen silent."""
+    """Whether the worker has neither refused nor fallen silent."""
     return not (seat.silent or seat.avoided)
 
 
 def _worth_asking(call: Call, prefill: list[Seat], home: Group) -> list[Seat]:
-    """Leaves out workers that are much later than the best one of the group that was chosen: one
-    of another is no measure, since that group has no room to decode.
+    """Drops workers that are much later than the best one of the chosen group.
+
+    Workers of other groups are not the measure, since those groups have no room to decode.
     """
     cost = call.policy.first_token
     if cost is None:
@@ -341,7 +350,7 @@ def _plan(
     cause: RouteCause,
     reason: str,
 ) -> RoutePlan:
-    """A plan; aggregated without decode candidates."""
+    """Returns a plan; it is aggregated if there are no decode candidates."""
     return RoutePlan(
         placement=Placement.DISAGGREGATED if decode else Placement.AGGREGATED,
         prefill=tuple([_candidate(seat) for seat in prefill]),

@@ -1,7 +1,8 @@
 """Seats: the workers that could take a request, each with its standing in this one decision.
 
-What they hold, who is tried before whom, and which side a hybrid takes; what becomes of them is in
-`routing.py`. Pure. Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
+This module finds what each worker holds, sorts the workers, and gives each hybrid a side. Plans are
+made of them in `routing.py`. Pure.
+Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from kvmesh.policy.ranking import Rank, RankFunction, RoutePolicy, Standing
 from kvmesh.policy.view import FleetView, WorkerView
 
 SILENT_AFTER_S = 1.5
-"""A worker without a report for this long (three intervals) is tried after the others."""
+"""Seconds without a report (three intervals) after which a worker is tried after the others."""
 
 Group = tuple[int, str]
 """Workers of equal layout (by number) in one cluster: KV moves freely among them."""
 
 LastResort = Callable[["Seat"], bool] | None
-"""Who is tried after all others; None: nobody in particular."""
+"""Predicate of the workers that are tried after all others; None: there are none."""
 
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one decision, and the layouts and groups that it has met."""
+    """The arguments of one decision, and the layouts and groups of its workers."""
 
     view: FleetView
     query: RouteQuery
@@ -43,9 +44,10 @@ class Seat(Standing):
     """A worker's standing in one decision.
 
     Attributes:
-        avoided: it refused, or failed.
-        silent: its last report is old.
-        layout: number of its KV layout; hashing one each time would be much of a decision's work.
+        avoided: whether the worker refused or failed this request before.
+        silent: whether its last report is older than `SILENT_AFTER_S`.
+        layout: number of its KV layout in `Call.layouts`; hashing layouts would be slow.
+        group: its layout number and cluster.
     """
 
     __slots__ = ("avoided", "group", "layout", "silent")
@@ -57,7 +59,7 @@ class Seat(Standing):
 
 
 def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
-    """The standings of all workers; in one loop, since a route spends most of its time here."""
+    """Returns the seats of all workers. One loop, because a route spends most of its time here."""
     query, layouts = call.query, call.layouts
     num_tokens, avoid = query.num_tokens, query.avoid
     heard_since = call.now - SILENT_AFTER_S
@@ -91,7 +93,7 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
 
 
 def of_layout(call: Call, seats: list[Seat], layout: int) -> list[Seat]:
-    """Those of one KV layout."""
+    """Returns the seats with one KV layout."""
     if len(call.layouts) == 1:
         return seats
     return [seat for seat in seats if seat.layout == layout]
@@ -107,7 +109,7 @@ def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Who may prefill and who may decode, by name; no worker is in both."""
+    """Workers that may prefill and workers that may decode, sorted by name; none is in both."""
 
     prefill: list[Seat]
     decode: list[Seat]
@@ -116,21 +118,21 @@ class Sides:
 def in_order(
     call: Call, seats: list[Seat], rank: RankFunction, last_resort: LastResort
 ) -> list[Seat]:
-    """Workers as they are to be tried; all of them, whatever speaks against one."""
+    """Returns all workers in the order in which they are tried."""
     keyed = _keyed(call, seats, rank, last_resort)
     keyed.sort()
     return [seats[key[5]] for key in keyed]
 
 
 def first_of(call: Call, seats: list[Seat], rank: RankFunction, last_resort: LastResort) -> Seat:
-    """The one that is to be tried first."""
+    """Returns the worker that is tried first."""
     return seats[min(_keyed(call, seats, rank, last_resort))[5]]
 
 
 def _keyed(
     call: Call, seats: list[Seat], rank: RankFunction, last_resort: LastResort
 ) -> list[tuple[bool, bool, bool, Rank, float, int]]:
-    """What says which worker is tried before which; the last number is its place in `seats`."""
+    """Returns one sort key per worker; its last number is the worker's index in `seats`."""
     if call.policy.basis is RouteCause.ROTATION:
         for index, seat in enumerate(seats):
             seat.turn = (index - call.view.num_routes) % len(seats)
@@ -168,7 +170,7 @@ def split_sides(call: Call, seats: list[Seat]) -> Sides:
             side = _needier_side(sides)
             side.append(seat)
             (whole.prefill if side is sides.prefill else whole.decode).append(seat)
-    # By name again, so that turns of a rotation do not depend on loads.
+    # Sorted by name again, so that a rotation does not depend on loads.
     for side in (whole.prefill, whole.decode):
         side.sort(key=lambda seat: seat.worker.info.worker_id)
     return whole
@@ -183,7 +185,7 @@ def _needier_side(sides: Sides) -> list[Seat]:
 
 
 def has_default_pair(sides: Sides) -> bool:
-    """Whether a group has both sides and someone whose role asks for them to be apart."""
+    """Whether a group has both sides, and in it a worker that is not hybrid."""
     if not sides.prefill or not sides.decode:
         return False
     groups = {seat.group for seat in sides.prefill}

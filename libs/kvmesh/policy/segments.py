@@ -1,5 +1,5 @@
-"""Segments: the unit of the cluster-wide KV pool. How long one must be, what it is called, where it
-lives.
+"""Segments, the unit of the cluster-wide KV pool: their length, their names, and the workers that
+they live on.
 
 Source: TokenLake 4.2 (length), 4.3 (placement). Tests: tests/unit/policy/test_segments.py.
 """
@@ -14,13 +14,13 @@ from kvmesh.core.types import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class AttentionHardware:
-    """What a remote query costs, per layer.
+    """Hardware figures that give the cost of a remote query, per layer (4.2).
 
     Attributes:
-        latency_s: alpha_net, of one message.
-        net_bytes_per_s: B_net.
-        memory_bytes_per_s: B_mem, of the device that holds the KV.
-        flops: F, of that device.
+        latency_s: alpha_net, seconds of one message.
+        net_bytes_per_s: B_net, network bandwidth.
+        memory_bytes_per_s: B_mem, memory bandwidth of the device that holds the KV.
+        flops: F, FLOP/s of that device.
         hidden_size: d; keys and values of a token have 2 d numbers of two bytes.
     """
 
@@ -32,31 +32,33 @@ class AttentionHardware:
 
     @property
     def query_s(self) -> float:
-        """T_comm: query out, partial output back."""
+        """T_comm: seconds to send the query and get the partial output back."""
         return 2 * self.latency_s + 4 * self.hidden_size / self.net_bytes_per_s
 
     @property
     def token_s(self) -> float:
-        """k_comp: attention of one query to one token of KV, bound by compute or by memory."""
+        """k_comp: seconds of attention per query and token of KV, bound by compute or memory."""
         return max(
             4 * self.hidden_size / self.flops, 4 * self.hidden_size / self.memory_bytes_per_s
         )
 
 
 def threshold_tokens(hardware: AttentionHardware) -> float:
-    """Shortest segment whose attention takes as long as asking for it remotely."""
+    """Returns the tokens of the shortest segment whose attention takes as long as a remote query
+    (the condition C >= T_comm / k_comp of 4.2).
+    """
     return hardware.query_s / hardware.token_s
 
 
 def segment_blocks(hardware: AttentionHardware, block_size: int) -> int:
-    """Blocks per segment: the threshold, rounded up to whole blocks."""
+    """Returns the blocks per segment: the threshold rounded up to whole blocks (4.2)."""
     return max(-int(-threshold_tokens(hardware) // block_size), 1)
 
 
 def segment_hashes(block_hashes: Sequence[BlockHash], blocks: int) -> tuple[BlockHash, ...]:
-    """Names of the whole segments of a prefix; a tail that fills none has no name.
+    """Returns the names of the whole segments of a prefix; an incomplete last one has no name.
 
-    A segment is called by its last block's hash, which names the whole prefix up to there.
+    A segment's name is its last block's hash, which identifies the whole prefix up to there.
     """
     return tuple(block_hashes[blocks - 1 :: blocks])
 
@@ -64,15 +66,16 @@ def segment_hashes(block_hashes: Sequence[BlockHash], blocks: int) -> tuple[Bloc
 def striped_homes(
     segments: Sequence[BlockHash], num_workers: int, first: int = 0
 ) -> Iterator[tuple[BlockHash, int]]:
-    """The segments of a prefix from `first` on, with the worker that each lives on.
+    """Yields the segments of a prefix from `first` on, each with the index of its home worker.
 
-    Each lives where its hash says, or on the next worker that none of its row has: of every N
-    segments in a row no two live on one worker. Whoever reads a long prefix thus reads as much of
-    every worker, where the hash alone leaves it to chance; and a segment's home still follows from
-    its prefix.
+    A segment's home is the worker of its hash, or the next one that no segment of its row of N has,
+    so that no two segments of a row share a worker. A read of a long prefix thus loads all workers
+    equally, which the hash alone leaves to chance. A home still depends only on the prefix.
 
     Args:
-        segments: from the start of the prompt.
+        segments: names of the prefix's segments, from the start of the prompt.
+        num_workers: N, number of workers.
+        first: index of the first segment to yield.
     """
     taken: set[int] = set()
     for index in range(first - first % num_workers, len(segments)):
@@ -87,10 +90,10 @@ def striped_homes(
 
 
 def home(segment: BlockHash, num_workers: int) -> int:
-    """Index of the worker that a normal segment lives on.
+    """Returns the index of the worker that a normal segment lives on (TokenLake 4.3).
 
-    The paper takes the hash modulo N, which moves nearly all segments when N changes. A consistent
-    hash spreads as evenly and moves one in N + 1 when a worker is added at the end.
+    The paper uses the hash modulo N, which moves nearly all segments when N changes. A consistent
+    hash spreads them as evenly and moves one in N + 1 when a worker is added at the end.
 
     Source: Lamping and Veach, A Fast, Minimal Memory, Consistent Hash Algorithm, 2014.
     """

@@ -1,7 +1,7 @@
-"""In which share of the time KV is on its way out of any of several workers, from totals that each
-of them tells now and then.
+"""Measures the fraction of time in which any worker of a cluster sends KV, from the workers'
+totals.
 
-A rate over a fixed time would miss what happens between reports; a total misses nothing.
+Workers report totals, because a rate over a fixed time would miss what happens between reports.
 Tests: tests/unit/policy/test_sending.py.
 """
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from kvmesh.core.types import WorkerId
 
 Life = tuple[WorkerId, int]
-"""A worker and its incarnation: totals begin anew with it."""
+"""A worker and its incarnation; its totals start at 0 with each incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendingTotal:
-    """What one worker told.
+    """One worker's report.
 
     Attributes:
-        at_s: when; any clock that all of its reports go by.
-        sending_s: time since its start with KV on its way.
+        at_s: time of the report in seconds, on any one clock per worker.
+        sending_s: seconds since its start in which it was sending KV.
     """
 
     at_s: float
@@ -38,14 +38,16 @@ class SendingMeter:
         self._shares: dict[Life, float] = {}
 
     def observe(self, told: Mapping[Life, SendingTotal]) -> float:
-        """Takes the last totals of those that are there, and says the share since the call before.
+        """Adds the latest totals of the present workers.
 
-        It goes by the time between a worker's own reports: how many of them came within a cycle
-        says nothing. Who told nothing new sends as before; who is new, or in another life, begins
-        with nothing; who left is forgotten.
+        Each worker's share is measured between its own reports, whatever their number in a cycle. A
+        worker without a new report keeps its share. A new worker or incarnation starts with 0. A
+        worker that left is dropped.
 
-        Returns: 0..1, as if workers sent at moments of their own. Those that share a full link wait
-            for each other and so send together more often than that: it is a little less, then.
+        Returns:
+            Fraction of the time since the last call in which any worker sent, 0..1, as if workers
+            sent independently. Workers on a full link wait for each other and send together more
+            often, so the true value is then a little smaller.
         """
         shares = {}
         for life, total in told.items():

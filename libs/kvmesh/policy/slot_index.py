@@ -1,13 +1,17 @@
-"""Who holds which blocks, kept from the steps that a store tells: for lookups within microseconds.
+"""In-memory index of the workers that hold each block, built from a store's change log; lookups
+take
+microseconds.
 
-A set of workers is one integer; blocks that came together share it. A lookup halves the chain: a
-block's hash covers all before it, so as a rule who holds a block holds those before it, and between
-two blocks with the same holders nobody needs to look. A worker that dropped blocks out of the
-middle of a prefix may be said to hold them; it finds out when it looks them up itself. Likewise a
-prefix's beginning is in the pool, what follows below, as pools and tiers evict ends first.
+A set of workers is one integer; blocks that arrived together share it. A lookup bisects the chain
+of
+hashes. A block's hash covers all blocks before it, so a holder of a block normally holds those too,
+and blocks between two with the same holders need no lookup. A worker that dropped blocks from the
+middle of a prefix may be listed for them; it notices at its own lookup. Likewise a prefix's start
+is
+assumed in the pool and its end below, because pools and tiers evict ends first.
 
-Besides hashes, the names of `core/block_names.py` stand here: they say which tier has a block, and
-where a prefix of a model with linear layers can be resumed.
+Besides hashes the index holds the names of `core/block_names.py`. They say which tier has a block,
+and where a prefix of a model with linear layers can resume.
 Tests: tests/unit/policy/test_slot_index.py, tests/contract/test_store_log.py.
 """
 
@@ -32,17 +36,17 @@ class _Slot:
 
 
 class Lives:
-    """Which life of each worker counts; shared by an index and the one that replaces it."""
+    """Current incarnation of each worker; an index and its replacement share it."""
 
     def __init__(self) -> None:
         self.of: dict[WorkerId, int] = {}
 
 
 class SlotIndex:
-    """Holders by block hash. Only workers whose life is known to be the present one are found.
+    """Holders by block hash. Lookups find only workers whose published incarnation is current.
 
     Args:
-        lives: of workers, written by `note_life` alone.
+        lives: current incarnations; only `note_life` writes them.
     """
 
     def __init__(self, lives: Lives | None = None) -> None:
@@ -50,7 +54,7 @@ class SlotIndex:
         self._spaces: dict[str, _Space] = {}
         self._slots: dict[Slot, _Slot] = {}
         self._slot_of: dict[WorkerId, Slot] = {}
-        # A slot's bit in the sets is its place; a place is used again when no set has its bit.
+        # A slot's place is its bit in the sets. A place is reused when no set has its bit any more.
         self._names: list[WorkerId] = []
         self._places: dict[WorkerId, int] = {}
         self._free: list[int] = []
@@ -60,20 +64,20 @@ class SlotIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Hashes that are known, of ended slots too until they are swept."""
+        """Number of known hashes, including those of ended slots until they are swept."""
         return sum(map(len, self._spaces.values()))
 
     @property
     def needs_sweep(self) -> bool:
-        """Whether ended slots have left something."""
+        """Whether bits of ended slots are left in the sets."""
         return bool(self._ended) or self._emptying is not None
 
     def replacement(self) -> SlotIndex:
-        """An empty index of the same workers."""
+        """Returns an empty index that shares the workers' incarnations."""
         return SlotIndex(self._lives)
 
     def note_life(self, worker_id: WorkerId, incarnation: int | None) -> None:
-        """Says which life of a worker counts; None: the worker is gone."""
+        """Sets a worker's current incarnation; None: the worker is gone."""
         if incarnation is None:
             self._lives.of.pop(worker_id, None)
         else:
@@ -81,7 +85,7 @@ class SlotIndex:
         self._place(worker_id)
 
     def apply(self, change: SlotChange) -> None:
-        """Takes the next step; one of a slot that ended before its opening was told is nothing."""
+        """Applies the next change; ignores one of an unknown slot that does not open it."""
         slot = self._slots.get(change.slot)
         if slot is None:
             if change.publisher is None:
@@ -98,7 +102,7 @@ class SlotIndex:
             self._set_live(change.slot, slot, is_live=change.state is SlotState.LIVE)
 
     def match(self, namespace: str, hashes: Sequence[BlockHash]) -> Holders:
-        """Leading blocks that each worker can resume from; those that have none are left out."""
+        """Returns the number of leading blocks that each worker can resume from, without zeros."""
         space = self._spaces.get(namespace)
         if not space or not hashes:
             return Holders(self._names, self._places, [])
@@ -127,7 +131,7 @@ class SlotIndex:
         )
 
     def held(self, namespace: str, worker_id: WorkerId) -> set[BlockHash]:
-        """All that a worker holds; looks at every hash."""
+        """Returns all blocks that a worker holds; scans every hash."""
         place = self._places.get(worker_id)
         if place is None:
             return set()
@@ -135,7 +139,7 @@ class SlotIndex:
         return {each for each, holders in space.items() if holders >> place & 1}
 
     def sweep(self, count: int) -> None:
-        """Looks at about `count` hashes for what ended slots have left."""
+        """Clears the bits of ended slots from about `count` hashes."""
         if self._emptying is None:
             self._emptying = self._empty()
         for _ in range(count):
@@ -172,7 +176,7 @@ class SlotIndex:
         self._place(worker_id)
 
     def _place(self, worker_id: WorkerId) -> None:
-        """Lets lookups find the worker's live slot if it is of the life that counts."""
+        """Lets lookups find the worker's live slot if it is of the current incarnation."""
         before = self._places.pop(worker_id, None)
         if before is not None:
             self._live &= ~(1 << before)
@@ -185,7 +189,7 @@ class SlotIndex:
             self._live |= 1 << slot.place
 
     def _empty(self) -> Iterator[None]:
-        """Clears the bits of slots that have ended by now, a hash at a time, and frees places."""
+        """Clears the bits of ended slots, one hash per step, and then frees their places."""
         gone, self._ended = self._ended, 0
         for namespace, space in list(self._spaces.items()):
             for block_hash in list(space):
@@ -197,15 +201,16 @@ class SlotIndex:
 
 
 def _levels(look: Callable[[int], int], count: int, live: int) -> Levels:
-    """Leading blocks of `count`, and who has so many.
+    """Returns, for each number of leading blocks up to `count`, the workers that hold so many.
 
     Args:
-        look: who has a block.
+        look: returns the bit set of workers that hold the block at an index.
+        live: bit set of the workers that count.
     """
     found: Levels = []
     last = count - 1
     low, left = 0, look(0) & live
-    # Places further on that were looked at, the nearest last, with their holders.
+    # Indexes further on that were looked up, with their holders; the nearest is last.
     ahead = [(last, look(last))]
     while left and low < last:
         high, holders = ahead[-1]
@@ -227,9 +232,13 @@ def _levels(look: Callable[[int], int], count: int, live: int) -> Levels:
 
 
 def _resumable(look: Callable[[int], int], levels: Levels, tellers: int) -> Levels:
-    """Cuts what is held at the last saved state of each of those who tell of states.
+    """Shortens the prefix of each worker in `tellers` to its last saved state.
 
-    Looks at every block: where a worker saved states follows from prompts that are not known here.
+    Scans every block: where a worker saved states depends on prompts that are not known here.
+
+    Args:
+        look: returns the bit set of workers with a saved state after the block at an index.
+        tellers: bit set of the workers that publish saved states.
     """
     cut: Levels = []
     open_below, upcoming = 0, list(reversed(levels))
@@ -249,7 +258,7 @@ def _resumable(look: Callable[[int], int], levels: Levels, tellers: int) -> Leve
 
 
 def _add(space: _Space, joined: bytes, bit: int) -> None:
-    # Blocks that come together mostly have the same holders: those then share one integer again.
+    # Blocks that arrive together mostly have equal holders, so they share one integer again.
     before, after = 0, bit
     get = space.get
     for start in range(0, len(joined), BLOCK_HASH_BYTES):

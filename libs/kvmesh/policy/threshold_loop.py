@@ -1,7 +1,8 @@
-"""PrfaaS's fast time scale as a loop, for the scheduler and the simulator alike: how full the way
-out of the offload cluster is, and what that makes of the threshold.
+"""PrfaaS's short-term loop: measures the offload cluster's egress link and adjusts the threshold.
+The
+scheduler and the simulator both use it.
 
-Whoever owns it measures once per `control.CYCLE_S`. Source: PrfaaS 3.4.3 point 2.
+Its owner measures once per `role_loop.CYCLE_S`. Source: PrfaaS 3.4.3 point 2.
 Tests: tests/unit/policy/test_threshold_loop.py.
 """
 
@@ -17,14 +18,14 @@ _LIMITS = AdjustLimits()
 
 @dataclass(frozen=True, slots=True)
 class ThresholdReading:
-    """What one cycle measured.
+    """Measurements of one cycle.
 
     Attributes:
-        sent_bytes: that left the offload cluster in it.
-        leaving_bytes: that are to leave it and have not, at its end.
-        remote_waiting, local_waiting: requests that wait for prefill there.
-        num_remote, num_local: instances that prefill.
-        sending: share of it with KV on its way out of the offload cluster, 0..1.
+        sent_bytes: bytes that left the offload cluster in the cycle.
+        leaving_bytes: bytes that wait to leave it at the end of the cycle.
+        remote_waiting, local_waiting: requests that wait for prefill in each cluster.
+        num_remote, num_local: instances that prefill in each cluster.
+        sending: fraction of the cycle with KV in flight out of the offload cluster, 0..1.
     """
 
     sent_bytes: int
@@ -40,11 +41,11 @@ class ThresholdLoop:
     """The threshold of one model.
 
     Args:
-        start: in force until the first cycle.
-        egress_bytes_per_s: that the way out carries on a good day; above 0.
+        start: threshold in force until the first cycle.
+        egress_bytes_per_s: bandwidth of the egress link on a good day; above 0.
 
     Attributes:
-        threshold: in force now; the slow time scale replaces it.
+        threshold: in force now; the slow loop (`allocation_loop.py`) replaces it.
     """
 
     def __init__(self, start: Threshold, egress_bytes_per_s: float) -> None:
@@ -56,19 +57,19 @@ class ThresholdLoop:
 
     @property
     def has_room(self) -> bool:
-        """Whether the way out was clearly not full in the last cycle; False before the first."""
+        """Whether the egress link clearly had room in the last cycle; False before the first."""
         return self._utilisation < _LIMITS.low_utilisation
 
     @property
     def capacity(self) -> float:
-        """Bytes per second that the way out carries now, as far as can be told."""
+        """Estimated bytes per second that the egress link carries now."""
         return self._way_out.capacity
 
     def cycle(self, reading: ThresholdReading, elapsed_s: float) -> bool:
-        """Moves the threshold; True if it is another now.
+        """Adjusts the threshold; returns whether it changed.
 
         Args:
-            elapsed_s: since the last cycle, above 0.
+            elapsed_s: seconds since the last cycle, above 0.
         """
         self._utilisation = self._way_out.observe(
             reading.sent_bytes, reading.leaving_bytes, elapsed_s, reading.sending
@@ -88,9 +89,9 @@ class ThresholdLoop:
         return self.threshold.tokens != before.tokens
 
     def take_capacity(self) -> float:
-        """Mean bytes per second that the way out could carry since the last call.
+        """Returns the mean capacity of the egress link since the last call, in bytes per second.
 
-        What it carries at one moment says too little for a plan of minutes.
+        The capacity at one moment says too little for a plan of minutes.
         """
         if not self._num_cycles:
             return self._way_out.capacity

@@ -1,4 +1,4 @@
-"""When the KV of a prompt leaves the prefill worker. Pure.
+"""Chooses when a prompt's KV leaves the prefill worker: per layer, per chunk or all at once. Pure.
 
 Tests: tests/unit/policy/test_transfer_mode.py.
 """
@@ -12,24 +12,24 @@ from kvmesh.policy.link import LinkView
 
 
 class TransferMode(enum.Enum):
-    """What leaves when."""
+    """When the KV of a prompt is sent."""
 
     WHOLE = "whole"
-    """All blocks in one call, after the first token."""
+    """All blocks in one call, after the first token (FlowKV 3.3)."""
     CHUNKED = "chunked"
     """The blocks of each finished chunk, while the next one computes."""
     LAYERED = "layered"
-    """As chunked, and of the last chunk the layers that are computed, while the next ones are.
+    """As `CHUNKED`, and the last chunk's finished layers while its next layers compute.
 
-    A block holds all layers in one range of bytes, so some layers of a run are as many pieces as
-    it has blocks: the calls that the layout was made to avoid, for a transfer that nothing else
-    can hide.
+    A block holds all layers in one range of bytes, so a part of the layers needs one call per
+    block. The layout (FlowKV eq. 5) avoids these calls otherwise; here they hide a transfer that
+    nothing else can hide.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ModeDecision:
-    """A mode and why."""
+    """A transfer mode and the reason for it."""
 
     mode: TransferMode
     reason: str
@@ -37,13 +37,13 @@ class ModeDecision:
 
 @dataclass(frozen=True, slots=True)
 class TransferTask:
-    """What is to be moved.
+    """The KV of one prompt to send.
 
     Attributes:
         num_bytes: KV to send.
-        num_chunks: steps that the prompt is computed in; 1 leaves nothing to overlap with.
-        last_bytes: KV of the last of them.
-        has_layers: both ends can move some layers of a block.
+        num_chunks: steps that compute the prompt; with 1 there is nothing to overlap with.
+        last_bytes: KV of the last chunk.
+        has_layers: whether both ends can move some layers of a block.
     """
 
     num_bytes: int
@@ -53,22 +53,23 @@ class TransferTask:
 
 
 FAST_ENOUGH_S = 0.002
-"""A transfer this short is not worth an interruption of the computation."""
+"""Seconds up to which a whole transfer is sent at once: it is not worth interrupting the
+compute."""
 
 
 LAYERS_PAY_S = 0.02
-"""A last chunk that takes this long to send is worth a call per block and group of layers."""
+"""Seconds to send the last chunk from which one call per block and group of layers pays."""
 
 
 def choose_transfer_mode(task: TransferTask, link: LinkView | None) -> ModeDecision:
-    """Chunked pays when the transfer is long enough to be seen behind the last chunk.
+    """Chooses when to send a prompt's KV.
 
-    Sending a chunk costs both workers some time in the middle of their steps; what it hides is the
-    transfer of all chunks but the last. Layers pay when even the last one is long.
+    Sending by chunks interrupts both workers' steps and hides the transfer of all chunks but the
+    last, so it pays for long transfers. Sending by layers pays when even the last chunk is long.
 
     Args:
-        task: what is to be moved.
-        link: the way there; None before anything was sent.
+        task: the KV to send.
+        link: the measured link to the receiver; None before the first transfer.
     """
     last_s = link.estimate_s(task.last_bytes) if link is not None else None
     if task.has_layers and last_s is not None and last_s >= LAYERS_PAY_S:

@@ -1,8 +1,8 @@
-"""Which of the prompts that wait are planned next, and how many workers may work on them.
+"""Chooses the waiting prompts that are planned next, and how many workers a plan may use.
 
-The program of `elastic.py` divides workers among the prompts that it is given; what comes a moment
-later has to wait for its batches. Short prompts, whose objectives are short, would miss them behind
-long ones that have all workers. Tests: tests/unit/policy/test_urgency.py.
+The dynamic program of `elastic.py` (TokenLake 6.2) divides workers among the given prompts; later
+prompts wait for its batches. If long prompts took all workers, short prompts behind them would miss
+their short TTFT limits. Tests: tests/unit/policy/test_urgency.py.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SPARE_SHARE = 0.25
-"""Of the free workers, left to those that come next."""
+"""Fraction of the free workers that a plan leaves for the next prompts."""
 
 
 def most_urgent(waiting: Sequence[T], slack_s: Callable[[T], float], count: int) -> list[T]:
-    """Up to `count` of those that wait, the most urgent first; of more, the one that came first has
-    a place too, so that under lasting overload nobody waits for more plans than others were there
-    before.
+    """Returns up to `count` waiting items, the most urgent first.
 
-    Who can still be in time comes before who cannot: its place would be lost on the other one.
+    Items that can still be in time come before items that cannot. The item that arrived first
+    always
+    gets a place, so that under lasting overload no item waits for more plans than there were items
+    before it.
 
     Args:
-        waiting: in order of arrival, which decides between equals.
-        slack_s: seconds that may pass before it has to begin; below zero it is too late.
+        waiting: in order of arrival, which breaks ties.
+        slack_s: returns the seconds until an item has to begin; negative: it is too late.
     """
 
     def place(item: T) -> tuple[bool, float]:
@@ -41,5 +42,5 @@ def most_urgent(waiting: Sequence[T], slack_s: Callable[[T], float], count: int)
 
 
 def num_usable(num_free: int) -> int:
-    """Workers that one plan may take; at least one of those that are free."""
+    """Returns the number of workers that one plan may use; at least one if any is free."""
     return math.ceil(num_free * (1 - SPARE_SHARE))

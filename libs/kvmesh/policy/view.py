@@ -1,6 +1,6 @@
-"""What decisions read: an immutable picture of the fleet at one moment.
+"""The input of decisions: an immutable snapshot of the fleet.
 
-Owns no bookkeeping; the scheduler and the simulator build views. Tests: tests/unit/policy/.
+It does no bookkeeping; the scheduler and the simulator build views. Tests: tests/unit/policy/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class WorkerView:
     """One worker as a decision sees it.
 
     Attributes:
-        reported_at: when `load` was told, in seconds on the decision's clock.
+        reported_at: when `load` was reported, in seconds on the decision's clock.
         prefill_in_flight: prompts sent to the worker that `load` does not show yet.
         decode_in_flight: sequences sent to the worker that `load` does not show yet.
         pending_tokens: prompt tokens that the worker accepted and has not computed.
@@ -33,17 +33,17 @@ class WorkerView:
 
     @property
     def worker_id(self) -> WorkerId:
-        """Its stable name."""
+        """The worker's stable name."""
         return self.info.worker_id
 
     @property
     def prefill_used(self) -> int:
-        """Prefill slots in use, prompts on their way included."""
+        """Prefill slots in use, including prompts in flight."""
         return self.load.prefill_active + self.prefill_in_flight
 
     @property
     def decode_used(self) -> int:
-        """Decode slots in use: running, preempted, reserved and on their way."""
+        """Decode slots in use: running, preempted, reserved and in flight."""
         load = self.load
         listed = load.decode_running + load.decode_reserved + load.decode_preempted
         return listed + self.decode_in_flight
@@ -56,9 +56,9 @@ class FleetView:
     Attributes:
         version: grows with every change of the fleet.
         num_routes: plans made before this one; the turn of a rotation.
-        pace: of computing and of moving KV.
-        reads: tokens of cached prefixes that were read of late, of workers that hold some of what
-            is asked for; others are 0.
+        pace: measured times of computing and of moving KV.
+        reads: tokens of cached prefixes read recently from each worker that holds a part of the
+            prompt; 0 for all others.
     """
 
     workers: tuple[WorkerView, ...]

@@ -1,4 +1,7 @@
-"""What requests at the gateways wait for. Tests: tests/unit/policy/test_waiting.py."""
+"""Splits the requests that wait at gateways into those for prefill and those for decode.
+
+Tests: tests/unit/policy/test_waiting.py.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from kvmesh.core.types import WorkerLoad
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests that look for a worker, by what they wait for."""
+    """Number of requests that wait for a prefill worker and for a decode worker."""
 
     prefill: float
     decode: float
 
 
 def split_waiting(reserved: float, unreserved: float, loads: Iterable[WorkerLoad]) -> Waiting:
-    """Tells what requests at the gateways wait for.
+    """Returns how many of the requests at the gateways wait for prefill and for decode.
 
-    One with a reservation waits for prefill. One without finds the decode slots taken, by sequences
-    that run or by reservations of others; the latter wait for prefill, and so does whoever waits
-    for them.
+    A request with a reservation waits for prefill. A request without one finds the decode slots
+    taken by running sequences or by other requests' reservations. Those reservations wait for
+    prefill, so a request that waits for them waits for prefill too.
 
     Args:
         reserved, unreserved: requests that wait with a reservation and without one.
