@@ -1,6 +1,6 @@
-"""A set of small integers that finds the neighbours of a number.
+"""A set of small integers that finds the nearest member of a number.
 
-Words of 64 bits in a tree: a bit of an upper level says that the word below it is not empty.
+A tree of 64-bit words: a set bit of an upper level means that the word below it is not empty.
 Tests: tests/unit/kv/test_bit_tree.py.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 _SHIFT, _MASK = 6, 63
 _HEIGHT = 5
 LIMIT = 1 << (_SHIFT * _HEIGHT)
-"""Members are below it."""
+"""Members are below this number."""
 
 
 class BitTree:
@@ -22,7 +22,7 @@ class BitTree:
         return bool(self._levels[0].get(item >> _SHIFT, 0) >> (item & _MASK) & 1)
 
     def add(self, item: int) -> None:
-        """Puts a number in; it may be there."""
+        """Adds a number; it may be a member already."""
         assert 0 <= item < LIMIT, f"{item} is out of range"
         for level in self._levels:
             index = item >> _SHIFT
@@ -33,7 +33,7 @@ class BitTree:
             item = index
 
     def remove(self, item: int) -> None:
-        """Takes a number out; it must be there."""
+        """Removes a number; it must be a member."""
         for level in self._levels:
             word, bit = level.get(item >> _SHIFT, 0), 1 << (item & _MASK)
             assert word & bit, f"{item} is not in the set"
@@ -44,7 +44,7 @@ class BitTree:
             item >>= _SHIFT
 
     def at_or_after(self, item: int) -> int | None:
-        """The smallest member that is not below `item`."""
+        """Returns the smallest member that is not below `item`, or None."""
         for height, level in enumerate(self._levels):
             word = level.get(item >> _SHIFT, 0) >> (item & _MASK)
             if word:
@@ -56,7 +56,7 @@ class BitTree:
         return None
 
     def at_or_before(self, item: int) -> int | None:
-        """The largest member that is not above `item`."""
+        """Returns the largest member that is not above `item`, or None."""
         for height, level in enumerate(self._levels):
             word = level.get(item >> _SHIFT, 0) & ((2 << (item & _MASK)) - 1)
             if word:

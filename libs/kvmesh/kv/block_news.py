@@ -1,4 +1,4 @@
-"""What changed of the names that a worker tells, net, between two times that somebody took them.
+"""Net changes of a worker's announced names between two calls of `take`.
 
 Tests: tests/unit/kv/test_block_news.py, tests/property/test_tiers.py.
 """
@@ -22,7 +22,7 @@ class BlockEvents:
 
 
 def is_announced(key: BlockHash) -> bool:
-    """Whether others are told of a block: longer keys are of groups that only this pool knows."""
+    """Whether others are told of a block; longer keys name groups that only this pool knows."""
     return len(key) <= BLOCK_HASH_BYTES
 
 
@@ -30,7 +30,7 @@ class BlockNews:
     """Turns what happens to the blocks of one worker into names (`block_names.py`).
 
     Args:
-        state_blocks: of one saved state; 0 without linear layers.
+        state_blocks: number of blocks of one saved state; 0 without linear layers.
     """
 
     def __init__(self, state_blocks: int = 0) -> None:
@@ -47,10 +47,10 @@ class BlockNews:
         return bool(self._changes)
 
     def tells_tiers(self, found: Iterable[tuple[BlockHash, str]]) -> None:
-        """There are tiers from now on.
+        """Announces that the worker has tiers from now on.
 
         Args:
-            found: what lies there already, each block with its tier.
+            found: blocks that lie in tiers already, each with its tier.
         """
         self._tell_always(TELLS_TIERS)
         for key, tier in found:
@@ -58,14 +58,14 @@ class BlockNews:
             self.lowered(key, tier)
 
     def stored(self, key: BlockHash) -> None:
-        """The worker has a block that it had nowhere."""
+        """Records that the worker has a block that it had nowhere before."""
         if is_announced(key):
             self._change(key, is_true=True)
         elif is_state_key(key):
             self._count_part(key, 1)
 
     def removed(self, key: BlockHash) -> None:
-        """The worker has a block nowhere any more."""
+        """Records that the worker has a block nowhere any more."""
         if is_announced(key):
             self.raised(key)
             self._change(key, is_true=False)
@@ -73,13 +73,13 @@ class BlockNews:
             self._count_part(key, -1)
 
     def raised(self, key: BlockHash) -> None:
-        """A block is in the pool again."""
+        """Records that a block is in the pool again."""
         tier = self._tier_of.pop(key, None)
         if tier is not None:
             self._change(IN_TIER[tier](key), is_true=False)
 
     def lowered(self, key: BlockHash, tier: str) -> None:
-        """A block is not in the pool, and this is the fastest tier that has it."""
+        """Records that a block is not in the pool; `tier` is the fastest tier that has it."""
         if not is_announced(key) or self._tier_of.get(key) == tier:
             return
         self.raised(key)
@@ -95,7 +95,7 @@ class BlockNews:
         )
 
     def names(self, held: Iterable[BlockHash]) -> list[BlockHash]:
-        """All names that hold true now; for a snapshot.
+        """Returns all names that hold true now; for a snapshot.
 
         Args:
             held: hashes of all announced blocks.
@@ -110,7 +110,7 @@ class BlockNews:
         self._change(name, is_true=True)
 
     def _count_part(self, key: BlockHash, change: int) -> None:
-        """One block of a state came or went: only a whole one can be resumed from."""
+        """Counts a state block that came or went: only a complete state can be resumed from."""
         block_hash, whole = BlockHash(key[:BLOCK_HASH_BYTES]), self._state_blocks
         before = self._num_parts.get(block_hash, 0)
         after = before + change
@@ -122,17 +122,17 @@ class BlockNews:
             self._change(saved_state(block_hash), is_true=after == whole)
 
     def _change(self, name: BlockHash, *, is_true: bool) -> None:
-        # A name comes and goes in turn, so an opposite change that was not taken yet leaves the
-        # reader's view as it was.
+        # A name comes and goes in turn. If the previous change was not taken yet, the opposite
+        # change cancels it and the reader's view stays correct.
         if self._changes.pop(name, None) is None:
             self._changes[name] = is_true
 
     def check_integrity(self, held: Collection[BlockHash], lower: dict[BlockHash, str]) -> None:
-        """Raises AssertionError if the records contradict what is here.
+        """Raises AssertionError if the records contradict the arguments.
 
         Args:
             held: hashes of all announced blocks.
-            lower: of these, those that are not in the pool, with their fastest tiers.
+            lower: the fastest tier of each announced block that is not in the pool.
         """
         assert self._tier_of == lower, "a block is told to be where it is not"
         names = set(self.names(held))

@@ -1,4 +1,4 @@
-"""Which bytes of blocks have been written, where writers fill them part by part.
+"""Tracks the written bytes of blocks that several writers fill part by part.
 
 Tests: tests/unit/kv/test_block_parts.py.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """`size` bytes of a block from `offset` on."""
+    """`size` bytes of a block, starting at `offset`."""
 
     offset: int
     size: int
@@ -21,22 +21,22 @@ class Part(NamedTuple):
         return self.offset + self.size
 
     def overlaps(self, other: Part) -> bool:
-        """Whether both have some byte."""
+        """Returns whether both parts have a common byte."""
         return self.offset < other.end and other.offset < self.end
 
 
 class PartialBlocks:
-    """Blocks, by index, of which some bytes are written and some are not."""
+    """Blocks, by index, that are written in part."""
 
     def __init__(self) -> None:
-        # Disjoint parts that do not touch, in order.
+        # Disjoint parts that do not touch, in order of offset.
         self._written: dict[int, list[Part]] = {}
 
     def __len__(self) -> int:
         return len(self._written)
 
     def add(self, index: int, part: Part, block_bytes: int) -> bool:
-        """A part was written; True when with it the block is whole, and forgotten here."""
+        """Records a written part; returns True (and forgets the block) if the block is complete."""
         start, end = part.offset, part.end
         apart: list[Part] = []
         for other in self._written.pop(index, []):
@@ -50,7 +50,7 @@ class PartialBlocks:
         return False
 
     def begin(self, index: int, part: Part, *, was_whole: bool, block_bytes: int) -> None:
-        """A part is about to be overwritten: what it held counts no more."""
+        """Records that a part is about to be overwritten: its bytes no longer count as written."""
         before = [Part(0, block_bytes)] if was_whole else self._written.pop(index, [])
         left: list[Part] = []
         for other in before:
@@ -62,6 +62,6 @@ class PartialBlocks:
             self._written[index] = left
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """Nothing of these blocks is written any more, or all of it."""
+        """Drops the records of these blocks, which are now wholly written or wholly unwritten."""
         for index in indexes:
             self._written.pop(index, None)

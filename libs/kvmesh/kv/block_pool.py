@@ -6,12 +6,12 @@ A block is in exactly one of three states:
     referenced  held by one sequence or several; has a hash once it was sealed
     evictable   held by nobody, has a hash, and can be matched until its room is needed
 
-Owns ids only, never bytes. One thread; nothing here waits. Callers keep `match` and `acquire`
-together without an await, since a block that was only matched may be evicted.
+The pool owns ids only, never bytes. It runs on one thread and never waits. Callers must not await
+between `match` and `acquire`, since a block that was only matched may be evicted.
 
-Tiers below the pool may hold copies of blocks (`kv/tiers.py`). Others are told that a block is gone
-when neither has it. A copy is made while the block may be evicted any time: whoever made it asks
-`is_same` afterwards, so that no eviction ever waits.
+Tiers below the pool may hold copies of blocks (`kv/tiers.py`). Other workers are told that a block
+is gone when neither the pool nor a tier has it. A block may be evicted while it is copied to a
+tier, so no eviction ever waits: the copier asks `is_same` afterwards.
 Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py, test_tiers.py.
 """
 
@@ -31,10 +31,10 @@ from kvmesh.kv.lower_copies import LowerCopies, with_tiers
 from kvmesh.kv.runs import consecutive_runs
 
 CONTIGUITY_SHARE = 1 / 8
-"""Part of a pool that may stand empty so that requests get one run; cached blocks go for it."""
+"""Fraction of the pool that may stand empty to get contiguous runs; cached blocks are evicted."""
 
 MAX_MOVED = 4096
-"""Blocks that may have moved before the record of runs follows: bounds what one call catches up."""
+"""Maximum number of moved blocks before the record of runs is updated; bounds one call's cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class BlockPoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class UnsavedBlock:
-    """A block that would be lost if it were evicted.
+    """A block without a copy in a lower tier: its KV would be lost if it were evicted.
 
     Attributes:
-        life: of the block, for `is_same`.
+        life: number of earlier evictions from this block id, for `is_same`.
     """
 
     block: int
@@ -75,7 +75,7 @@ class BlockPool:
     """Block ids 0..num_blocks-1 with reference counts and a prefix cache by block hash.
 
     Args:
-        state_blocks: of one saved state, so that others can be told where there is one.
+        state_blocks: number of blocks of one saved state. The pool tells others of whole states.
     """
 
     def __init__(self, num_blocks: int, block_size: int, state_blocks: int = 0) -> None:
@@ -85,8 +85,8 @@ class BlockPool:
         self.block_size = block_size
         self._empty = FreeSegments()
         self._empty.add(range(num_blocks))
-        # Empty and evictable blocks together: where a run could be had by evicting what is in it.
-        # Few allocations ask for it, so it follows what moved only when one does.
+        # Empty and evictable blocks together: runs that become free by evicting the blocks in them.
+        # Few allocations ask for these runs, so the record is updated only when one does.
         self._unreferenced = FreeSegments()
         self._unreferenced.add(range(num_blocks))
         self._was_unreferenced = bytearray(b"\x01" * num_blocks)
@@ -94,8 +94,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        # Next to evict first. A sequence's blocks enter tail first, so a parent outlives its
-        # children and what stays cached can still be matched from the root.
+        # The next block to evict comes first. A sequence's blocks enter tail first, so a parent
+        # outlives its children and the remaining cached blocks still match from the root.
         # An OrderedDict: deleting from a plain dict's front makes the next look at it slow.
         # The value is the turn in which the block was released.
         self._evictable: OrderedDict[int, int] = OrderedDict()
@@ -103,25 +103,25 @@ class BlockPool:
         self._news = BlockNews(state_blocks)
         self._allocated_total = 0
         self._evicted_total = 0
-        # Grows with each eviction of a block: whoever read it meanwhile has read something else.
+        # Evictions of each block id: a reader that sees another count has read another block's KV.
         self._lives = [0] * num_blocks
-        # Blocks of which the tiers below have no copy: evictable ones, oldest first as a rule, and
-        # full ones in use since they were sealed.
+        # Blocks without a copy in the tiers below: evictable ones, oldest first as a rule, and full
+        # ones that have been in use since they were sealed.
         self._unsaved: dict[int, None] = {}
         self._unsaved_in_use: dict[int, None] = {}
         self._below: LowerCopies | None = None
         self.on_unsaved: Callable[[], None] | None = None
-        """Told when blocks were sealed or became evictable that have no copy below."""
+        """Called when blocks without a copy below were sealed or became evictable."""
         self.on_removed: Callable[[BlockHash], None] | None = None
-        """Told of each hash that can be matched no longer."""
+        """Called with each hash that can no longer be matched or brought up."""
         self.on_lowered: Callable[[BlockHash], None] | None = None
-        """Told of each hash that lies in another tier now, and not here."""
+        """Called with each hash whose block is now in a lower tier and not in the pool."""
         self.on_free: Callable[[], None] | None = None
-        """Told when `allocate` can give more than before."""
+        """Called when `allocate` can give more blocks than before."""
 
     @property
     def below(self) -> LowerCopies | None:
-        """Tiers below; set before any block is taken."""
+        """The tiers below; set before any block is taken."""
         return self._below
 
     @below.setter
@@ -131,7 +131,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give: empty ones and evictable ones."""
+        """Number of blocks that `allocate` can give: empty ones and evictable ones."""
         return self._empty.num_blocks + len(self._evictable)
 
     @property
@@ -142,7 +142,7 @@ class BlockPool:
     def allocate(self, n: int, after: int | None = None) -> list[int]:
         """Takes `n` blocks in few contiguous runs, each with one reference.
 
-        Args:
+        after: last block of the sequence so far; the new blocks follow it if there is room.
             after: last block of the sequence so far; the new ones follow it where they can.
 
         Raises:
@@ -164,7 +164,7 @@ class BlockPool:
         return blocks
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`; takes no references."""
+        """Returns the blocks of the longest cached prefix of `hashes`; takes no references."""
         blocks: list[int] = []
         find = self._block_of.get
         for block_hash in hashes:
@@ -175,7 +175,7 @@ class BlockPool:
         return blocks
 
     def find(self, block_hash: BlockHash) -> int | None:
-        """The block that has this hash; takes no reference."""
+        """Returns the block that has this hash, or None; takes no reference."""
         return self._block_of.get(block_hash)
 
     def acquire(self, blocks: Sequence[int]) -> None:
@@ -193,8 +193,8 @@ class BlockPool:
         """Gives back one reference on each block.
 
         Args:
-            blocks: in the order of the sequence; of those that become evictable, the later ones
-                are evicted earlier.
+            blocks: in the order of the sequence. Of the blocks that become evictable, later ones
+                are evicted first.
         """
         emptied: list[int] = []
         references, hash_of, below = self._references, self._hash_of, self._below
@@ -224,7 +224,7 @@ class BlockPool:
 
     @contextlib.contextmanager
     def held(self, blocks: Sequence[int]) -> Iterator[None]:
-        """Blocks stay as they are while inside, even if their sequence gives them back."""
+        """Keeps blocks as they are inside the context, even if their sequence releases them."""
         self.acquire(blocks)
         try:
             yield
@@ -232,10 +232,12 @@ class BlockPool:
             self.release(blocks)
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
-        """Makes a full block findable by its hash. The caller holds it and writes it no more.
+        """Makes a full block findable by its hash.
+
+        The caller holds a reference on the block and no longer writes to it.
 
         Returns:
-            False if another block has this hash already; then this one stays without.
+            False if another block has this hash already; then this block gets no hash.
         """
         assert self._references[block] > 0, f"block {block} is not referenced"
         holder = self._block_of.setdefault(block_hash, block)
@@ -253,13 +255,13 @@ class BlockPool:
 
     @property
     def turn(self) -> int:
-        """Grows by one with each release: a mark in time for `num_room`."""
+        """Number of calls of `release` so far: a mark in time for `num_room`."""
         return self._turn
 
     def num_room(self, turn: int, limit: int) -> int:
-        """Blocks that can be had without evicting what was released after `turn`; at most `limit`.
+        """Counts blocks that can be had without evicting blocks released after `turn`.
 
-        Costs as much as there are evictable blocks among them.
+        The count stops at `limit`. The cost is linear in the evictable blocks that are counted.
         """
         room = min(self._empty.num_blocks, limit)
         for released in islice(self._evictable.values(), limit - room):
@@ -269,10 +271,10 @@ class BlockPool:
         return room
 
     def evict_first(self, hashes: Sequence[BlockHash]) -> int:
-        """Makes evictable blocks the next ones to evict, the last of `hashes` before the others.
+        """Makes evictable blocks the next ones to evict, the last of `hashes` first.
 
         Returns:
-            How many there are; the rest is in use, or not cached.
+            The number of blocks moved to the front; the others are in use or not cached.
         """
         found = 0
         for block_hash in hashes:
@@ -280,7 +282,7 @@ class BlockPool:
             if block is not None and block in self._evictable:
                 self._evictable[block] = 0
                 self._evictable.move_to_end(block, last=False)
-                self._unsaved.pop(block, None)  # others hold it too: no copy is made
+                self._unsaved.pop(block, None)  # other workers hold it too: no copy is made
                 found += 1
         return found
 
@@ -288,11 +290,11 @@ class BlockPool:
 
     @property
     def num_empty(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of blocks that hold nothing."""
         return self._empty.num_blocks
 
     def unsaved(self, limit: int) -> list[UnsavedBlock]:
-        """At most `limit` blocks without a copy below: evictable ones first, the oldest of them."""
+        """Returns up to `limit` blocks without a copy below: evictable ones first, oldest first."""
         found = []
         for block in islice(chain(self._unsaved, self._unsaved_in_use), limit):
             key = self._hash_of[block]
@@ -301,20 +303,20 @@ class BlockPool:
         return found
 
     def saving(self, blocks: Sequence[UnsavedBlock]) -> None:
-        """Says that copies of these are being made; they are not `unsaved` from now on."""
+        """Records that copies of these blocks are being made; they are no longer `unsaved`."""
         for each in blocks:
             self._unsaved.pop(each.block, None)
             self._unsaved_in_use.pop(each.block, None)
 
     def is_same(self, block: UnsavedBlock) -> bool:
-        """Whether a block still holds what it did: it was not evicted in between."""
+        """Returns whether a block still holds the same KV: it was not evicted in between."""
         return self._lives[block.block] == block.life
 
     def lost_below(self, key: BlockHash) -> None:
-        """A tier below has a block no more.
+        """Records that a tier below no longer has a block.
 
-        If it is here it is not copied again before somebody uses it: tiers that are smaller than
-        what is cached here would else be written for ever.
+        If the pool has the block, it is not copied again before it is used. Otherwise a tier that
+        is smaller than the pool's cached blocks would be rewritten forever.
         """
         if key in self._block_of:
             return
@@ -331,7 +333,7 @@ class BlockPool:
             self.on_lowered(key)
 
     def clear_cached(self, num: int | None = None) -> int:
-        """Empties evictable blocks, the next `num` to evict or all; returns how many."""
+        """Evicts the next `num` evictable blocks, or all; returns how many."""
         return self._evict(len(self._evictable) if num is None else num)
 
     @property
@@ -340,16 +342,16 @@ class BlockPool:
         return bool(self._news)
 
     def take_events(self) -> BlockEvents:
-        """Names that came and went since the last call, in order, net of what cancelled out."""
+        """Returns the names that came and went since the last call, in order, net of both."""
         return self._news.take()
 
     def held_hashes(self) -> list[BlockHash]:
-        """All hashes that can be matched now or brought up, oldest first."""
+        """Returns all hashes that can be matched now or brought up, oldest first."""
         below = [] if self._below is None else self._below.keys()
         return [key for key in dict.fromkeys((*below, *self._block_of)) if is_announced(key)]
 
     def told_names(self) -> list[BlockHash]:
-        """All that others are told, as `take_events` tells it; for a snapshot."""
+        """Returns all names that others hold by the events of `take_events`; for a snapshot."""
         return self._news.names(self.held_hashes())
 
     def statistics(self) -> BlockPoolStatistics:
@@ -367,26 +369,27 @@ class BlockPool:
         )
 
     def _make_contiguous(self, n: int) -> None:
-        """Evicts further until one segment holds `n` blocks, if that can be had.
+        """Evicts more blocks until one segment holds `n` blocks, if that is possible.
 
-        First oldest first: whoever was cached together is evicted together, so segments grow fast,
-        and the room that is emptied for nothing serves the next allocations. Then, if blocks in
-        use lie between all of them, what is cached at the end of the tightest run without any, if
-        at least half of it is empty: whoever is evicted out of turn may be wanted soon, and
-        without this bound a replayed trace lost 6 % of its prefix hits (benchmarks/allocator.py).
+        The first pass evicts oldest first. Blocks that were cached together are evicted together,
+        so segments grow fast, and room that this request does not use serves the next ones.
+        The second pass runs if blocks in use lie between all evictable ones. It evicts the cached
+        blocks at the end of the tightest run without blocks in use, if at least half of the room
+        is empty there. Blocks evicted out of turn may be wanted soon: without this bound a
+        replayed trace lost 6 % of its prefix hits (benchmarks/allocator.py).
         """
         bound = n + int(self.num_blocks * CONTIGUITY_SHARE)
         while self._evictable and self._empty.largest < n and self._empty.num_blocks < bound:
             self._evict(min(max(n // 4, 1), bound - self._empty.num_blocks))
         if self._empty.largest < n and (run := self._runs().find(n)) is not None:
-            # Its end, since parents come before their children as a rule.
+            # The end of the run, since parents come before their children as a rule.
             end = run.stop
             cached = [block for block in range(end - n, end) if block in self._evictable]
             if len(cached) <= n // 2:
                 self._drop(cached)
 
     def _evict(self, n: int) -> int:
-        """Empties the `n` oldest evictable blocks, or all; returns how many."""
+        """Empties the `n` oldest evictable blocks, or all of them; returns how many."""
         victims = list(islice(self._evictable, max(n, 0)))
         self._drop(victims)
         return len(victims)
@@ -406,13 +409,13 @@ class BlockPool:
         self._evicted_total += len(victims)
 
     def _move(self, blocks: Sequence[int]) -> None:
-        """Notes that references of blocks changed."""
+        """Records that the reference counts of blocks changed."""
         self._moved.update(blocks)
         if len(self._moved) > MAX_MOVED:
             self._runs()
 
     def _runs(self) -> FreeSegments:
-        """The unreferenced blocks as they are now."""
+        """Updates and returns the unreferenced blocks as segments."""
         came: list[int] = []
         went: list[int] = []
         for block in sorted(self._moved):
@@ -427,7 +430,7 @@ class BlockPool:
         return self._unreferenced
 
     def _note(self, key: BlockHash, *, stored: bool) -> None:
-        """A block came into the pool or went."""
+        """Reports that a block was added to the pool or dropped from it."""
         below = self._below
         if below is None or key not in below:
             if stored:

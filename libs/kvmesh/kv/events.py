@@ -1,7 +1,7 @@
-"""What happened to a worker's cached blocks, in order and with their tokens, for outside indexers.
+"""A log of events of a worker's cached blocks, in order and with tokens, for outside indexers.
 
-Unlike `BlockPool.take_events`, which nets changes out for the kvmanager, this keeps the order and
-what each block holds. A block is told to be in one medium at a time, the fastest that has it.
+Unlike `BlockPool.take_events`, which nets changes out for the kvmanager, this log keeps the order
+and each block's tokens. A block is reported in one medium at a time, the fastest that has it.
 Pure bookkeeping. Tests: tests/unit/kv/test_events.py.
 """
 
@@ -16,11 +16,11 @@ from kvmesh.core.types import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks can be matched from now on; in the pool's medium they follow each other.
+    """Blocks can be matched from now on; in the pool's medium they are consecutive in a sequence.
 
     Attributes:
         parent: hash of the block before the first one; None at the start of a sequence.
-        token_ids: of all the blocks, in order; empty in a lower medium, which knows names alone.
+        token_ids: tokens of all the blocks, in order; empty in a lower medium, which has no tokens.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -31,7 +31,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks are in a medium no longer."""
+    """Blocks are no longer in a medium."""
 
     hashes: tuple[BlockHash, ...]
     medium: str
@@ -46,13 +46,13 @@ KvEvent = BlocksStored | BlocksRemoved | AllCleared
 
 
 class KvEventLog:
-    """Collects events until somebody takes them.
+    """Collects events until `take`.
 
-    Memory is bounded by what is taken: whoever makes a log takes from it often.
+    The log grows until its events are taken: its owner must call `take` often.
 
     Args:
-        is_cached: whether a block can be matched; one that is full need not be kept.
-        medium: of the pool.
+        is_cached: whether a block can be matched; a full block need not be cached.
+        medium: name of the pool's medium.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class KvEventLog:
         self._medium = medium
         self._held: dict[BlockHash, str] = {}
         self._events: list[KvEvent] = [AllCleared()]
-        # Blocks that left a medium, for another one or None.
+        # Blocks that left a medium: hash, old medium, new medium or None.
         self._left: list[tuple[BlockHash, str, str | None]] = []
 
     def __len__(self) -> int:
         return len(self._events) + bool(self._left)
 
     def stored(self, hashes: Sequence[BlockHash], token_ids: Sequence[int], first: int) -> None:
-        """Blocks of one sequence became full.
+        """Records that blocks of one sequence became full.
 
         Args:
-            hashes: of all its full blocks, from the first one of the sequence.
+            hashes: hashes of all its full blocks, from the first one of the sequence.
             token_ids: all its tokens.
-            first: index of the first block that is new; blocks that are held are left out.
+            first: index of the first new block; blocks that were reported already are left out.
         """
         run: list[int] = []
         for index in range(first, len(hashes)):
@@ -88,20 +88,20 @@ class KvEventLog:
         self._add_run(run, hashes, token_ids)
 
     def removed(self, block_hash: BlockHash) -> None:
-        """A block is gone; nothing happens if it was never told of."""
+        """Records that a block is gone; does nothing if it was never reported."""
         medium = self._held.pop(block_hash, None)
         if medium is not None:
             self._left.append((block_hash, medium, None))
 
     def lowered(self, block_hash: BlockHash, medium: str) -> None:
-        """A block left the pool or a tier, and this is the fastest medium that has it now."""
+        """Records that a block left the pool or a tier, with the fastest medium that has it now."""
         before = self._held.get(block_hash)
         if before not in (None, medium):
             self._held[block_hash] = medium
             self._left.append((block_hash, before, medium))
 
     def found(self, hashes: Sequence[BlockHash], medium: str) -> None:
-        """Blocks that lie in a tier from the start."""
+        """Records blocks that lie in a tier at the start."""
         self._held.update(dict.fromkeys(hashes, medium))
         if hashes:
             self._events.append(BlocksStored(tuple(hashes), None, (), medium))
@@ -130,8 +130,9 @@ class KvEventLog:
                 self._left.append((each, below, None))
 
     def _settle_left(self) -> None:
-        """What left one medium for the same other one, with nothing in between, is told together:
-        first where it is, then where it is no longer.
+        """Turns moves into events: consecutive moves between the same two media share one pair.
+
+        The new medium is reported before the removal from the old one.
         """
         for (old, new), group in groupby(self._left, key=lambda each: each[1:]):
             hashes = tuple(each[0] for each in group)

@@ -1,6 +1,6 @@
 """The free blocks of a pool as maximal contiguous segments.
 
-Owns where the holes are, not why a block is free (that is `block_pool.py`). A transfer sends one
+Owns the positions of free blocks; `block_pool.py` knows why a block is free. A transfer sends one
 run per call, so few segments per request means few calls (FlowKV, contiguous allocation).
 Tests: tests/unit/kv/test_free_segments.py, tests/property/test_block_pool_machine.py.
 """
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from kvmesh.kv.bit_tree import LIMIT, BitTree
 
 _STALE_SLACK = 16
-"""A heap may hold this many stale entries before half of them being stale empties it of them."""
+"""Number of stale entries beyond the live ones that a heap may hold before it is rebuilt."""
 
 
 class _Heap:
     """First blocks of the segments of one length, the lowest first.
 
-    Segments go from the middle, too, so entries may be stale. They are dropped when they come to
-    the top, or all at once when they are the larger part: a constant share per entry.
+    `remove` and merges take segments out of the middle of the heap, so entries may be stale. They
+    are dropped at the top, or all at once when most entries are stale: constant cost per entry.
     """
 
     __slots__ = ("num_live", "starts")
@@ -33,13 +33,13 @@ class _Heap:
 class FreeSegments:
     """Disjoint segments of block ids, never two of them adjacent.
 
-    Each operation costs O(log s) per segment touched, s being the number of segments.
+    Each operation costs O(log s) per segment touched, where s is the number of segments.
     """
 
     def __init__(self) -> None:
         self._length_at: dict[int, int] = {}  # first block -> length
         self._start_before: dict[int, int] = {}  # one past the last block -> first block
-        self._heaps: dict[int, _Heap] = {}  # length -> where
+        self._heaps: dict[int, _Heap] = {}  # length -> first blocks
         self._lengths = BitTree()  # keys of _heaps
         self._starts: BitTree | None = None  # keys of _length_at, once `remove` needed them
         self._largest: int | None = 0  # None: not known
@@ -47,12 +47,12 @@ class FreeSegments:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all segments."""
+        """Number of blocks in all segments."""
         return self._num_blocks
 
     @property
     def num_segments(self) -> int:
-        """How many segments there are."""
+        """Number of segments."""
         return len(self._length_at)
 
     @property
@@ -63,11 +63,11 @@ class FreeSegments:
         return self._largest
 
     def segments(self) -> list[tuple[int, int]]:
-        """(first block, length) of every segment, by first block."""
+        """Returns (first block, length) of every segment, ordered by first block."""
         return sorted(self._length_at.items())
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Puts distinct blocks in, merging them with their neighbours."""
+        """Adds distinct blocks and merges them with their neighbours."""
         ordered = sorted(blocks)
         if not ordered:
             return
@@ -82,9 +82,9 @@ class FreeSegments:
     def take(self, n: int, after: int | None = None) -> list[int]:
         """Takes `n` blocks out in as few segments as possible.
 
-        Right after block `after` if all of them fit there; else from the tightest segment that
-        fits. If none fits, first what lies right after `after`, then the largest ones, the last of
-        them again chosen by fit.
+        Takes them right after block `after` if all of them fit there, else from the tightest
+        segment that fits. If none fits, takes the blocks right after `after`, then the largest
+        segments; the last segment is again chosen by fit.
         """
         assert 0 <= n <= self._num_blocks, f"{n} of {self._num_blocks} blocks"
         taken: list[int] = []
@@ -99,7 +99,7 @@ class FreeSegments:
         return taken
 
     def find(self, n: int) -> range | None:
-        """The tightest segment of at least `n` blocks; None if none is so long."""
+        """Returns the tightest segment of at least `n` blocks; None if none is so long."""
         length = self._lengths.at_or_after(max(n, 1))
         if length is None:
             return None
@@ -107,7 +107,7 @@ class FreeSegments:
         return range(start, start + length)
 
     def remove(self, first: int, count: int) -> None:
-        """Takes exactly these blocks out; they lie in one segment."""
+        """Removes exactly these blocks, which lie in one segment."""
         start = first if first in self._length_at else self._segment_before(first)
         assert start is not None, f"block {first} is not free"
         end = start + self._length_at[start]
@@ -141,7 +141,7 @@ class FreeSegments:
         self._put(start, end)
 
     def _put(self, start: int, end: int) -> None:
-        """Notes a segment that touches no other one; an empty one is none."""
+        """Records a segment that touches no other one; ignores an empty one."""
         if start == end:
             return
         length = end - start
@@ -160,7 +160,7 @@ class FreeSegments:
         self._num_blocks += length
 
     def _drop(self, start: int) -> int:
-        """Forgets the segment at `start`; gives its length."""
+        """Forgets the segment at `start`; returns its length."""
         length = self._length_at.pop(start)
         del self._start_before[start + length]
         if self._starts is not None:
@@ -179,7 +179,7 @@ class FreeSegments:
         return length
 
     def _lowest(self, length: int) -> int:
-        """First block of the lowest segment of this length."""
+        """Returns the first block of the lowest segment of this length."""
         starts = self._heaps[length].starts
         while self._length_at.get(starts[0]) != length:
             heapq.heappop(starts)

@@ -1,13 +1,13 @@
-"""KV groups: which layers keep what, and how far a cached prefix can be resumed. Pure.
+"""KV groups: the KV that each layer keeps, and how far a cached prefix can be resumed. Pure.
 
 All groups take blocks from one pool, and a block has the same bytes in each:
 
     full      every position: one block per `block_size` positions (latent KV is of this kind)
-    window    the latest positions: blocks behind the window are given back
-    state     what linear layers carry from one position to the next: a fixed number of blocks
+    window    the latest positions: blocks before the window are given back
+    state     the recurrent state of linear layers: a fixed number of blocks
 
-A prefix can be resumed where every group can: full groups hold all blocks before the point, window
-groups those that the next query sees, and a state is saved exactly there.
+    A prefix can be resumed where every group can: full groups hold all blocks before the position,
+    window groups hold the blocks that the next query sees, and a state is saved exactly there.
 Source: PrfaaS §3.2. Tests: tests/unit/kv/test_sequence_blocks.py, tests/property/test_groups.py.
 """
 
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 
 HOLE = -1
-"""In a table: no block is held for these positions."""
+"""Entry of a block table: no block is held for these positions."""
 
 UNBOUNDED_BLOCKS = 1 << 31
-"""More than any sequence has."""
+"""Number of blocks that exceeds any sequence's."""
 
-# Where no group keeps all positions, there is nothing to measure states against.
+# Tokens between saved states where no group keeps all positions, so that the cost rule of
+# `state_interval` has nothing to compare states with.
 _INTERVAL_WITHOUT_FULL_TOKENS = 512
 
 
@@ -33,9 +34,9 @@ class KvGroups:
     """The groups of a model.
 
     Attributes:
-        windows: per token group, latest positions that a query sees; 0 for all. The first group
-            is the one whose block hashes other processes are told.
-        state_blocks: blocks of one saved state; 0 without linear layers.
+        windows: per token group, number of latest positions that a query sees; 0 for all. Other
+            processes are told the block hashes of the first group.
+        state_blocks: number of blocks of one saved state; 0 without linear layers.
     """
 
     windows: tuple[int, ...] = (0,)
@@ -43,7 +44,7 @@ class KvGroups:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a block holds all layers, in their order."""
+        """Whether each block holds all layers, in their order."""
         return len(self.windows) == 1 and not self.state_blocks
 
     def __post_init__(self) -> None:
@@ -53,27 +54,27 @@ class KvGroups:
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many positions."""
+    """Returns the number of blocks that hold `num_tokens` positions."""
     return -(-num_tokens // block_size)
 
 
 def first_visible(window: int, position: int, block_size: int) -> int:
-    """Index of the first block that the query at a position sees."""
+    """Returns the index of the first block that the query at a position sees."""
     return max(0, position - window + 1) // block_size if window else 0
 
 
 def group_key(block_hash: BlockHash, group: int) -> BlockHash:
-    """The name of a token group's block in the pool; the first group's is the hash itself."""
+    """Returns the pool's name of a token group's block; the first group uses the hash itself."""
     return block_hash if group == 0 else BlockHash(block_hash + b"g" + bytes((group,)))
 
 
 def state_key(block_hash: BlockHash, part: int) -> BlockHash:
-    """The name of one block of the state after the positions that a hash stands for."""
+    """Returns the pool's name of one block of the state after the block with this hash."""
     return BlockHash(block_hash + b"s" + part.to_bytes(2, "little"))
 
 
 def is_state_key(key: BlockHash) -> bool:
-    """Whether `state_key` made it."""
+    """Returns whether `state_key` made this name."""
     return key[BLOCK_HASH_BYTES : BLOCK_HASH_BYTES + 1] == b"s"
 
 
@@ -84,12 +85,12 @@ def resume_length(
     is_cached: Callable[[int, int], bool],
     has_state: Callable[[int], bool],
 ) -> int:
-    """The longest prefix, in blocks, at which every group can go on.
+    """Returns the length of the longest prefix, in blocks, from which every group can resume.
 
     Args:
-        limit: blocks at most.
-        is_cached: of a token group and a block index.
-        has_state: of a length in blocks, whether the state after it is saved.
+        limit: maximum length in blocks.
+        is_cached: takes a token group and a block index.
+        has_state: takes a length in blocks; returns whether the state after it is saved.
     """
     longest = limit
     for group, window in enumerate(groups.windows):
@@ -114,10 +115,10 @@ def resume_length(
 
 
 def blocks_at_most(groups: KvGroups, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
-    """Blocks that one sequence may hold at once while it is computed in chunks.
+    """Returns the most blocks that one sequence holds at once while it is computed in chunks.
 
-    Blocks reserved for the window at its end and those of the window in front of the chunk may be
-    there together, and so may a state that is resumed from and its copy.
+    The blocks reserved for the window at its end may coexist with the window before the chunk.
+    A state to resume from may coexist with its copy.
     """
     whole = num_blocks_of(num_tokens, block_size)
     chunk = num_blocks_of(chunk_tokens, block_size) + 1
@@ -129,7 +130,7 @@ def blocks_at_most(groups: KvGroups, num_tokens: int, chunk_tokens: int, block_s
 
 
 def longest_sequence(groups: KvGroups, num_blocks: int, chunk_tokens: int, block_size: int) -> int:
-    """Tokens of the longest sequence that fits a pool alone, a multiple of the block size.
+    """Returns the tokens of the longest sequence that fits a pool alone, in whole blocks.
 
     Without a full group that is `UNBOUNDED_BLOCKS` blocks once the window fits.
     """
@@ -142,12 +143,12 @@ def longest_sequence(groups: KvGroups, num_blocks: int, chunk_tokens: int, block
 
 
 def state_interval(groups: KvGroups, block_size: int, asked_tokens: int = 0) -> int:
-    """Positions between saved states, a multiple of the block size.
+    """Returns the number of positions between saved states, a multiple of the block size.
 
     Args:
-        asked_tokens: 0 for the cost rule: saved states take at most as many blocks as the
-            positions between them do, so the cache is at worst half as deep as without states and
-            a resumed prefix loses half an interval on average.
+        asked_tokens: the configured interval. 0 selects the cost rule: saved states take at most
+            as many blocks as the positions between them. Then the cache is at worst half as deep
+            as without states, and a resumed prefix loses half an interval on average.
     """
     if asked_tokens:
         return num_blocks_of(asked_tokens, block_size) * block_size
@@ -160,7 +161,7 @@ def state_interval(groups: KvGroups, block_size: int, asked_tokens: int = 0) -> 
 def save_positions(
     start: int, end: int, num_prompt_tokens: int, interval: int, block_size: int
 ) -> list[int]:
-    """Where a chunk's states are saved for good: every interval, and before the prompt's end.
+    """Returns where a chunk saves states: at every interval, and before the prompt's end.
 
     The last token of a prompt is always computed again, so the last useful position is the block
     boundary before it.
@@ -181,7 +182,7 @@ class ArrivingBlock:
     """A block that a handoff moves.
 
     Attributes:
-        tokens: leading tokens of the prompt that must be computed before it is complete.
+        tokens: number of leading prompt tokens after which the block is complete.
     """
 
     block: int
@@ -196,14 +197,14 @@ def arriving_blocks(
     num_tokens: int,
     block_size: int,
 ) -> list[ArrivingBlock]:
-    """The blocks that a prompt's KV consists of, in the order in which both ends count them.
+    """Returns the blocks of a prompt's KV, in the order in which both ends count them.
 
     Args:
-        span: block indices, first to last; those before are with the receiver already.
+        span: block indices to move; the receiver has the indices before them already.
 
     Returns:
-        By index, then group, what the query after the prompt sees; then the state. Ids are those
-        of `tables` and may be `HOLE` for what is not computed yet.
+        The blocks that the query after the prompt sees, by index, then group; then the state.
+        Ids are those of `tables`, or `HOLE` for blocks that are not computed yet.
     """
     visible = [first_visible(window, num_tokens, block_size) for window in groups.windows]
     found = [
@@ -218,10 +219,10 @@ def arriving_blocks(
 def arriving_keys(
     groups: KvGroups, hashes: Sequence[BlockHash], span: range, block_size: int
 ) -> list[BlockHash]:
-    """The names of the `arriving_blocks` of a prefix that ends with `span`, in their order.
+    """Returns the names of the `arriving_blocks` of a prefix that ends with `span`, in order.
 
     Args:
-        hashes: of the prefix, from its first block on.
+        hashes: hashes of the prefix, from its first block on.
     """
     num_tokens = span.stop * block_size
     visible = [first_visible(window, num_tokens, block_size) for window in groups.windows]

@@ -1,7 +1,7 @@
-"""The decode side of a handoff as a state table: who may write into reserved blocks, and when.
+"""The decode side of a handoff as a state table: the writers of reserved blocks, and their rights.
 
-A block has two lifetimes: the request's, and that of whoever is writing into its memory. They end
-independently, and blocks go back to the pool only when both have ended.
+A block has two lifetimes: the request's, and that of its current writer. They end independently,
+and blocks go back to the pool only when both have ended.
 
     state      event                                   next        effect
     ---------  --------------------------------------  ----------  ------------------------------
@@ -26,11 +26,11 @@ independently, and blocks go back to the pool only when both have ended.
 
 RESERVED with a write in flight is what the design calls WRITING; it is derived, not stored. Any
 message with another incarnation or generation, or after the lease, is refused STALE; one with a
-wrong capability INVALID. The generation is the attempt that reserved: whoever is to write for a
-later attempt gets a reservation of its own, with a secret that no earlier writer has. A grant is
-exclusive: while one writer is in a block's memory, fenced or not, no other is let in, so a late
-writer can never tear what a newer one wrote. Writers of different parts of a block may be in it at
-once; it is written when its parts make it whole.
+wrong capability INVALID. The generation is the attempt that reserved. The writer of a later attempt
+gets a reservation of its own, with a secret that no earlier writer has. A grant is exclusive: while
+one writer is in a block's memory, fenced or not, no other writer is admitted, so a late writer can
+never tear a newer write. Writers of different parts of a block may be in it at once; the block
+counts as written when its parts cover it.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
@@ -64,7 +64,7 @@ def _stale(message: str) -> Refusal:
 
 
 def _span_of(indexes: Sequence[int], num_blocks: int) -> Span | None:
-    """The indexes as what grants remember; None if one is outside, or occurs twice, or none is."""
+    """Converts indexes to a span; None if an index is outside or repeated, or there is none."""
     if isinstance(indexes, range):
         is_inside = 0 <= indexes.start < indexes.stop <= num_blocks and indexes.step == 1
         return indexes if is_inside else None
@@ -83,9 +83,9 @@ class HandoffTable:
     """All reservations of one decode worker in one life of it.
 
     Args:
-        incarnation: of this worker; messages that name another are refused.
+        incarnation: incarnation of this worker; messages that name another one are refused.
         lease_s: a reservation without progress or renewal ends after this many seconds.
-        block_bytes: size of a block; only writers of parts need it.
+        block_bytes: bytes of a block; needed only where writers write parts of blocks.
     """
 
     def __init__(self, incarnation: int, lease_s: float, block_bytes: int = 0) -> None:
@@ -96,7 +96,7 @@ class HandoffTable:
         self._entries: dict[int, Entry] = {}
         self._writes: dict[int, Write] = {}
         self._released: list[Released] = []
-        # Commits whose blocks were taken, for a sender that lost the acknowledgement.
+        # Commits whose blocks were taken, for senders that lost the acknowledgement.
         self._taken: dict[int, Entry] = {}
         self._outcomes = dict.fromkeys(Outcome, 0)
         self._next_reservation_id = 1
@@ -117,11 +117,11 @@ class HandoffTable:
         """Opens blocks of a sequence to one prefill.
 
         Args:
-            blocks: all blocks of the prompt, in order; referenced in the pool by the caller, whose
-                reference the table gives back through `take` or `drain_released`.
-            num_cached: leading blocks that are filled and shared; they are never written.
+            blocks: all blocks of the prompt, in order. The caller holds a pool reference on each,
+                which the table gives back through `take` or `drain_released`.
+            num_cached: number of leading blocks that are filled and shared; never written.
             capability: secret that admits writers.
-            generation: which attempt of the request this is.
+            generation: number of the request's attempt.
 
         Returns:
             The id of the reservation.
@@ -143,7 +143,7 @@ class HandoffTable:
         return reservation_id
 
     def renew(self, reservation_id: int, now: float) -> bool:
-        """Starts the lease anew; False if the reservation has ended."""
+        """Restarts the lease; False if the reservation has ended."""
         entry = self._live(reservation_id, now)
         if entry is None:
             return False
@@ -178,10 +178,10 @@ class HandoffTable:
         return True
 
     def expire(self, now: float) -> list[RequestId]:
-        """Ends reservations whose lease ran out and forgets old commits.
+        """Ends reservations whose lease has expired and forgets old commits.
 
         Returns:
-            The requests that ended by this call.
+            The requests whose reservations this call ended.
         """
         for old in [entry for entry in self._taken.values() if entry.deadline <= now]:
             del self._taken[old.reservation_id]
@@ -200,7 +200,7 @@ class HandoffTable:
         return entry is not None and entry.state is not State.FENCED
 
     def drain_released(self) -> list[Released]:
-        """Reservations that ended unused and whose writers are gone, each exactly once.
+        """Returns reservations that ended unused and have no writers left, each exactly once.
 
         The caller gives their blocks back to the pool.
         """
@@ -216,12 +216,12 @@ class HandoffTable:
         now: float,
         part: Part | None = None,
     ) -> BlockGrant | Refusal:
-        """Asks for blocks to be written, in this order; `end_write` must follow every grant.
+        """Requests leave to write blocks, in this order; `end_write` must follow every grant.
 
         Args:
-            indexes: among the blocks to write, at least one, each once; 0 is the first one after
-                the cached ones. A range where they follow one another.
-            part: the same bytes of each block; None is all of them.
+            indexes: at least one distinct index among the blocks to write; 0 is the first block
+                after the cached ones. A range for consecutive blocks.
+            part: the bytes to write, the same in each block; None for whole blocks.
 
         Returns:
             The grant, or STALE, INVALID (capability or range), or BUSY while an earlier writer is
@@ -267,12 +267,12 @@ class HandoffTable:
             self._count(entry, write)
 
     def check_claim(self, claim: WriteClaim, now: float) -> Refusal | None:
-        """Whether a message may speak for a reservation; None is yes."""
+        """Checks that a message may act on a reservation; None if it may."""
         entry = self._admit(claim, now)
         return self._refuse(entry) if isinstance(entry, Refusal) else None
 
     def commit(self, claim: WriteClaim, now: float) -> Committed | Refusal:
-        """Declares all blocks written. May be repeated; the answer is the same.
+        """Declares all blocks written. A repeated call gives the same answer.
 
         The caller starts decode through `take`, which succeeds once however often this is called.
 
@@ -300,7 +300,7 @@ class HandoffTable:
     # -- Inside ---------------------------------------------------------------------------------
 
     def _begin(self, entry: Entry, span: Span, part: Part | None) -> None:
-        """What is about to be overwritten counts as written no more."""
+        """Marks bytes that are about to be overwritten as unwritten."""
         if part is None:
             entry.partial.forget(span)
         else:
@@ -311,7 +311,7 @@ class HandoffTable:
         entry.written.difference_update(span)
 
     def _count(self, entry: Entry, write: Write) -> None:
-        """A write ended well."""
+        """Marks the bytes of a successful write as written."""
         if write.part is None:
             entry.written.update(write.span)
             return
@@ -320,7 +320,7 @@ class HandoffTable:
                 entry.written.add(index)
 
     def _admit(self, claim: WriteClaim, now: float) -> Entry | Refusal:
-        """The reservation a message from the data channel may act on, taken ones included."""
+        """Returns the reservation that a data-channel message may act on, or a taken one."""
         if claim.incarnation != self.incarnation:
             return _stale(f"incarnation {claim.incarnation}, this is {self.incarnation}")
         number = claim.reservation_id
@@ -364,7 +364,7 @@ class HandoffTable:
         return not (self._entries or self._writes or self._released)
 
     def statistics(self) -> HandoffStatistics:
-        """The counts of this moment."""
+        """Returns the current counts."""
         states = [entry.state for entry in self._entries.values()]
         return HandoffStatistics(
             num_reserved=states.count(State.RESERVED),

@@ -32,9 +32,9 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteClaim:
-    """By what right a message writes: a reservation, its attempt, and its secret.
+    """The right of a message to write: a reservation, its attempt, and its secret.
 
-    Reads have claims as well; what they name then is the holder's lease on blocks of the pool.
+    Reads carry claims as well; then the claim names the holder's lease on blocks of the pool.
     """
 
     reservation_id: int
@@ -44,11 +44,11 @@ class WriteClaim:
 
 
 Span = range | frozenset[int]
-"""Indexes of blocks: one run of them, or any."""
+"""Indexes of blocks: one consecutive run as a range, or any set."""
 
 
 class BlockGrant(NamedTuple):
-    """Leave to write these blocks, in this order, until `end_write`."""
+    """Permission to write these blocks, in this order, until `end_write`."""
 
     write_id: int
     blocks: tuple[int, ...]
@@ -64,7 +64,7 @@ class Committed(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Blocks of a complete prompt, cached ones first; they are the caller's now."""
+    """Blocks of a complete prompt, cached ones first; the caller owns them now."""
 
     request_id: RequestId
     blocks: tuple[int, ...]
@@ -72,7 +72,7 @@ class Taken(NamedTuple):
 
 
 class Released(NamedTuple):
-    """Blocks of a reservation that ended unused, cached ones first; nobody writes into them."""
+    """Blocks of a reservation that ended unused, cached ones first; no writer is left in them."""
 
     reservation_id: int
     request_id: RequestId
@@ -85,9 +85,9 @@ class HandoffStatistics:
     """Counts now, and totals since the start.
 
     Attributes:
-        num_fenced: ended, but a writer is still in their memory.
-        num_writes: grants that have not been ended.
-        refused_total: messages that were answered with a refusal.
+        num_fenced: reservations that ended while a writer is still in their memory.
+        num_writes: grants that have not ended.
+        refused_total: messages that were refused.
     """
 
     num_reserved: int
@@ -107,11 +107,11 @@ class Entry:
 
     Attributes:
         deadline: end of the lease, in seconds on the caller's clock.
-        partial: blocks to write of which some bytes are there.
-        generation: which attempt of the request reserved.
+        partial: blocks to write of which only some bytes are written.
+        generation: number of the attempt that reserved.
         written: indices among the blocks to write that are complete.
         writes: ids of grants in flight.
-        outcome: set when the reservation ended; it may still wait for its writers.
+        outcome: set when the reservation ended; its writers may still be in the blocks.
     """
 
     reservation_id: int
@@ -129,11 +129,11 @@ class Entry:
 
     @property
     def num_to_write(self) -> int:
-        """Blocks that a prefill has to send."""
+        """Number of blocks that a prefill has to send."""
         return len(self.blocks) - self.num_cached
 
     def is_live(self, now: float) -> bool:
-        """Whether it has not ended and its lease stands."""
+        """Returns whether the reservation has not ended and its lease is valid."""
         return self.state is not State.FENCED and now < self.deadline
 
     def check_integrity(self, writes: Mapping[int, Write]) -> None:
@@ -155,14 +155,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Record of one grant; `span` indexes the entry's blocks to write, `part` is of each."""
+    """Record of one grant: `span` indexes the entry's blocks to write, `part` applies to each."""
 
     entry: Entry = field(repr=False)
     span: Span
     part: Part | None = None
 
     def overlaps(self, span: Span, part: Part | None) -> bool:
-        """Whether both cover some byte; no part is the whole block."""
+        """Returns whether both cover a common byte; None as part is the whole block."""
         if part is not None and self.part is not None and not self.part.overlaps(part):
             return False
         mine = self.span

@@ -23,13 +23,13 @@ _ROOT_DOMAIN = b"kvmesh.root.1"
 _EMPTY = blake2b(digest_size=BLOCK_HASH_BYTES)
 
 
-@lru_cache(maxsize=1024)  # a few models and tenants, asked for with every request
+@lru_cache(maxsize=1024)  # a few models and tenants, used by every request
 def root_hash(namespace: str, *, cache_salt: str = "", adapter: str = "") -> BlockHash:
-    """The parent of a sequence's first block hash.
+    """Returns the parent of a sequence's first block hash.
 
     Args:
         namespace: the layout's model fingerprint; KV of other models never matches.
-        cache_salt: keeps tenants apart; a caller who does not know it cannot probe for a prefix.
+        cache_salt: keeps tenants apart; a caller without it cannot probe for a prefix.
         adapter: name of the adapter whose weights the KV was computed with; empty is none.
     """
     digest = blake2b(_ROOT_DOMAIN, digest_size=BLOCK_HASH_BYTES)
@@ -41,7 +41,7 @@ def root_hash(namespace: str, *, cache_salt: str = "", adapter: str = "") -> Blo
 
 
 def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Hashes of the full blocks of a sequence, first to last; a partial last block has none.
+    """Returns the hashes of a sequence's full blocks, in order; a partial last block has none.
 
     Args:
         root: from `root_hash`, or the hash of the block before `token_ids`.
@@ -54,7 +54,7 @@ def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> 
 
 
 def packed_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as hashes take them: little-endian uint32.
+    """Packs token ids as the hash input: little-endian uint32.
 
     Raises:
         ValueError: a token id is not a uint32.
@@ -66,7 +66,7 @@ def packed_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def packed_hashes(root: BlockHash, packed: bytes, block_size: int) -> list[BlockHash]:
-    """As `chain_hashes`, of token ids that are packed already, for those who hash them twice."""
+    """Variant of `chain_hashes` for packed token ids, for callers that hash them twice."""
     assert block_size > 0, f"block size {block_size}"
     stride = 4 * block_size
     hashes: list[bytes] = []
@@ -95,12 +95,12 @@ class HashChain:
 
     @property
     def hashes(self) -> Sequence[BlockHash]:
-        """Hashes of all blocks that are full, first to last; read only."""
+        """The hashes of all full blocks, in order; read only."""
         return self._hashes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens appended so far."""
+        """Number of tokens appended so far."""
         return len(self._hashes) * self._block_size + len(self._tail)
 
     def append(self, token_ids: Iterable[int]) -> list[BlockHash]:
@@ -118,13 +118,13 @@ class HashChain:
 
 
 class JoinedHashes(Sequence[BlockHash]):
-    """Hashes that stay joined, as a message carries them, and are cut out where they are asked for.
+    """Joined hashes, as a message carries them; single hashes are sliced out on access.
 
     Attributes:
-        joined: 16 bytes each.
+        joined: 16 bytes per hash.
 
     Raises:
-        ProtocolError: the length is not a multiple of a hash's.
+        ProtocolError: the length is not a multiple of 16 bytes.
     """
 
     __slots__ = ("joined",)
@@ -164,7 +164,7 @@ class JoinedHashes(Sequence[BlockHash]):
 
 
 def join_hashes(hashes: Iterable[BlockHash]) -> bytes:
-    """Hashes as one string of bytes, the form that messages carry."""
+    """Joins hashes into one byte string, the form that messages carry."""
     return hashes.joined if isinstance(hashes, JoinedHashes) else b"".join(hashes)
 
 
@@ -176,10 +176,10 @@ def _check_length(joined: bytes) -> None:
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
-    """The inverse of `join_hashes`.
+    """Splits a byte string of `join_hashes` into hashes.
 
     Raises:
-        ProtocolError: the length is not a multiple of a hash's.
+        ProtocolError: the length is not a multiple of 16 bytes.
     """
     _check_length(joined)
     return [

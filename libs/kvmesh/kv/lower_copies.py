@@ -1,4 +1,4 @@
-"""What a pool knows of the tiers below it (`tiers.py`)."""
+"""A pool's view of the tiers below it (`tiers.py`)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from kvmesh.core.types import BlockHash
 
 
 class LowerCopies(Protocol):
-    """What is kept of the pool's blocks elsewhere on this worker."""
+    """Copies of the pool's blocks in lower tiers of this worker."""
 
     def __contains__(self, key: object) -> bool:
-        """Whether the block of this hash can be brought back."""
+        """Returns whether the block with this hash can be brought up."""
         ...
 
     def left(self, key: BlockHash) -> None:
-        """Says that the pool has given up a block that is kept."""
+        """Records that the pool evicted a block that a tier keeps."""
         ...
 
     def keys(self) -> Sequence[BlockHash]:
-        """All that can be brought back."""
+        """Returns the hashes of all blocks that can be brought up."""
         ...
 
     def tier_of(self, key: BlockHash) -> str | None:
-        """Name of the fastest tier that has a block."""
+        """Returns the name of the fastest tier that has a block."""
         ...
 
 
 def with_tiers(below: LowerCopies, keys: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, str]]:
-    """Blocks that are below, each with the fastest tier that has it."""
+    """Yields each block with the fastest tier that has it."""
     for key in keys:
         tier = below.tier_of(key)
         assert tier is not None, "a tier has what it names"

@@ -1,6 +1,6 @@
 """Room for the KV of a prefix that arrives from another worker. No I/O, no torch.
 
-What arrives is what makes the prefix resumable in every group, in the order of a handoff
+The arriving blocks make the prefix resumable in every group. Their order is that of a handoff
 (`groups.arriving_blocks`), so holder and reader agree on it from lengths alone.
 Tests: tests/unit/kv/test_prefix_room.py.
 """
@@ -28,15 +28,15 @@ from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 
 @dataclass(slots=True)
 class PrefixRoom:
-    """Blocks that a prefix is about to arrive in; all of them are held by `kv` or listed here.
+    """Blocks that will receive a prefix; `kv` or this record holds each of them.
 
     Attributes:
-        num_held: leading block indices that were there before.
-        length: block indices of the prefix, those included.
-        blocks: to be filled, in the order of a handoff.
-        state: those among them that are a state.
-        before: the tables as they were.
-        had_state: `kv` held a live state already.
+        num_held: number of leading block indices that were there before.
+        length: number of block indices of the prefix, including those.
+        blocks: blocks to fill, in the order of a handoff.
+        state: the blocks among them that hold a state.
+        before: block tables of `kv` before the room was opened.
+        had_state: whether `kv` held a live state already.
     """
 
     kv: SequenceBlocks
@@ -49,7 +49,7 @@ class PrefixRoom:
 
 
 class PrefixRooms:
-    """Opens rooms over the blocks of sequences, and makes what arrived a cached prefix."""
+    """Opens rooms over the blocks of sequences, and turns received KV into a cached prefix."""
 
     def __init__(self, cache: GroupCache, pool: BlockPool, groups: KvGroups) -> None:
         self._cache = cache
@@ -58,11 +58,11 @@ class PrefixRooms:
         self._size = pool.block_size
 
     def leased(self, hashes: Sequence[BlockHash], num_held: int) -> tuple[int, list[int]]:
-        """The cached blocks with which others, who hold `num_held` indices, can resume a prefix.
+        """Leases the cached blocks from which a reader with `num_held` indices can resume.
 
         Returns:
-            The prefix's length in blocks, at most `num_held` when nothing is gained, and the
-            blocks in the order of a handoff, with a reference on each.
+            The prefix's length in blocks, at most `num_held` when the reader gains nothing, and
+            the blocks in the order of a handoff, with a reference on each.
         """
         kv = self._cache.resume(hashes)
         length = kv.num_sealed
@@ -72,13 +72,14 @@ class PrefixRooms:
         return length, blocks
 
     def adopt(self, kv: SequenceBlocks, hashes: Sequence[BlockHash]) -> int:
-        """Makes `kv` hold what is cached of its prefix by now, in place of blocks of its own.
+        """Replaces blocks of `kv` by blocks of its prefix that are cached by now.
 
         Args:
-            hashes: that may be taken from a cache; `kv` has computed nothing behind what it shares.
+            hashes: blocks that may come from the cache. `kv` has computed nothing after its
+                shared blocks.
 
         Returns:
-            Leading blocks that `kv` can be resumed behind now.
+            Number of leading blocks after which `kv` can be resumed now.
         """
         found = self._cache.resume(hashes)
         length = found.num_sealed
@@ -94,10 +95,10 @@ class PrefixRooms:
         return length
 
     def open(self, kv: SequenceBlocks, length: int) -> PrefixRoom:
-        """Makes `kv` hold what resuming at `length` blocks needs.
+        """Makes `kv` hold the blocks that it needs to resume after `length` blocks.
 
         Raises:
-            OutOfBlocksError: `kv` is as it was.
+            OutOfBlocksError: `kv` is unchanged.
         """
         assert length > kv.num_sealed, "nothing would arrive"
         before = [list(table) for table in kv.tables]
@@ -112,17 +113,17 @@ class PrefixRooms:
         return room
 
     def close(self, room: PrefixRoom, hashes: Sequence[BlockHash], num_filled: int) -> int:
-        """Registers what arrived, so that `kv` and others go on behind it, and undoes the rest.
+        """Registers the received blocks, so that `kv` and others can resume, and undoes the rest.
 
         Args:
-            hashes: of the prefix, from the first block on.
-            num_filled: leading blocks of the room that hold their KV.
+            hashes: hashes of the prefix, from the first block on.
+            num_filled: number of leading blocks of the room that hold their KV.
 
         Returns:
-            Leading blocks of the prefix that `kv` can be resumed behind now.
+            Number of leading blocks of the prefix after which `kv` can be resumed now.
         """
         if num_filled < len(room.blocks) and not (num_filled and self._groups == KvGroups()):
-            # A part of a window or of a state is worth nothing.
+            # An incomplete window or state cannot be resumed from.
             self._undo(room)
             return room.num_held
         kv = room.kv
@@ -140,7 +141,7 @@ class PrefixRooms:
         return length
 
     def _seal_once(self, block: int, key: BlockHash) -> int:
-        """Registers a block, or gives it up for the one that has the name already."""
+        """Registers a block, or swaps it for the block that already has the name."""
         if self._pool.seal(block, key):
             return block
         cached = self._pool.find(key)
@@ -150,7 +151,7 @@ class PrefixRooms:
         return cached
 
     def resumable(self, hashes: Sequence[BlockHash]) -> int:
-        """Leading blocks behind which a prefix can go on with what lies in the tiers below, too."""
+        """Counts the leading blocks of a resumable prefix, including blocks in lower tiers."""
         pool, below, groups = self._pool, self._pool.below, self._groups
 
         def is_kept(key: BlockHash) -> bool:
@@ -169,11 +170,11 @@ class PrefixRooms:
         )
 
     def missing(self, hashes: Sequence[BlockHash], num_held: int, length: int) -> list[BlockHash]:
-        """The names of what `open` makes room for, in its order, for who holds `num_held`."""
+        """Returns the names of the blocks of `open`, in its order, with `num_held` held before."""
         return arriving_keys(self._groups, hashes, range(num_held, length), self._size)
 
     def _share(self, kv: SequenceBlocks, first: int, end: int, hashes: Sequence[BlockHash]) -> None:
-        """What was computed here while it arrived is kept once: what arrived is given up."""
+        """Replaces received blocks by blocks that were computed here in the meantime."""
         for group, table in enumerate(kv.tables):
             for index in range(first, end):
                 mine, cached = table[index], self._pool.find(group_key(hashes[index], group))
@@ -191,7 +192,7 @@ class PrefixRooms:
         return [each.block for each in found]
 
     def _forget_windows(self, kv: SequenceBlocks, length: int) -> None:
-        """Gives back what is behind the windows of the new position."""
+        """Releases the blocks before the windows of the new position."""
         for window, table in zip(self._groups.windows, kv.tables, strict=True):
             first = first_visible(window, length * self._size, self._size)
             self._pool.release([block for block in table[:first] if block != HOLE])

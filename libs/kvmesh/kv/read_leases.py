@@ -1,7 +1,7 @@
-"""Who may read cached blocks of this worker, and until when: the holder's side of a prefix fetch.
+"""Leases to read cached blocks of this worker: the holder's side of a prefix fetch.
 
-A lease keeps blocks where they are. It ends when the reader gives it back or has not been reading
-for its time; blocks go when, besides, nobody is reading them any more:
+A lease keeps blocks where they are. It ends when the reader gives it back, or has not read for the
+lease time. The blocks are released when the lease has ended and no read of it is under way:
 
     state   event                              next    effect
     ------  ---------------------------------  ------  ---------------------------------------
@@ -16,8 +16,8 @@ for its time; blocks go when, besides, nobody is reading them any more:
     ENDED   end_read, the last one             (none)  released
     ENDED   anything else                      ENDED   refused STALE
 
-Reads renew a lease as they begin and end, and one may take longer than its time on a slow link, so
-a lease that makes progress goes on, but not beyond `MAX_RENEWALS` of its times.
+A read renews its lease as it begins and ends, and one read may take longer than the lease time on a
+slow link. A lease with reads therefore lives on, but no longer than `MAX_RENEWALS` lease times.
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0014-prefix-fetch.md. Tests: tests/unit/kv/test_read_leases.py.
 """
@@ -34,7 +34,7 @@ from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.kv.handoff_types import WriteClaim
 
 MAX_RENEWALS = 12
-"""A reader that is slower than this many lease times holds room that others need."""
+"""Maximum life of a lease in lease times; a slower reader holds room that others need."""
 
 _GENERATION = 1
 _RETRY_MS = 100
@@ -44,11 +44,12 @@ T = TypeVar("T")
 
 
 class Reader(NamedTuple):
-    """Whom leases count for.
+    """A reader, as the limits on leases count it.
 
     Attributes:
-        host: who shares it shares what one reader gets; cannot be chosen anew each time.
-        name: tells apart who is on one host, by their own word.
+        host: address of the reader, which it cannot choose anew each time. All readers of one host
+            share the host's part.
+        name: tells readers of one host apart; the reader chooses it.
     """
 
     host: str
@@ -63,10 +64,10 @@ class OpenedLease(NamedTuple):
 
 
 class ReadTicket(NamedTuple):
-    """Leave to read these blocks, in this order, until `end_read`.
+    """Permission to read these blocks, in this order, until `end_read`.
 
     Attributes:
-        is_planned: no request waits for them.
+        is_planned: whether the read is planned ahead, so that no request waits for the blocks.
     """
 
     read_id: int
@@ -79,8 +80,8 @@ class ReadLeaseStatistics:
     """Counts now, and totals since the start.
 
     Attributes:
-        num_ended: ended, but somebody still reads.
-        num_blocks: held by all of them; a block counts once per lease.
+        num_ended: leases that ended while a read is still under way.
+        num_blocks: blocks held by all leases; a block counts once per lease.
     """
 
     num_open: int
@@ -105,18 +106,18 @@ class _Lease:
     is_open: bool = True
 
     def is_over(self, now: float) -> bool:
-        """Whether its time is."""
+        """Returns whether the lease has expired; reads under way extend it to `last_deadline`."""
         return now >= (self.last_deadline if self.num_reads else self.deadline)
 
 
 class ReadLeaseTable:
-    """All leases that one worker has given in one life of it.
+    """All leases that one worker has given in one incarnation.
 
     Args:
-        incarnation: of this worker; messages that name another are refused.
-        lease_s: a lease without a read ends after this many seconds.
-        max_leases: open at once.
-        max_blocks: held at once by all leases.
+        incarnation: incarnation of this worker; messages that name another one are refused.
+        lease_s: seconds without a read after which a lease ends.
+        max_leases: maximum number of leases at once.
+        max_blocks: maximum number of blocks held at once by all leases.
     """
 
     def __init__(
@@ -144,15 +145,15 @@ class ReadLeaseTable:
         *,
         is_planned: bool = False,
     ) -> OpenedLease | Refusal:
-        """Takes blocks that the caller has references on; they come back by `drain_released`.
+        """Leases blocks on which the caller holds references; `drain_released` returns them.
 
-        A host that holds some gets no more than half of all leases and blocks that may be out: a
-        reader that asks without end does not keep others out. While others were refused a moment
-        ago, hosts get equal parts, and readers of one host equal parts of what it gets: many
+        A host with leases gets at most half of all leases and blocks, so that one greedy reader
+        cannot keep others out. While other hosts were refused within the last lease time, hosts
+        get equal parts. The readers of one host likewise share its part equally, so that many
         workers behind one address do not starve each other.
 
         Args:
-            is_planned: no request waits for them.
+            is_planned: whether the read is planned ahead, so that no request waits for it.
 
         Returns:
             The lease, or BUSY; then the references stay the caller's.
@@ -185,14 +186,14 @@ class ReadLeaseTable:
         runs: Sequence[tuple[int, int]],
         now: float,
     ) -> ReadTicket | Refusal:
-        """Lets a reader in; the blocks stay until its `end_read`.
+        """Admits a read; the blocks stay until its `end_read`.
 
         Args:
             runs: (first index, count) among the blocks of the lease.
 
         Returns:
-            The ticket, or STALE (another life or generation, or the lease has ended) or INVALID
-            (capability, or outside of the lease).
+            The ticket, or STALE (another incarnation or generation, or the lease has ended) or
+            INVALID (capability, or outside of the lease).
         """
         lease = self._named(claim, now)
         if isinstance(lease, Refusal):
@@ -201,7 +202,7 @@ class ReadLeaseTable:
             text = f"a run ends behind the {len(lease.blocks)} leased blocks"
             return self._refuse(RefusalReason.INVALID, text)
         if sum(count for _, count in runs) > len(lease.blocks):
-            # Thousands of runs may name the same blocks: who asks decides how much is made of it.
+            # Thousands of runs may name the same blocks: this bounds the work a peer can request.
             text = f"more than the {len(lease.blocks)} leased blocks at once"
             return self._refuse(RefusalReason.INVALID, text)
         lease.deadline = min(now + self.lease_s, lease.last_deadline)
@@ -213,9 +214,9 @@ class ReadLeaseTable:
         return ReadTicket(read_id, tuple(chosen), lease.is_planned)
 
     def claimed(self, claim: WriteClaim, now: float) -> tuple[int, ...] | Refusal:
-        """All blocks of a lease, for one who asks about them; it is renewed as by a read.
+        """Returns all blocks of a lease for a peer that queries them; renews the lease.
 
-        The caller takes references of its own while it is in them.
+        The caller takes references of its own while it uses the blocks.
 
         Returns:
             The blocks, or STALE or INVALID as `begin_read`.
@@ -227,14 +228,14 @@ class ReadLeaseTable:
         return lease.blocks
 
     def end_read(self, read_id: int, now: float) -> None:
-        """A reader is out of the blocks; called once for each ticket. The lease is renewed."""
+        """Ends a read and renews its lease; called once for each ticket."""
         lease = self._reads.pop(read_id)
         lease.num_reads -= 1
         lease.deadline = min(now + self.lease_s, lease.last_deadline)
         self._release_if_quiet(lease)
 
     def close(self, lease_id: int, incarnation: int, capability: bytes, now: float) -> bool:
-        """The reader gives a lease back; False if there is none, or it is not his."""
+        """Ends a lease for its reader; False if there is none or the capability is wrong."""
         lease = self._admit(lease_id, incarnation, capability, now)
         if isinstance(lease, Refusal):
             return False
@@ -242,7 +243,7 @@ class ReadLeaseTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Ends the leases whose time is over; returns how many."""
+        """Ends the leases that have expired; returns how many."""
         over = [each for each in self._leases.values() if each.is_open and each.is_over(now)]
         for lease in over:
             self._end(lease)
@@ -250,17 +251,17 @@ class ReadLeaseTable:
         return len(over)
 
     def drain_released(self) -> list[tuple[int, ...]]:
-        """Blocks, by lease, whose references are the caller's again."""
+        """Returns the blocks, by lease, whose references are the caller's again."""
         released, self._released = self._released, []
         return released
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block is held."""
+        """Whether no block is leased."""
         return not (self._leases or self._reads or self._released)
 
     def statistics(self) -> ReadLeaseStatistics:
-        """The counts of this moment."""
+        """Returns the current counts."""
         num_open = sum(lease.is_open for lease in self._leases.values())
         return ReadLeaseStatistics(
             num_open=num_open,
@@ -282,7 +283,7 @@ class ReadLeaseTable:
             assert lease.is_open or lease.num_reads, "ended without a reader, and still here"
 
     def _excess(self, reader: Reader, num_blocks: int) -> str | None:
-        """Why a reader gets no further lease; None when it does."""
+        """Returns why a reader gets no further lease; None if it gets one."""
         if len(self._leases) >= self._max_leases:
             return f"{len(self._leases)} leases are open"
         if self._num_blocks + num_blocks > self._max_blocks:
@@ -302,7 +303,10 @@ class ReadLeaseTable:
     def _beyond(
         self, who: str, leases: Sequence[_Lease], num_blocks: int, parts: int
     ) -> str | None:
-        """Why one more is more than a part of all; who has none may have one of any size."""
+        """Returns why a lease would exceed 1/`parts` of all; None if it fits.
+
+        The first lease may have any size.
+        """
         if not leases:
             return None
         held = sum(len(lease.blocks) for lease in leases)
@@ -313,7 +317,7 @@ class ReadLeaseTable:
         return None
 
     def _forget_refused(self, now: float) -> None:
-        """They have asked elsewhere by now."""
+        """Forgets refusals older than a lease time; those readers have asked elsewhere by now."""
         while self._refused_at:
             reader, at = next(iter(self._refused_at.items()))
             if now < at + self.lease_s:
@@ -360,5 +364,5 @@ def _hosts(readers: Iterable[Reader]) -> set[str]:
 
 
 def _equal_parts(who: T, holding: Set[T], waiting: Set[T]) -> int:
-    """Into how many parts a whole is to be split; 1 while nobody else waits for one."""
+    """Returns the number of equal parts that a whole is split into; 1 while nobody else waits."""
     return len(holding | waiting | {who}) if waiting - {who} else 1

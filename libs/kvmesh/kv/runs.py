@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def consecutive_runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """The fewest `(first block, count)` runs that spell `blocks` in order."""
+    """Returns the fewest `(first block, count)` runs that list `blocks` in order."""
     runs: list[tuple[int, int]] = []
     for block in blocks:
         if runs and runs[-1][0] + runs[-1][1] == block:

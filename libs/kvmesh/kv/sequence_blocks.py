@@ -28,8 +28,8 @@ class SavedState:
     """A state that a step writes beside the live one.
 
     Attributes:
-        position: positions that it stands for.
-        is_rolling: it stays with the sequence and is written again at the next block boundary.
+        position: number of positions that the state covers.
+        is_rolling: it stays with the sequence and is overwritten at the next block boundary.
     """
 
     position: int
@@ -39,11 +39,11 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpot:
-    """Where a block is in a sequence.
+    """Position of a block in a sequence.
 
     Attributes:
         group: token group, or `STATE`.
-        index: of its table, or among the blocks of the state.
+        index: index in the group's table, or among the blocks of the state.
     """
 
     group: int
@@ -55,16 +55,17 @@ STATE = -1
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """What one sequence holds; every block listed is a reference in the pool.
+    """Blocks of one sequence; each listed block counts as a reference in the pool.
 
     Attributes:
         tables: per token group, block ids by index; `HOLE` where none is held.
-        num_sealed: leading indices that are registered in the prefix cache.
-        state: of linear layers, after the positions computed so far.
-        source: the cached state to start from, until a step has.
+        num_sealed: number of leading indices that are registered in the prefix cache.
+        state: blocks of the linear layers' state after the positions computed so far.
+        source: blocks of the cached state that the first step starts from; empty after that step.
         saves: states that the step in flight writes.
-        rolling: the state at the latest block boundary of generation; a cache entry to be.
-        rolling_at: its position; 0 when it holds nothing yet.
+        rolling: blocks of the state at the latest block boundary of generation, which becomes a
+            cache entry when the sequence ends.
+        rolling_at: position of the rolling state; 0 when it holds nothing yet.
     """
 
     tables: list[list[int]]
@@ -77,7 +78,7 @@ class SequenceBlocks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held."""
+        """Whether no block is held."""
         held = any(block != HOLE for table in self.tables for block in table)
         return not (held or self.state or self.source or self.saves or self.rolling)
 
@@ -97,9 +98,9 @@ class GroupCache:
         self._size = self.block_size = pool.block_size
 
     def resume(self, hashes: Sequence[BlockHash]) -> SequenceBlocks:
-        """The longest cached prefix at which every group can go on, with references on it."""
+        """Returns the longest prefix that every group can resume, with references on its blocks."""
         pool, groups = self._pool, self._groups
-        if groups == KvGroups():  # the usual model needs no search
+        if groups == KvGroups():  # a model with one full group needs no search
             tables = [pool.match(hashes)]
             length = len(tables[0])
         else:
@@ -138,12 +139,12 @@ class GroupCache:
         return found
 
     def reserve(self, blocks: SequenceBlocks, num_tokens: int, num_growth: int) -> None:
-        """Takes what the KV of `num_tokens` positions consists of, and room for growth.
+        """Takes blocks for the KV of `num_tokens` positions, and room for growth.
 
-        Window groups get the blocks of the window at the end only.
+        Window groups get only the blocks of the window at the end.
 
         Raises:
-            OutOfBlocksError: what was taken so far is held by `blocks`.
+            OutOfBlocksError: `blocks` holds the blocks taken so far.
         """
         self._take_state(blocks)
         count = num_blocks_of(num_tokens + num_growth, self._size)
@@ -152,13 +153,14 @@ class GroupCache:
             self._fill(table, max(first, blocks.num_sealed if not window else 0), count)
 
     def grow(self, blocks: SequenceBlocks, start: int, end: int, *, whole: bool = False) -> None:
-        """Takes what computing the positions from `start` to `end` needs.
+        """Takes the blocks that computing the positions from `start` to `end` needs.
 
         Args:
-            whole: full groups only, and no state: blocks of a prompt taken ahead of its chunks.
+            whole: take blocks of full groups only, and no state: for blocks of a prompt that are
+                taken ahead of its chunks.
 
         Raises:
-            OutOfBlocksError: what was taken so far is held by `blocks`.
+            OutOfBlocksError: `blocks` holds the blocks taken so far.
         """
         if not whole:
             self._take_state(blocks)
@@ -172,7 +174,7 @@ class GroupCache:
             blocks.state = self._pool.allocate(self._groups.state_blocks)
 
     def _fill(self, table: list[int], first: int, count: int) -> None:
-        """Makes indices `first` to `count` of a table hold blocks."""
+        """Takes blocks for the empty indices from `first` to `count` of a table."""
         held = len(table)
         if first <= held:
             holes = [index for index in range(first, min(held, count)) if table[index] == HOLE]
@@ -193,7 +195,7 @@ class GroupCache:
         num_prompt_tokens: int,
         hashes: Sequence[BlockHash],
     ) -> None:
-        """Chooses the states that a step saves; without room for one it is left out."""
+        """Chooses the states that a step saves; leaves a state out if there is no room for it."""
         if not self._groups.state_blocks:
             return
         assert not blocks.saves, "the step before is not finished"
@@ -219,7 +221,7 @@ class GroupCache:
     def finish_step(
         self, blocks: SequenceBlocks, num_computed: int, hashes: Sequence[BlockHash]
     ) -> None:
-        """Registers what a step made complete, and gives back what it made useless."""
+        """Registers blocks that a step completed, and releases blocks that no query needs now."""
         self.seal(blocks, num_computed, hashes)
         for saved in blocks.saves:
             if saved.is_rolling:
@@ -249,10 +251,10 @@ class GroupCache:
         self._pool.release(blocks)
 
     def _trim(self, table: list[int], first: int) -> None:
-        """Gives back the blocks before index `first`."""
+        """Releases the blocks before index `first`."""
         index = min(first, len(table))
         gone = []
-        # Blocks behind the window are already holes from some index down.
+        # Below some index all entries are holes already.
         while index and table[index - 1] != HOLE:
             index -= 1
             gone.append(table[index])
@@ -260,9 +262,9 @@ class GroupCache:
         self._pool.release(gone[::-1])
 
     def contents(self, blocks: SequenceBlocks, num_computed: int) -> dict[BlockSpot, int]:
-        """The blocks that a sequence needs to go on behind `num_computed` positions.
+        """Returns the blocks that a sequence needs to go on after `num_computed` positions.
 
-        Empty when it has computed nothing of its own yet.
+        Empty if it has not computed anything of its own yet.
         """
         if not num_computed or blocks.source:
             return {}
@@ -279,10 +281,10 @@ class GroupCache:
     def rebuild(
         self, spots: Sequence[BlockSpot], num_sealed: int, hashes: Sequence[BlockHash]
     ) -> tuple[SequenceBlocks, dict[BlockSpot, int]]:
-        """Holds blocks at spots of an earlier `contents`: those still cached, or fresh ones.
+        """Takes blocks for the spots of an earlier `contents`: cached ones if left, else new.
 
         Args:
-            num_sealed: leading indices that were registered.
+            num_sealed: number of leading indices that were registered.
 
         Returns:
             The sequence's blocks, and the fresh ones among them, which hold nothing yet.
@@ -310,12 +312,12 @@ class GroupCache:
             if spot.group != STATE:
                 blocks.tables[spot.group][spot.index] = found.get(spot, fresh.get(spot, HOLE))
         copied = min((spot.index for spot in missing if spot.group != STATE), default=num_sealed)
-        # Copies are registered again, as if they had just been computed.
+        # Restored copies are registered again, as if they had just been computed.
         blocks.num_sealed = min(copied, num_sealed)
         return blocks, fresh
 
     def drop_rolling(self, blocks: SequenceBlocks, hashes: Sequence[BlockHash]) -> bool:
-        """Turns the rolling state into a cache entry, which room can be made from."""
+        """Turns the rolling state into an evictable cache entry; False if there is none to turn."""
         writing = any(saved.is_rolling for saved in blocks.saves)
         if not blocks.rolling or writing:
             return False
@@ -328,7 +330,7 @@ class GroupCache:
         return True
 
     def check_integrity(self, blocks: SequenceBlocks, num_computed: int) -> None:
-        """Raises AssertionError unless what the next query sees is held."""
+        """Raises AssertionError unless the blocks that the next query sees are held."""
         for window, table in zip(self._groups.windows, blocks.tables, strict=True):
             first = first_visible(window, num_computed, self._size)
             count = num_blocks_of(num_computed, self._size)
@@ -339,10 +341,10 @@ class GroupCache:
             assert blocks.state or blocks.source, "the state is not held"
 
     def release(self, blocks: SequenceBlocks, hashes: Sequence[BlockHash] = ()) -> None:
-        """Gives everything back; what is registered stays cached until its room is needed.
+        """Releases all blocks; registered ones stay cached until their room is needed.
 
         Args:
-            hashes: of the sequence, for the rolling state to stay too.
+            hashes: hashes of the sequence; with them the rolling state stays cached, too.
         """
         for saved in blocks.saves:
             if not saved.is_rolling:
@@ -354,7 +356,7 @@ class GroupCache:
             self._pool.release(single)
         for table in blocks.tables:
             self._pool.release([block for block in table if block != HOLE])
-        # New lists: a chunk of the step before may still be read.
+        # New lists: a chunk of the step before may still read the old ones.
         blocks.tables = [[] for _ in blocks.tables]
         blocks.rolling, blocks.source, blocks.state = [], [], []
         blocks.rolling_at = blocks.num_sealed = 0

@@ -1,4 +1,4 @@
-"""Which blocks of a sender and a receiver move in one call.
+"""Computes the runs of blocks that move from sender to receiver in one call.
 
 Tests: tests/unit/transfer/test_alignment.py, tests/property/test_frames_property.py.
 """
@@ -51,16 +51,16 @@ def align_runs(source: Sequence[int], target: Sequence[int]) -> list[Run]:
 def align_to_reservation(
     source: Sequence[int], first_index: int, target_lengths: Sequence[int]
 ) -> Sequence[Run]:
-    """The fewest runs from sender blocks to the blocks of a reservation, named by index.
+    """Returns the fewest runs from sender blocks to blocks of a reservation, named by index.
 
     Args:
         source: sender block ids, for indexes from `first_index` on.
-        first_index: among the blocks to write.
+        first_index: index among the blocks to write.
         target_lengths: lengths of the receiver's consecutive runs over all blocks to write; its
-            block ids are not known here. Empty: nothing is known, only `source` splits.
+            block ids are not known here. If empty, only `source` splits runs.
 
     Returns:
-        Runs whose `target_start` is an index of the reservation; many of them are a table.
+        Runs whose `target_start` is an index of the reservation; a table if there are many.
     """
     if len(source) >= MANY_RUNS:
         return _aligned_table(source, first_index, target_lengths)
@@ -77,7 +77,7 @@ def align_to_reservation(
 def _aligned_table(
     source: Sequence[int], first_index: int, target_lengths: Sequence[int]
 ) -> Sequence[Run]:
-    """As `align_to_reservation`, all blocks at once."""
+    """Variant of `align_to_reservation` that handles all blocks at once."""
     blocks = np.array(source, np.int64)
     is_start = np.concatenate(([True], blocks[1:] != blocks[:-1] + 1))
     borders = np.cumsum(np.array(target_lengths, np.int64)) - first_index
@@ -95,12 +95,12 @@ def _borders(lengths: Iterable[int]) -> Iterable[int]:
 
 
 def tabled(runs: Sequence[Run]) -> Sequence[Run]:
-    """The same runs, as a table if they are many."""
+    """Returns the same runs, as a table if there are many."""
     return as_table(Run._make, 3, runs)
 
 
 def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[Sequence[Run]]:
-    """Cuts runs, in order, into groups of at most so many blocks and runs."""
+    """Splits runs, in order, into groups of at most `max_blocks` blocks and `max_runs` runs."""
     assert max_blocks > 0, f"groups of {max_blocks} blocks"
     assert max_runs > 0, f"groups of {max_runs} runs"
     runs = tabled(runs)
@@ -131,10 +131,10 @@ def _split_few(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list
 
 
 def _split_table(runs: RunTable[Run], max_blocks: int, max_runs: int) -> list[Sequence[Run]]:
-    """As `_split_few`, a group at a time."""
+    """Variant of `_split_few` that handles a group at a time."""
     groups: list[Sequence[Run]] = []
     ends = np.cumsum(runs.numbers[:, 2])
-    row, done = 0, 0  # blocks of the first row, and of those before it, that are in a group
+    row, done = 0, 0  # `done`: blocks that are in a group already, counted from the first row
     while row < len(runs):
         end = done + max_blocks
         last = min(int(np.searchsorted(ends, end)), len(runs) - 1, row + max_runs - 1)

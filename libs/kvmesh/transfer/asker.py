@@ -1,7 +1,7 @@
-"""QUERY: has other workers compute next to their KV, for a thread that waits for the answers.
+"""QUERY: asks other workers to compute next to their KV, for a thread that waits for the answers.
 
-All questions are asked by one thread, the engine's, one line per holder. Questions of one layer go
-out before the first answer is waited for. A line that died is opened once more: a question changes
+The engine's thread asks all questions, on one line per holder. It sends the questions of a layer
+before it waits for the first answer. A line that died is opened once more: a question changes
 nothing at the holder, so it may be asked twice. Tests: tests/contract/test_queries.py.
 """
 
@@ -33,22 +33,22 @@ from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
 
 _ASKED_OVER = {LOCAL: SHM, IPC: SHM, NIXL: TCP}
-"""Operands and answers come over a connection of ours in any case."""
+"""Kinds that carry queries in place of others: operands and answers need our own connection."""
 
 SHUN_S = 5.0
-"""A holder that was lost is not asked again for this long: who asks keeps all its batch waiting."""
+"""Seconds without questions to a lost holder: a question without an answer stalls the batch."""
 BUSY_S = 0.5
-"""As `SHUN_S`, of one that has too many questions."""
+"""Seconds without questions to a holder that refused one as busy."""
 MAX_LINES = 64
-"""Lines that are kept, unless more have questions on their way."""
+"""Maximum number of lines that are kept, unless more have questions outstanding."""
 
 
 class Work(NamedTuple):
-    """Attention that is asked for in one layer.
+    """Attention that is requested in one layer.
 
     Attributes:
-        num_pairs: of a query's token and a token of the prefix.
-        pair_units: of each pair, in units of `QuerySpeed`.
+        num_pairs: number of pairs of a query token and a prefix token.
+        pair_units: cost of each pair, in units of `QuerySpeed`.
     """
 
     num_pairs: int
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Of all pairs."""
+        """Cost of all pairs, in units of `QuerySpeed`."""
         return self.num_pairs * self.pair_units
 
 
@@ -64,8 +64,9 @@ class Asker:
     """Lines to holders, opened when first used and kept.
 
     Attributes:
-        asked, lost: questions so far, and those without an answer.
-        sent_bytes: of questions, since start.
+        asked: number of questions so far.
+        lost: number of questions without an answer.
+        sent_bytes: bytes of questions since start.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Asker:
         clock: Clock,
         egress: Pacer | None = None,
     ) -> None:
-        """Nothing is opened yet.
+        """Opens no line yet.
 
         Args:
             identity: this worker.
-            options: kinds, checksum, timeouts and TLS are those of a sender.
-            egress: budget of all that leaves this worker over TCP; None is no bound.
+            options: kinds, checksum, timeouts and TLS of a sender.
+            egress: budget of all bytes that leave this worker over TCP; None for no limit.
         """
         self._egress = egress
         self._meters = LinkMeters()
@@ -93,21 +94,21 @@ class Asker:
         self._speeds: dict[PeerKey, QuerySpeed] = {}
         self._mute: set[PeerKey] = set()
         self._shunned: dict[PeerKey, float] = {}
-        # Held while the asking thread is in a line; `close` comes from another one.
+        # Held while the asking thread uses a line; `close` runs in another thread.
         self._busy = threading.Lock()
         self._closed = False
         self.asked = self.lost = self.sent_bytes = 0
 
     def answers(self, peer: PeerKey) -> bool:
-        """Whether a holder was neither lost nor busy just now, and computes what is like this."""
+        """Returns whether a holder supports our queries and was not lost or busy just now."""
         return peer not in self._mute and not self._is_shunned(peer)
 
     def speed(self, peer: PeerKey) -> QuerySpeed:
-        """What was measured with a holder, or what is assumed of it."""
+        """Returns the measured speed of a holder, or the default assumption."""
         return self._speeds.get(peer, QuerySpeed())
 
     def close(self) -> None:
-        """Ends all lines; who waits gets LostError. Blocks shortly; may be called again."""
+        """Ends all lines; a waiting thread gets LostError. Blocks shortly; may be called again."""
         self._closed = True
         for line in list(self._lines.values()):
             line.cut()
@@ -120,7 +121,7 @@ class Asker:
         """Sends questions, on a new line if the present one is dead.
 
         Raises:
-            RefusedError: the holder's life or layout is another one.
+            RefusedError: the holder has another incarnation or layout.
             LostError: it cannot be reached.
         """
         with self._busy, self._shunning(holder.peer):
@@ -136,8 +137,8 @@ class Asker:
         """Waits for the answers; a line that dies is opened once more.
 
         Raises:
-            RefusedError: the holder said no to one of them.
-            LostError: it is gone, or a second line died.
+            RefusedError: the holder refused one of them.
+            LostError: the holder is gone, or a second line died.
         """
         with self._busy, self._shunning(holder.peer):
             line = self._lines.get((holder.peer, holder.data_endpoint))
@@ -154,7 +155,7 @@ class Asker:
     def observe(
         self, peer: PeerKey, questions: Sequence[Question], work: Work, seconds: float
     ) -> None:
-        """Takes a measured exchange and its time."""
+        """Records a measured exchange and its duration."""
         speed = self._speeds[peer] = self.speed(peer).with_sample(work.num_units, seconds)
         meter = self._meters.of(LinkKey(peer.worker_id, ANSWER, "received"))
         meter.frames += len(questions)
@@ -164,11 +165,11 @@ class Asker:
         meter.pair_s = speed.unit_s * work.pair_units * self.layout.num_layers
 
     def statistics(self) -> TransferStatistics:
-        """What was asked and answered, by holder; from any thread."""
+        """Returns totals of questions and answers by holder; callable from any thread."""
         return TransferStatistics(len(self._lines), dict(self._meters.links))
 
     def note_failure(self, peer: PeerKey, error: LostError | RefusedError) -> None:
-        """Counts a question without an answer; one that no claim can mend is not asked again."""
+        """Counts a question without an answer; after INVALID the holder is not asked again."""
         self.lost += 1
         reason = error.refusal.reason if isinstance(error, RefusedError) else None
         if reason is RefusalReason.INVALID:
@@ -182,7 +183,7 @@ class Asker:
 
     @contextlib.contextmanager
     def _shunning(self, peer: PeerKey) -> Iterator[None]:
-        """Leaves a holder that is lost alone for a while."""
+        """Stops questions to a holder for `SHUN_S` if the line is lost inside the context."""
         try:
             yield
         except LostError:
@@ -198,7 +199,7 @@ class Asker:
         return self.now() < self._shunned.get(peer, 0.0)
 
     def _again(self, holder: Holder, line: QueryLine | None, questions: Sequence[Question]) -> None:
-        """Asks what has no answer on a new line, unless its holder was silent for too long."""
+        """Repeats unanswered questions on a new line, unless the holder was silent for too long."""
         self._lines.pop((holder.peer, holder.data_endpoint), None)
         if line is not None:
             line.close()
@@ -229,15 +230,15 @@ class Asker:
         return line
 
     def _forget_unused(self, peer: PeerKey) -> None:
-        """Ends lines to earlier lives of a holder, and the oldest ones if they are too many.
+        """Closes lines to earlier incarnations of a holder, and the oldest beyond `MAX_LINES`.
 
-        A worker that was started again is another one, and nobody hears that a line has ended
-        before it is used again.
+        A restarted worker is a new peer, and this side learns that a line has ended only when it
+        uses the line again.
         """
         surplus = len(self._lines) + 1 - MAX_LINES
         for key, line in list(self._lines.items()):
             is_earlier = key[0].worker_id == peer.worker_id and key[0] != peer
-            # Of one that said no to a question others may be left, which nobody waits for.
+            # After a refusal, a line may have further questions outstanding that nobody waits for.
             if is_earlier or (surplus > 0 and not line.num_asked):
                 surplus -= 1
                 self._lines.pop(key).close()
@@ -246,7 +247,7 @@ class Asker:
 
     def _open(self, holder: Holder) -> QueryLine:
         options = self._options
-        if self._is_shunned(holder.peer):  # other sequences of the step wait for it no second time
+        if self._is_shunned(holder.peer):  # other sequences of the step need not wait for it again
             raise LostError("queries: the holder was lost just now")
         self._forget_unused(holder.peer)
         kinds = kinds_to_ask(options.kinds, _ASKED_OVER, self._host_id, holder.host_route)

@@ -1,13 +1,13 @@
 """ATTEND: attention of some queries over KV that another worker holds. Pure: arguments and sizes.
 
-A QUERY with this op carries queries that are rotated already, `[queries, heads, head_dim]` in the
-pool's dtype. The answer is `[queries, heads, head_dim]` in the same dtype, normalised over the
-blocks that were named, then `[queries, heads]` fp32, the log of each sum of exponentials.
+A QUERY with this op carries rotated queries, `[queries, heads, head_dim]` in the pool's dtype. The
+answer is `[queries, heads, head_dim]` in the same dtype, normalised over the named blocks, then
+`[queries, heads]` fp32, the log of each sum of exponentials.
 
-The output has the dtype of the computation and not fp32: an average of values is rounded by at most
-half a unit in its last place, as the result of attention is in any case, and an answer in bf16 is
-half as long. The weights with which parts are joined come from the sums, which bf16 would spoil:
-its 8 bits make a sum of 20 wrong by 6 percent.
+The output has the dtype of the computation instead of fp32: an average of values is rounded by at
+most half a unit in its last place, like any result of attention, and an answer in bf16 is half as
+long. The weights that merge parts come from the sums, which need fp32: bf16's 8 bits make a sum of
+20 wrong by 6 percent.
 Source: TokenLake 4.2. Tests: tests/unit/transfer/test_attend.py, tests/contract/test_queries.py.
 """
 
@@ -23,7 +23,7 @@ from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.frames import MAX_OPERAND_BYTES
 
 ATTEND = 1
-"""The op's number on the wire."""
+"""Number of the op on the wire."""
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _DTYPES = tuple(ITEM_BYTES)
@@ -33,7 +33,7 @@ _SHAPE = struct.Struct("<IIHIHHBf")
 
 
 class ClaimKind(enum.IntEnum):
-    """What a claim names; numbers on the wire."""
+    """Type of a claim; the values are numbers on the wire."""
 
     RESERVATION = 1
     """A reservation at the holder, whose cached blocks are read by their indexes."""
@@ -43,14 +43,14 @@ class ClaimKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttendArguments:
-    """What is to be computed.
+    """Arguments of one ATTEND query.
 
     Attributes:
-        kind, claim: by what right the blocks are read.
-        first, count: blocks, as indexes of what the claim names; all their positions are seen.
-        layer: of the KV layout.
+        kind, claim: the right to read the blocks.
+        first, count: blocks, as indexes of the claim's blocks; all their positions are visible.
+        layer: layer of the KV layout.
         num_queries, num_heads, head_dim: shape of the operand.
-        dtype: of the operand, a name of `ITEM_BYTES`.
+        dtype: dtype of the operand, a name of `ITEM_BYTES`.
         scale: factor of the scores.
     """
 
@@ -67,16 +67,16 @@ class AttendArguments:
 
     @property
     def operand_bytes(self) -> int:
-        """Size of the queries, and of the output."""
+        """Bytes of the queries, and of the output."""
         return self.num_queries * self.num_heads * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def answer_bytes(self) -> int:
-        """Size of the output and the sums."""
+        """Bytes of the output and the sums."""
         return self.operand_bytes + self.num_queries * self.num_heads * _LSE_BYTES
 
     def encode(self) -> bytes:
-        """The arguments of the QUERY frame."""
+        """Encodes the arguments for the QUERY frame."""
         claim = self.claim
         head = _CLAIM.pack(
             self.kind,
@@ -99,14 +99,14 @@ class AttendArguments:
 
 
 def most_queries(num_heads: int, head_dim: int, dtype: str) -> int:
-    """Queries that one operand holds."""
+    """Returns the maximum number of queries in one operand."""
     return MAX_OPERAND_BYTES // (num_heads * head_dim * ITEM_BYTES[dtype])
 
 
 def decode_attend(
     arguments: bytes, operand_bytes: int, layout: KvLayout
 ) -> AttendArguments | Refusal:
-    """Arguments that fit the operand and the holder's layout; a refusal names what does not."""
+    """Decodes arguments and checks them against operand and layout; a refusal names the fault."""
     fields = _fields(arguments)
     if isinstance(fields, str):
         return Refusal(RefusalReason.INVALID, fields)
@@ -115,7 +115,7 @@ def decode_attend(
 
 
 def _fields(arguments: bytes) -> AttendArguments | str:
-    """The arguments as they are, or what is wrong with their form."""
+    """Decodes the arguments, or returns what is wrong with their form."""
     if len(arguments) < _CLAIM.size:
         return f"arguments: {len(arguments)} bytes hold no claim"
     kind, reservation_id, incarnation, generation, size = _CLAIM.unpack_from(arguments)
@@ -144,7 +144,7 @@ def _fields(arguments: bytes) -> AttendArguments | str:
 
 
 def _difference(fields: AttendArguments, operand_bytes: int, layout: KvLayout) -> str | None:
-    """What does not fit, by name."""
+    """Returns the first argument that does not fit, with the reason; None if all fit."""
     heads, kv_heads = fields.num_heads, layout.num_kv_heads
     faults = (
         (fields.dtype != layout.dtype, f"dtype: {fields.dtype}, the blocks have {layout.dtype}"),

@@ -1,8 +1,8 @@
-"""Bodies of frames: what stands between a header and a payload, by type. Pure.
+"""Bodies of frames: the bytes between header and payload, by frame type. Pure.
 
 HELLO and HELLO_OK may end with an offer and its terms, the offer with a segment. With FLAG_PROOF
 HELLO begins with a proof; with FLAG_PART PUT and PULL end with the part of each block. `codec.py`
-puts headers before them.
+prepends the headers.
 Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
 
@@ -62,10 +62,10 @@ from kvmesh.transfer.run_table import RunTable
 
 
 class Kind(NamedTuple):
-    """What holds for frames of one type.
+    """Properties of one frame type.
 
     Attributes:
-        flags: that they may have.
+        flags: flags that its frames may have.
     """
 
     type: FrameType
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
     has_payload: bool = False
 
 
-# By number and not by member: hashing a member is a call into Python, and so is making one.
+# Keyed by number, since hashing or creating an enum member is a call into Python.
 KINDS: dict[int, Kind] = {int(kind): Kind(kind) for kind in FrameType} | {
     int(kind.type): kind
     for kind in (
@@ -87,7 +87,7 @@ KINDS: dict[int, Kind] = {int(kind): Kind(kind) for kind in FrameType} | {
 
 
 def encode_body(frame: Frame) -> bytes:
-    """The body of a frame."""
+    """Encodes the body of a frame."""
     return _ENCODERS[type(frame)](frame)
 
 
@@ -207,7 +207,7 @@ def _pack_segment(segment: SegmentOffer | None) -> bytes:
 
 def _pack_layout(layout: KvLayout) -> bytes:
     sizes = (layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
-    # What is usual is not said: so said Hellos before there was anything else.
+    # The usual form is only the dtype, as in HELLOs from before there were other forms.
     kept = layout.engine, layout.order, layout.tp_rank, layout.tp_size
     is_usual = kept == (OWN_ENGINE, OWN_ORDER, 0, 1)
     form = layout.dtype if is_usual else " ".join(map(str, (layout.dtype, *kept)))
@@ -228,4 +228,4 @@ TYPES: dict[type[Frame], int] = {
     CancelFrame: FrameType.CANCEL.value,
     ErrorFrame: FrameType.ERROR.value,
 }
-"""Numbers on the wire."""
+"""Numbers of the frame types on the wire."""

@@ -1,4 +1,4 @@
-"""Reads the bodies of frames that `bodies.py` makes; never past their ends. Pure.
+"""Reads the bodies of frames that `bodies.py` encodes; never past their ends. Pure.
 
 Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
@@ -69,10 +69,10 @@ from kvmesh.transfer.run_table import MANY_RUNS, RunT, RunTable
 
 
 def read_body(kind: FrameType, flags: int, payload_bytes: int, body: bytes) -> Frame:
-    """The frame of a body whose checksum is right.
+    """Reads the frame of a body whose checksum is right.
 
     Raises:
-        ProtocolError: bad_body when it is cut, too long or makes no sense; bad_payload_size.
+        ProtocolError: bad_body if it is cut, too long or invalid; bad_payload_size.
     """
     reader = _BodyReader(body)
     frame = _READERS[kind.value](reader, flags, payload_bytes)
@@ -87,7 +87,7 @@ def _checksum(number: int) -> Checksum:
 
 
 _NUM_KEPT = 4
-"""Words of an unusual layout behind its dtype."""
+"""Number of words after the dtype in the text of an unusual layout."""
 _NUMBER = re.compile("[0-9]{1,6}", re.ASCII)
 
 
@@ -132,7 +132,7 @@ class _BodyReader:
             raise ProtocolError("bad_body", "text is not UTF-8") from error
 
     def head(self) -> tuple[int, WriteClaim]:
-        """Transfer id and claim."""
+        """Reads a transfer id and a claim."""
         transfer_id, reservation_id, incarnation, generation, size = self.unpack(ID_AND_CLAIM)
         claim = WriteClaim(reservation_id, incarnation, generation, self.take(size))
         return transfer_id, claim

@@ -1,4 +1,4 @@
-"""Shapes of the parts of frames' bodies, as `bodies.py` writes and `body_reader.py` reads them.
+"""Structs of the parts of frame bodies, which `bodies.py` writes and `body_reader.py` reads.
 
 Tests: tests/contract/test_frames_golden.py.
 """

@@ -1,4 +1,4 @@
-"""What every kind of channel does for a sender, and how one is chosen.
+"""Interface of a KV channel on the sending side, and the choice of channel for a peer.
 
 Adding a kind: a file with a `SendChannel`, an entry in `channel_pool.py`, and its fixture in
 tests/contract/test_channels.py.
@@ -21,22 +21,22 @@ from kvmesh.transfer.frames import BlockPart
 LOCAL, IPC, SHM, NIXL, TCP = "local", "ipc", "shm", "nixl", "tcp"
 KINDS = (LOCAL, IPC, SHM, NIXL, TCP)
 DEFAULT_KINDS = (LOCAL, IPC, SHM, TCP)
-"""Fastest first; those that need nothing that is not always there."""
+"""Fastest first; only kinds without optional requirements."""
 
 PieceT = TypeVar("PieceT")
 
 
 class SendChannel(Protocol):
-    """Writes blocks of this worker's pool into reservations of one life of one peer."""
+    """Writes blocks of this worker's pool into reservations of one incarnation of one peer."""
 
     @property
     def is_open(self) -> bool:
-        """Whether new transfers can be given to it."""
+        """Whether the channel accepts new transfers."""
         ...
 
     @property
     def num_connections(self) -> int:
-        """Connections that are up."""
+        """Number of open connections."""
         ...
 
     async def put(
@@ -48,20 +48,20 @@ class SendChannel(Protocol):
     ) -> None:
         """Writes runs (`target_start` is an index of the reservation); returns when they are there.
 
-        With `part` only these bytes of each block; a device's blocks are read behind the moment
-        `after`, without one behind now.
+        With `part` it sends only these bytes of each block. It reads a device's blocks after the
+        moment `after`, or after the present one if None.
 
         Any number of calls may run at once. When this returns or raises, cancellation included,
-        nobody reads the blocks for this call any more, or what is read never counts.
+        the peer no longer reads the blocks for this call, or its reads never count.
 
         Raises:
-            RefusedError: the receiver said no; the refusal is its own.
-            LostError: the channel died or stalled; the blocks hold anything.
+            RefusedError: the receiver refused, with its refusal.
+            LostError: the channel died or stalled; the content of the blocks is undefined.
         """
         ...
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """Says that all is written; may be repeated.
+        """Declares all blocks written; may be repeated.
 
         Raises:
             RefusedError, LostError: as `put`.
@@ -69,12 +69,12 @@ class SendChannel(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends it; what is under way gets LostError. May be called again."""
+        """Ends the channel; transfers under way get LostError. May be called again."""
         ...
 
 
 def parse_kinds(words: str) -> tuple[str, ...]:
-    """The kinds of a comma-separated list, in its order.
+    """Returns the kinds of a comma-separated list, in its order.
 
     Raises:
         ConfigError: an unknown kind, or none.
@@ -97,15 +97,15 @@ def usable_kinds(
     here: str,
     there: HostRoute | None,
 ) -> tuple[str, ...]:
-    """The kinds to try, in the order of `allowed`.
+    """Returns the kinds to try, in the order of `allowed`.
 
     Args:
         same_process: the peer is served by this process.
-        has_memfd: this worker's pool can be mapped by others.
-        has_ipc: this worker's pool is on a device, and nothing speaks against that with this peer.
-        has_nixl: this worker's engine is there, and nothing speaks against it with this peer.
+        has_memfd: other processes can map this worker's pool.
+        has_ipc: this worker's pool is on a device, and IPC has not failed with this peer.
+        has_nixl: this worker's engine runs, and NIXL has not failed with this peer.
         here: identity of this host.
-        there: where the peer is reached on its host; None: by network only.
+        there: the peer's route within its host; None if it is reachable by network only.
     """
     same_host = there is not None and there.host_id == here and here != ""
     usable = {
@@ -121,10 +121,10 @@ def usable_kinds(
 def kinds_to_ask(
     allowed: Sequence[str], stand_ins: Mapping[str, str], here: str, there: HostRoute | None
 ) -> tuple[str, ...]:
-    """As `usable_kinds`, for who asks a peer over a connection of its own.
+    """Variant of `usable_kinds` for a worker that reads from or queries a peer.
 
     Args:
-        stand_ins: kinds that take the place of those that only write.
+        stand_ins: per kind that only writes, the kind to use in its place.
     """
     kinds = tuple(dict.fromkeys(stand_ins.get(kind, kind) for kind in allowed))
     return usable_kinds(kinds, same_process=False, has_memfd=True, here=here, there=there)
@@ -133,11 +133,11 @@ def kinds_to_ask(
 async def carry_all(
     pieces: Iterable[PieceT], carry: Callable[[PieceT], Awaitable[None]], width: int
 ) -> None:
-    """Carries pieces, at most `width` at once, in order of their beginning.
+    """Carries pieces, at most `width` at once, started in order.
 
-    After a failure or a cancellation no further piece begins, and those under way are waited for.
-    A second cancellation cancels them. However many come, all pieces have ended when this does:
-    they are in memory that is another's afterwards.
+    After a failure or a cancellation no further piece starts, and it waits for the pieces under
+    way. A second cancellation cancels them. However many cancellations come, all pieces have ended
+    when this returns: their memory belongs to others afterwards.
     """
     left = deque(pieces)
 
@@ -157,7 +157,7 @@ async def carry_all(
         try:
             await asyncio.wait(workers)
         except asyncio.CancelledError:
-            # Twice: one that waits for its answer takes the first as this function does.
+            # Twice: a piece that waits for its answer handles the first as this function does.
             cuts = 2
             while not all(worker.done() for worker in workers):
                 if cuts:

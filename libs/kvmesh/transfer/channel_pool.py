@@ -1,4 +1,4 @@
-"""The sending side of a worker's data plane: one channel per life of a peer, of the best kind.
+"""The sending side of a worker's data plane: the best channel for each peer's incarnation.
 
 Tests: tests/contract/test_channels.py, tests/integration/test_transfer.py.
 """
@@ -51,24 +51,24 @@ _MAX_THREADS = 32
 
 @dataclass(frozen=True, slots=True)
 class SendOptions:
-    """How a worker sends.
+    """Settings of a worker's sending side.
 
     Attributes:
-        kinds: channels that may be used, in the order of preference.
-        lanes: TCP connections per peer; 0: by cores, and by what more or fewer of them gain.
-        checksum: of TCP payloads; the receiver may want one too.
-        budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
-        egress_bytes_s: to all peers together, see `ChannelPool.egress`; 0 is no bound. One of both
-            may be set.
-        connect_timeout_s: for a new connection, greeting included.
-        stall_timeout_s: a transfer fails when it makes no progress for this long.
-        patience_s: transfers to a peer over TCP fail when, as slowly as bytes moved for
+        kinds: channel kinds that may be used, in the order of preference.
+        lanes: TCP connections per peer; 0 chooses by cores and by the measured gain of a change.
+        checksum: checksum of TCP payloads; the receiver may also ask for one.
+        budget_bytes_s: TCP bytes per second to one peer; 0 is no limit.
+        egress_bytes_s: TCP bytes per second to all peers together, see `ChannelPool.egress`; 0 is
+            no limit. Only one of both may be set.
+        connect_timeout_s: seconds for a new connection, greeting included.
+        stall_timeout_s: seconds without progress after which a transfer fails.
+        patience_s: seconds. Transfers to a peer over TCP fail if, at the speed of the last
             `stall_timeout_s`, the rest of them would take longer than this.
         tls: wraps TCP connections.
-        poll_s: after something small was sent, and nothing else is under way on its connection, the
-            loop looks for the answer so long at most before it turns to other work, while that pays
-            (`Polling`); 0: not at all.
-        staging_bytes: host memory that blocks of a device pool leave through.
+        poll_s: maximum seconds that the loop busy-polls for an answer before it turns to other
+            work, while that pays (`Polling`). It polls after a small frame was sent and nothing
+            else is under way on the connection. 0 disables it.
+        staging_bytes: bytes of host memory through which blocks of a device pool leave.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -85,7 +85,7 @@ class SendOptions:
 
 
 class _Address(NamedTuple):
-    """Where and who a channel leads to."""
+    """Destination of a channel: a peer and its addresses."""
 
     peer: PeerKey
     endpoint: Endpoint
@@ -107,7 +107,7 @@ class _Slot:
 
 
 class ChannelPool:
-    """Sends KV into reservations; opens one channel per life of a peer and keeps it."""
+    """Sends KV into reservations; opens one channel per incarnation of a peer and keeps it."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class ChannelPool:
         hub: LocalHub = PROCESS_HUB,
         observer: TransferObserver = unobserved,
     ) -> None:
-        """Nothing is opened before the first call.
+        """Opens nothing before the first call.
 
         Args:
             identity: this worker.
-            memory: where its blocks are.
+            memory: this worker's pool.
             hub: receivers of this process.
-            observer: told of every transfer.
+            observer: called with every transfer.
         """
         self._identity = identity
         self._block_bytes = identity.layout.block_bytes
@@ -156,7 +156,7 @@ class ChannelPool:
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
             self._nixl = NixlOwner(memory)
         self._barren: set[tuple[PeerKey, str]] = set()
-        load_native()  # now, and not in the first transfer
+        load_native()  # here, so that the first transfer does not pay for it
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
 
@@ -173,14 +173,15 @@ class ChannelPool:
         raises, cancellation included, the blocks may be written again.
 
         Args:
-            reservation: where to; its worker must be reached under `data_endpoint`.
-            runs: from `align_to_reservation`, at least one block.
-            part: only these bytes of each block, such as some layers; then each block is a call.
-            after: the blocks of a device pool are read behind this moment of it; None: behind now.
+            reservation: destination; its worker must be reachable at `data_endpoint`.
+            runs: runs of `align_to_reservation`, at least one block.
+            part: the bytes of each block to send, such as some layers; each block is then one call.
+            after: moment of a device pool after which its blocks are read; None for the present.
 
         Raises:
-            RefusedError: the receiver said no; the refusal is its own.
-            LostError: the channel died or stalled; the reservation's blocks hold anything.
+            RefusedError: the receiver refused, with its refusal.
+            LostError: the channel died or stalled; the content of the reservation's blocks is
+                undefined.
         """
         runs = tabled(runs)
         num_blocks = num_blocks_of(runs)
@@ -200,7 +201,8 @@ class ChannelPool:
         except LostError:
             meter.lost += 1
             if isinstance(channel, NixlChannel | IpcChannel) and channel.is_barren:
-                # The engines do not reach each other: this life of the peer gets another kind.
+                # The engines cannot reach each other: this incarnation of the peer gets another
+                # kind.
                 peer = PeerKey(reservation.worker_id, reservation.incarnation)
                 self._barren.add((peer, key.channel))
             raise
@@ -213,17 +215,17 @@ class ChannelPool:
         self._observer(TransferSample(key, num_bytes, num_calls, seconds))
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """Tells the receiver that a reservation's KV is complete; returns when it took it over.
+        """Tells the receiver that a reservation's KV is complete; returns when it has committed.
 
         Args:
-            reservation: after all its `put` calls returned.
+            reservation: a reservation all of whose `put` calls have returned.
             first_token_id: the token that prefill sampled.
             num_tokens: positions with KV, the receiver's own cached prefix included.
 
         Raises:
-            RefusedError: the receiver said no.
-            LostError: the channel died or stalled; the receiver may or may not have taken it, and
-                asking again is safe.
+            RefusedError: the receiver refused.
+            LostError: the channel died or stalled. The receiver may or may not have committed;
+                calling again is safe.
         """
         channel, key = await self._channel(reservation)
         try:
@@ -236,7 +238,7 @@ class ChannelPool:
             raise
 
     async def close(self) -> None:
-        """Ends all channels; what is under way gets LostError. May be called again."""
+        """Ends all channels; transfers under way get LostError. May be called again."""
         self._closed = True
         slots = list(self._slots.values())
         self._slots.clear()
@@ -253,7 +255,7 @@ class ChannelPool:
             await self._staging.close()
 
     def statistics(self) -> TransferStatistics:
-        """What was sent; round trips and retransmits are asked of the kernel now."""
+        """Returns the totals sent; reads round trips and retransmits from the kernel now."""
         num_open = 0
         for slot in self._slots.values():
             if slot.channel is None:
@@ -265,39 +267,39 @@ class ChannelPool:
 
     @property
     def staging(self) -> StagingRing | None:
-        """What blocks leave a device pool through; readers of peers' blocks may land them there."""
+        """Staging memory of a device pool; readers of peers' blocks may use it for landing them."""
         return self._staging
 
     @property
     def egress(self) -> Pacer | None:
-        """What holds all that leaves this worker to its budget; what peers read is to share it."""
+        """Budget of all bytes that leave this worker, to be shared with reads by peers."""
         return self._egress
 
     @property
     def sent_bytes(self) -> int:
-        """KV that arrived at peers since start."""
+        """KV bytes that arrived at peers since start."""
         return self._meters.bytes
 
     @property
     def sending_bytes(self) -> int:
-        """KV asked to leave that has not arrived."""
+        """KV bytes of requested transfers that have not arrived."""
         links = self._meters.links.values()
         return sum(meter.queued_bytes - meter.arrived_bytes for meter in links)
 
     @property
     def sending_s(self) -> float:
-        """Time since start with KV on its way over TCP. Never falls."""
+        """Seconds since start with KV on its way over TCP. Never falls."""
         return self._meters.leaving.seconds(SystemClock().now())
 
     def link_view(self, reservation: Reservation) -> LinkView | None:
-        """The link that a transfer would take now; None before the first one."""
+        """Returns the link that a transfer would take now; None before the first one."""
         for address, slot in self._slots.items():
             if slot.is_open and address.peer.worker_id == reservation.worker_id:
                 return self._meters.of(slot.key).view(slot.key)
         return None
 
     def _peers(self) -> set[WorkerId]:
-        """Those to any life of which a channel leads, or is being opened."""
+        """Returns the workers with an open channel, or with one that is being opened."""
         return {
             address.peer.worker_id
             for address, slot in self._slots.items()
@@ -329,7 +331,7 @@ class ChannelPool:
             slot.num_callers -= 1
 
     async def _open_best(self, slot: _Slot, address: _Address) -> None:
-        """Opens the first kind that works; a peer that says no is asked no further."""
+        """Opens the first kind that works; stops if the peer refuses."""
         if slot.channel is not None:
             await slot.channel.close()
         kinds = usable_kinds(
@@ -389,7 +391,8 @@ class ChannelPool:
             return self._egress
         if self._options.budget_bytes_s <= 0:
             return None
-        # All lives of a peer at one endpoint share a budget; kept for as long as a channel has it.
+        # All incarnations of a peer at one endpoint share a budget, which lives as long as a
+        # channel.
         pacer = self._pacers.get(endpoint)
         if pacer is None:
             pacer = self._pacers[endpoint] = Pacer(self._options.budget_bytes_s, SystemClock())

@@ -17,23 +17,23 @@ def _crc32c(data: memoryview, value: int) -> int:
 
 
 def checksum_function(kind: Checksum) -> Sum:
-    """The running sum of a kind; crc32's for NONE, whose frames carry no sum."""
+    """Returns the checksum function of a kind; crc32 for NONE, whose frames carry no sum."""
     return _crc32c if kind is Checksum.CRC32C else zlib.crc32
 
 
 def is_crc32c(sum_: Sum) -> bool:
-    """Whether a function of `checksum_function` sums as `NativeIo` does."""
+    """Returns whether a function of `checksum_function` computes the same sum as `NativeIo`."""
     return sum_ is _crc32c
 
 
 def sum_of(views: Iterable[memoryview], sum_: Sum, value: int) -> int:
-    """The running sum of several views."""
+    """Returns the running sum of several views."""
     for view in views:
         value = sum_(view, value)
     return value
 
 
 def agree_checksum(sender: Checksum, receiver: Checksum) -> Checksum:
-    """What a connection uses: a sum if either end wants one, and the older kind if they differ."""
+    """Returns a connection's checksum: a sum if either end wants one, the older kind if two."""
     wanted = [kind for kind in (sender, receiver) if kind is not Checksum.NONE]
     return min(wanted, default=Checksum.NONE)

@@ -1,13 +1,13 @@
 """Bytes of a frame's head (header and body). Pure.
 
-Header, 28 bytes, little endian; its shape never changes, so that any two versions can say no:
+Header, 28 bytes, little endian. Its shape never changes, so any two versions can refuse each other:
 
     magic "KVMT" | version u8 | type u8 | flags u16 | body bytes u32 | payload bytes u64
     | crc32 of the body u32 | crc32 of the 24 bytes before u32
 
 The body follows (`bodies.py`, `body_reader.py`), then for PUT, QUERY and DATA the payload and, with
-FLAG_CHECKSUM, its checksum as u32. A trailer lets a sender sum each piece while it is hot in the
-cache. `decoder.py` cuts a byte stream into frames.
+FLAG_CHECKSUM, its checksum as u32. A trailer lets a sender sum each piece while it is still in the
+cache. `decoder.py` splits a byte stream into frames.
 Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
 
@@ -43,7 +43,7 @@ TRAILER = struct.Struct("<I")
 
 _CHECKED = struct.Struct("<4sBBHIQI")
 _SUM = struct.Struct("<I")
-# Tuples: to join types by a bar is work at each call.
+# Tuples: `A | B` would build a union object at each call.
 _WITH_CHECKSUM = (PutFrame, QueryFrame, DataFrame)
 _WITH_PART = (PutFrame, PullFrame)
 
@@ -59,7 +59,7 @@ class Header(NamedTuple):
 
 
 def encode_frame(frame: Frame, payload_bytes: int = 0) -> bytes:
-    """Header and body of a frame; `payload_bytes` is for those with a payload."""
+    """Encodes header and body of a frame; `payload_bytes` is for frames with a payload."""
     kind = TYPES[type(frame)]
     body = encode_body(frame)
     assert len(body) <= MAX_BODY_BYTES, "a frame's parts are bounded so that its body fits"
@@ -98,10 +98,10 @@ def decode_header(data: bytes | memoryview) -> Header:
 
 
 def decode_body(header: Header, body: bytes) -> Frame:
-    """The frame of a header and its body.
+    """Decodes a frame from its header and body.
 
     Raises:
-        ProtocolError: bad_body_checksum, or bad_body when it is cut, too long or makes no sense.
+        ProtocolError: bad_body_checksum, or bad_body if it is cut, too long or invalid.
     """
     if zlib.crc32(body) != header.body_crc:
         raise ProtocolError("bad_body_checksum", "the body's checksum does not match")

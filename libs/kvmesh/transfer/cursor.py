@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 
 MAX_BUFFERS = 512
-"""Buffers of one gather or scatter call; the kernel's limit is 1024."""
+"""Maximum number of buffers of one gather or scatter call; the kernel's limit is 1024."""
 
 
 class ViewCursor:
-    """A place in the concatenation of views; nothing is copied."""
+    """A position in the concatenation of views; copies nothing."""
 
     def __init__(self, views: Iterable[memoryview]) -> None:
         self._left = deque(view.cast("B") for view in views if view.nbytes)
@@ -21,7 +21,7 @@ class ViewCursor:
         return not self._left
 
     def batch(self, max_bytes: int) -> list[memoryview]:
-        """The next bytes as views, at most `max_bytes`; does not move."""
+        """Returns the next bytes as views, at most `max_bytes`; does not move."""
         taken: list[memoryview] = []
         for view in self._left:
             if len(view) >= max_bytes or len(taken) == MAX_BUFFERS - 1:
@@ -32,7 +32,7 @@ class ViewCursor:
         return taken
 
     def advance(self, num_bytes: int) -> None:
-        """Moves forward over bytes that are there."""
+        """Moves forward by `num_bytes`, which must be left."""
         while num_bytes:
             head = self._left[0]
             if num_bytes < len(head):
@@ -42,7 +42,7 @@ class ViewCursor:
             self._left.popleft()
 
     def take(self, num_bytes: int) -> list[memoryview]:
-        """The next bytes as views, exactly so many; moves behind them."""
+        """Returns exactly the next `num_bytes` as views and moves past them."""
         taken: list[memoryview] = []
         while num_bytes:
             views = self.batch(num_bytes)

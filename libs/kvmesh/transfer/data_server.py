@@ -1,7 +1,7 @@
-"""The receiving side of a worker's data plane: accepts connections, asks the target, fills blocks.
+"""The receiving side of a worker's data plane: accepts connections and fills the target's blocks.
 
-Listens for TCP and, where pools can be mapped, on a Unix socket; joins the process's hub. Frames of
-a connection are handled one after the other. Decisions are `ReceiverMachine`'s and the target's.
+Listens for TCP and, where pools can be mapped, on a Unix socket; joins the process's hub. Handles
+the frames of a connection in order. `ReceiverMachine` and the target make the decisions.
 Tests: tests/contract/test_channels.py, tests/integration/test_transfer.py.
 """
 
@@ -56,30 +56,30 @@ log = event_logger(__name__)
 Serve = Callable[[socket.socket], Coroutine[None, None, None]]
 
 ACCEPT_PAUSE_S = 0.1
-"""After a connection that could not be taken in."""
+"""Seconds without accepting after a connection could not be accepted."""
 
 _MAX_THREADS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOptions:
-    """How a worker receives.
+    """Settings of a worker's receiving side.
 
     Attributes:
-        kinds: channels that are offered.
+        kinds: channel kinds that are offered.
         host: address to bind.
-        port: 0 takes a free one.
-        checksum: that TCP payloads must carry at least; senders may want one too.
-        window_bytes: payload that one connection may send ahead of its answers.
-        stall_timeout_s: a connection without a whole HELLO after this long, or without progress for
-            this long within a frame, is cut.
+        port: port to bind; 0 takes a free one.
+        checksum: minimum checksum of TCP payloads; a sender may also ask for one.
+        window_bytes: payload bytes that one connection may send ahead of its answers.
+        stall_timeout_s: seconds after which a connection is cut that has not sent a whole HELLO, or
+            makes no progress within a frame.
         tls: wraps TCP connections.
-        copy_threads: that share one large copy out of a mapped pool.
-        poll_s: after a frame, the loop looks for the next one so long at most before it turns to
-            other work, while that pays (`Polling`); 0: not at all.
-        staging_bytes: host memory that blocks of a device pool arrive through; a frame with more
-            is refused.
-        egress: budget of what peers read over TCP, shared with what is sent; None is no bound.
+        copy_threads: number of threads that share one large copy out of a mapped pool.
+        poll_s: maximum seconds that the loop busy-polls for the next frame before it turns to other
+            work, while that pays (`Polling`); 0 disables it.
+        staging_bytes: bytes of host memory through which blocks of a device pool arrive; a larger
+            frame is refused.
+        egress: budget of the bytes that peers read over TCP, shared with sends; None for no limit.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -97,7 +97,7 @@ class ReceiveOptions:
 
 @dataclass(frozen=True, slots=True)
 class DataAddress:
-    """Where a server is reached: its network address as bound, and its way within the host."""
+    """Addresses of a server: its network address as bound, and its Unix socket within the host."""
 
     endpoint: Endpoint
     route: HostRoute | None
@@ -118,17 +118,17 @@ class DataServer:
         hub: LocalHub = PROCESS_HUB,
         observer: TransferObserver = unobserved,
     ) -> None:
-        """Nothing is opened before `start`.
+        """Opens nothing before `start`.
 
         Args:
-            identity: this worker; peers that look for another one, another life of it or another
-                layout are refused.
-            target: where KV goes.
-            source: where KV is read from; None gives nothing away.
-            queries: what is computed for others; None answers no query.
-            memory: the pool that the target's grants lie in; NIXL and device pools need it.
+            identity: this worker. Peers that name another worker, incarnation or layout are
+                refused.
+            target: receives KV writes.
+            source: serves KV reads; None refuses all reads.
+            queries: computes for other workers; None refuses all queries.
+            memory: the pool that holds the granted blocks; NIXL and device pools need it.
             hub: receivers of this process.
-            observer: told of every frame that filled its blocks.
+            observer: called with every frame that filled its blocks.
         """
         self._identity = identity
         self._target = target
@@ -137,9 +137,9 @@ class DataServer:
         self._options = options or ReceiveOptions()
         self._hub = hub
         self._observer = observer
-        load_native()  # now, and not in the first transfer
+        load_native()  # here, so that the first transfer does not pay for it
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-receive")
-        # Of their own: readers that are slow, or paced, must not keep KV from arriving.
+        # A second pool: slow or paced readers must not delay arriving KV.
         self._senders = ThreadPoolExecutor(_MAX_THREADS, "kv-serve")
         self._answering: ThreadPoolExecutor | None = None
         self._listeners: list[socket.socket] = []
@@ -151,8 +151,8 @@ class DataServer:
         self._meters = LinkMeters(lambda: +self._num_connections)
         self._state = ServerState(copy_threads=self._options.copy_threads)
         if queries is not None:
-            # One thread, and none of those that KV arrives in: each thread that computes has a
-            # team of its own of as many as the engine, and transfers must not wait for answers.
+            # A separate single thread: each computing thread has its own thread team of the
+            # engine's size, and transfers must not wait for answers.
             self._state.answering = self._answering = ThreadPoolExecutor(1, "kv-answer")
         if IPC in self._options.kinds:
             self._state.pool = memory
@@ -163,14 +163,15 @@ class DataServer:
             self._state.readers = NixlReaders(memory, self._options.stall_timeout_s)
 
     async def start(self) -> DataAddress:
-        """Listens; returns where.
+        """Starts to listen; returns the addresses.
 
         Raises:
             OSError: the address cannot be bound.
         """
         assert not self._listeners, "started once"
         options = self._options
-        # Always on: it is what peers without a nearer way use, and how they find out who is here.
+        # Always on: peers without a faster channel use TCP, and it tells a peer which worker is
+        # here.
         tcp = await listen(options.host, options.port)
         self._listen(tcp, self._serve_tcp)
         route = None
@@ -209,11 +210,11 @@ class DataServer:
             await self._state.staging.close()
 
     def statistics(self) -> TransferStatistics:
-        """What was received over sockets."""
+        """Returns the totals received over sockets."""
         return TransferStatistics(len(self._serving), self._meters.links)
 
     def _listen_here(self, here: str) -> HostRoute | None:
-        """The way for peers on this host; without one they come over the network."""
+        """Listens for peers on this host; None if that fails and they must use the network."""
         try:
             listener, path = listen_on_host(here)
         except OSError as error:  # full, read-only, or a path that is too long for a socket
@@ -244,10 +245,10 @@ class DataServer:
         task.add_done_callback(functools.partial(self._served, sock))
 
     def _pause(self, listener: socket.socket, serve: Serve) -> None:
-        """Takes nobody in for a moment: who cannot be taken in stays, and would be told at once."""
+        """Stops accepting for a moment: a pending connection would wake the loop at once."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener.fileno())
-        self._newcomers.cut_oldest()  # which may be what there was no room for
+        self._newcomers.cut_oldest()  # frees a descriptor if those are exhausted
 
         def go_on() -> None:
             if listener in self._listeners:
@@ -269,7 +270,7 @@ class DataServer:
                 async with asyncio.timeout(self._options.stall_timeout_s):
                     wire = await accept_tls(sock, self._options.tls)
             except (LostError, TimeoutError) as error:
-                # Who has no certificate of the mesh is anybody: that is worth no line.
+                # Anyone may connect without a certificate of the mesh: that deserves no warning.
                 tell = log.warning if isinstance(error, WrongPeerError) else log.debug
                 tell("data_channel_refused", error=str(error))
                 return
@@ -289,7 +290,7 @@ class DataServer:
             poll_s=options.poll_s,
             senders=self._senders,
         )
-        # Nothing leaves the machine on a Unix socket: a sum would only cost time.
+        # A Unix socket stays within the machine: a checksum would only cost time.
         wish = Checksum.NONE if kind == SHM else options.checksum
         terms = LinkTerms(wish, options.window_bytes)
         ops = frozenset[int]() if self._queries is None else self._queries.ops
@@ -311,7 +312,7 @@ class DataServer:
             cause = await channel.serve(functools.partial(self._meter, kind))
         finally:
             channel.close()
-            # Anybody can connect and say nothing: that is worth no line.
+            # Anyone may connect and say nothing: that deserves no log line above debug.
             tell = log.debug if machine.peer is None else log.info
             tell("data_channel_ended", peer=machine.peer, cause=cause)
             if machine.peer is not None:

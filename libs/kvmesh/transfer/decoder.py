@@ -1,4 +1,4 @@
-"""Cuts a byte stream into frames, fed in any pieces. Pure; payload bytes are never buffered.
+"""Splits a byte stream, fed in any pieces, into frames. Pure; never buffers payload bytes.
 
 A payload is announced by `PayloadStart`. Its reader may receive the bytes straight into their
 destination and feed that same memory: the decoder only counts and checksums it.
@@ -31,14 +31,14 @@ class PayloadStart:
 
 @dataclass(frozen=True, slots=True)
 class PayloadBytes:
-    """A piece of the payload: a slice of what was fed, not a copy."""
+    """A piece of the payload: a slice of the fed bytes, not a copy."""
 
     data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadEnd:
-    """All of the payload was fed; `intact` is False when its checksum does not match."""
+    """The payload is complete; `intact` is False if its checksum does not match."""
 
     frame: FrameWithPayload
     intact: bool
@@ -56,12 +56,12 @@ class _Stage(enum.Enum):
 
 
 class FrameDecoder:
-    """Bytes in, events out. After an error it stays unusable: the stream has lost its place.
+    """Turns bytes into events. After an error it stays unusable: the frame boundary is lost.
 
     Attributes:
         wanted: bytes until the present part (header, body, payload or trailer) is complete. A
             reader that never feeds more keeps the bytes of the next part in the socket.
-        sum: checksum of payloads; may be set between two frames.
+        sum: checksum function of payloads; may be set between two frames.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -83,11 +83,11 @@ class FrameDecoder:
 
     @property
     def in_payload(self) -> bool:
-        """Whether the next bytes are KV."""
+        """Whether the next bytes are payload."""
         return self._stage is _Stage.PAYLOAD
 
     def feed(self, data: memoryview | bytes | bytearray) -> Iterator[FrameEvent]:
-        """Events of these bytes, in order. The bytes count as fed only as far as one iterates.
+        """Yields the events of these bytes, in order. Uniterated bytes do not count as fed.
 
         Raises:
             ProtocolError: the bytes are no valid frame; the reason is one of `decode_header`'s,
@@ -120,24 +120,25 @@ class FrameDecoder:
 
     @property
     def has_sum(self) -> bool:
-        """Whether the payload that is being read is followed by its checksum."""
+        """Whether a checksum follows the payload that is being read."""
         assert self._frame is not None, "no payload has begun"
         return self._frame.checksum
 
     def take_whole_payload(self, value: int) -> PayloadEnd | None:
-        """Counts a payload whose reader summed it; as `take_payload` of all of it.
+        """Counts a payload whose reader computed its sum; like `take_payload` of all of it.
 
         Args:
-            value: its checksum; of no matter without `has_sum`.
+            value: the computed checksum; ignored without `has_sum`.
         """
         self._crc = value
         return self._payload_taken(self.wanted)
 
     @staticmethod
     def _whole_frame(view: memoryview) -> tuple[int, Frame | None]:
-        """A frame without payload that begins here, and its end; None if there is none, or not all.
+        """Returns the end of the frame that begins here, and the frame.
 
-        Small frames come in one piece as a rule: half the time of going part by part.
+        The frame is None if it has a payload or is incomplete. Small frames usually arrive whole:
+        this takes half the time of decoding part by part.
         """
         header = decode_header(view)
         end = HEADER.size + header.body_bytes
@@ -146,9 +147,9 @@ class FrameDecoder:
         return end, decode_body(header, bytes(view[HEADER.size : end]))
 
     def take_payload(self, views: Sequence[memoryview], num_bytes: int) -> PayloadEnd | None:
-        """Counts the first `num_bytes` of `views` as payload, without events of their own.
+        """Counts the first `num_bytes` of `views` as payload, without events for them.
 
-        For a reader that received them in place; the end of a payload without checksum is told.
+        For a reader that received them in place. Returns the end of a payload without checksum.
         """
         assert self._stage is _Stage.PAYLOAD, "not in a payload"
         assert num_bytes <= self.wanted, "more than the payload has left"
@@ -184,7 +185,7 @@ class FrameDecoder:
         if self._stage is _Stage.HEADER:
             self._header = decode_header(part)
             self._expect(_Stage.BODY, self._header.body_bytes)
-            if self.wanted == 0:  # every frame has a body; let decode_body say what is missing
+            if self.wanted == 0:  # every frame has a body; decode_body raises for the missing one
                 decode_body(self._header, b"")
         elif self._stage is _Stage.BODY:
             yield self._body_complete(part)

@@ -1,4 +1,4 @@
-"""Pools that only a device reaches, as channels see them: through memory that both sides reach.
+"""Interface of pools in device memory: channels move their blocks through host memory.
 
 Nothing here knows which device it is; `engine.device_pool` does.
 Tests: tests/contract/test_channels.py, tests/unit/engine/test_device_pool.py.
@@ -16,20 +16,20 @@ from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.run_table import blocks_of, numbers_of
 
 Moment: TypeAlias = object
-"""A point in what a device was given to compute; a pool's own, and of use to it alone."""
+"""A point in a device's queue of launched work; opaque, and valid only for its own pool."""
 
 HANDLE_BYTES = 64
-"""Of the name by which a device knows memory of another process."""
+"""Bytes of the handle by which a device opens another process's memory."""
 
 Starts: TypeAlias = NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Blocks of a pool, or the same part of each, in the order in which they travel.
+    """Blocks of a pool, or the same part of each, in the order of their transfer.
 
     Attributes:
-        starts: [count], at least one: first byte of each in the pool.
-        size: bytes of each.
+        starts: [count], at least one: first byte of each piece in the pool.
+        size: bytes of each piece.
     """
 
     starts: Starts
@@ -37,16 +37,16 @@ class Pieces(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all pieces."""
+        """Bytes of all pieces."""
         return len(self.starts) * self.size
 
     def cut(self, first: int, count: int) -> Pieces:
-        """At most `count` pieces from number `first` on."""
+        """Returns at most `count` pieces, starting with number `first`."""
         return Pieces(self.starts[first : first + count], self.size)
 
 
 def pieces_of(runs: Sequence[tuple[int, ...]], block_bytes: int, part: BlockPart | None) -> Pieces:
-    """The blocks of runs, whose first number is a block and the last a count."""
+    """Returns the blocks of runs whose first number is a block and whose last is a count."""
     numbers = numbers_of(runs)
     offset, size = part or (0, block_bytes)
     assert 0 <= offset <= offset + size <= block_bytes, "a part lies in its block"
@@ -54,19 +54,19 @@ def pieces_of(runs: Sequence[tuple[int, ...]], block_bytes: int, part: BlockPart
 
 
 class StagingMemory(Protocol):
-    """Host memory that the device reaches as well.
+    """Host memory that the device can access, too.
 
-    `gather` and `scatter` block their thread until the device is done; several threads may call
-    them at once, for parts of the memory that do not overlap.
+    `gather` and `scatter` block their thread until the device is done. Several threads may call
+    them at once, for disjoint parts of the memory.
     """
 
     def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
-        """Copies pieces of the pool here.
+        """Copies pieces of the pool into this memory.
 
         Args:
-            after: not before the steps until then have written.
-            at: where the first piece goes.
-            stride: from the beginning of one piece to that of the next, at least their size.
+            at: offset of the first piece in this memory.
+            stride: bytes from the start of one piece to that of the next, at least their size.
+            after: the copy waits until the steps launched before this moment have written.
 
         Raises:
             LostError: the device failed.
@@ -77,7 +77,8 @@ class StagingMemory(Protocol):
         """Copies bytes from `at` on into pieces of the pool; steps launched later see them.
 
         Args:
-            after: the steps until then may still use the pieces.
+            after: the copy waits for the steps launched before this moment, which may use the
+                pieces.
 
         Raises:
             LostError: as `gather`.
@@ -85,7 +86,7 @@ class StagingMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """The device reaches the memory no more; nothing is under way. May be called again."""
+        """Ends the device's access to the memory; no copy may be under way. May be called again."""
         ...
 
 
@@ -95,18 +96,18 @@ class DevicePool(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         ...
 
     def moment(self) -> Moment:
-        """Now: behind every step that was launched so far.
+        """Returns the present moment: after every step launched so far.
 
-        In the thread that computes: behind what it last told the pool that it had launched.
+        In the computing thread: after the last step that it has reported to the pool.
         """
         ...
 
     def is_past(self, moment: Moment) -> bool:
-        """Whether everything before a moment of this pool has been computed; waits for nothing.
+        """Returns whether all steps before a moment of this pool are computed; does not wait.
 
         Raises:
             LostError: the device has failed.
@@ -114,7 +115,7 @@ class DevicePool(Protocol):
         ...
 
     def staging(self, memory: memoryview) -> StagingMemory:
-        """Makes host memory reachable for the device; it stays mapped until `close`.
+        """Makes host memory accessible to the device; it stays mapped until `close`.
 
         Raises:
             LostError: the device refuses.
@@ -123,12 +124,12 @@ class DevicePool(Protocol):
 
 
 class SharedMemory(NamedTuple):
-    """A pool's memory as another process of the host finds it.
+    """A pool's memory, as another process of the host opens it.
 
     Attributes:
-        handle: of the allocation it lies in; `HANDLE_BYTES` of the device's own words.
-        offset: of the pool's first byte in the allocation.
-        num_bytes: of the pool.
+        handle: handle of the allocation that contains it; `HANDLE_BYTES` opaque bytes.
+        offset: offset of the pool's first byte in the allocation.
+        num_bytes: bytes of the pool.
     """
 
     handle: bytes
@@ -153,7 +154,7 @@ class PeerMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Unmaps it; nothing is under way. May be called again.
+        """Unmaps the pool; no copy may be under way. May be called again.
 
         Raises:
             LostError: the device failed.
@@ -166,7 +167,7 @@ class SharedPool(DevicePool, Protocol):
     """A device pool that devices of other processes may read. The methods block."""
 
     def share(self) -> SharedMemory:
-        """How they find it.
+        """Returns the handle by which other processes open the pool.
 
         Raises:
             LostError: this device, or this memory, cannot be shared.
@@ -174,7 +175,7 @@ class SharedPool(DevicePool, Protocol):
         ...
 
     def settle(self, after: Moment) -> None:
-        """Returns when the steps until then have written.
+        """Waits until the steps launched before a moment have written.
 
         Raises:
             LostError: the device failed.
@@ -185,6 +186,6 @@ class SharedPool(DevicePool, Protocol):
         """Maps the pool of another process.
 
         Raises:
-            LostError: it is not there, or out of this device's reach.
+            LostError: the memory does not exist, or this device cannot reach it.
         """
         ...

@@ -1,4 +1,4 @@
-"""A connected socket that speaks frames: what arrives, and (`SendingSocket`) what leaves.
+"""A connected socket for frames: receives them, and (`SendingSocket`) sends them.
 
 Tests: tests/integration/test_transfer.py.
 """
@@ -32,13 +32,13 @@ from kvmesh.transfer.wire import Wire
 
 _SCRATCH_BYTES = 256 << 10
 _AHEAD_BYTES = 32 << 10
-"""Most that is read ahead: small frames by the hundred keep the loop some milliseconds."""
+"""Maximum bytes read ahead: hundreds of small frames block the loop for milliseconds."""
 _ALONE_S = 1e-3
-"""Frames that are there one after the other keep the loop so long, and a look, at most."""
+"""Maximum seconds, plus one poll, that a steady stream of frames may block the loop."""
 
 
 class _Scratch(threading.local):
-    """Where heads arrive: they are read out before anything else of the thread's loop runs."""
+    """Memory for received heads, which are decoded before other work of the thread's loop runs."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_SCRATCH_BYTES))
@@ -48,7 +48,7 @@ _SCRATCH = _Scratch()
 
 
 class FrameSocket(SendingSocket):
-    """One reader at a time, and one writer at a time (`SendingSocket`)."""
+    """A frame connection with one reader at a time and one writer at a time (`SendingSocket`)."""
 
     def __init__(
         self,
@@ -61,35 +61,35 @@ class FrameSocket(SendingSocket):
         poll_s: float = 0.0,
         senders: Executor | None = None,
     ) -> None:
-        """Greets nobody yet.
+        """Wraps a connected socket; sends nothing yet.
 
         Args:
-            threads: large payloads move in them.
+            threads: threads that receive large payloads.
             takes_fd: accept one descriptor from the peer.
-            poll_s: the loop is blocked so long at most for a next frame before others work, while
-                that pays (`Polling`).
-            senders: large payloads leave in these instead: a peer that takes them slowly, or a
-                budget, holds none up that arrive.
+            poll_s: maximum seconds that the loop busy-polls for the next frame before other work
+                runs, while that pays (`Polling`).
+            senders: threads that send large payloads; None for `threads`. With threads of its own
+                a slow peer, or a budget, does not delay arriving payloads.
         """
         super().__init__(wire, stall_timeout_s, senders or threads)
         self.decoder = FrameDecoder(block_bytes)
         self._takes_fd = takes_fd
         self._poll_s = poll_s
-        self._pollings: dict[type[Frame] | None, Polling] = {}  # by the frame before the look
+        self._pollings: dict[type[Frame] | None, Polling] = {}  # by type of the previous frame
         self._newest: type[Frame] | None = None
         self._alone_since = 0.0
         self._threads = threads
-        # One for all connections of the loop: anybody may open many, and they cost little.
+        # Shared by all connections of the loop: anyone may open many, so each must cost little.
         self._scratch = _SCRATCH.view
         self._events: deque[FrameEvent] = deque()
-        # What was read last was all there was: look again only when the loop says so. TLS may have
-        # bytes that the loop does not know of.
+        # The last read emptied the socket, so wait for the loop's event before the next read. TLS
+        # may hold bytes that the loop does not know of.
         self._is_dry = False
         self._may_be_dry = isinstance(wire, socket.socket)
         self._read_on: Callable[[], None] | None = None
 
     async def receive(self, *, greedy: bool = False) -> Frame | PayloadStart | None:
-        """The next frame; None when the peer closed between two frames.
+        """Returns the next frame; None if the peer closed between two frames.
 
         Args:
             greedy: read ahead; for a peer that sends no payloads.
@@ -98,8 +98,8 @@ class FrameSocket(SendingSocket):
             LostError: the socket failed, was cut, or ended within a frame.
             ProtocolError: the peer broke the frame format.
         """
-        # A peer that never rests must not have the loop alone. Its own clock may stand still until
-        # its next turn.
+        # A peer that sends without pause must not occupy the loop. The loop's clock may stand still
+        # until its next iteration.
         if (now := monotonic()) - self._alone_since >= _ALONE_S:
             self._alone_since = now
             await asyncio.sleep(0)
@@ -125,13 +125,13 @@ class FrameSocket(SendingSocket):
         return event
 
     def read_on(self, take: Callable[[FrameEvent], None], ended: Callable[[str], None]) -> None:
-        """From here on hands over every event from the loop's callback, until the socket ends.
+        """From now on passes every event to `take` from the loop's callback, until the socket ends.
 
         For a peer that sends no payloads, and instead of `receive`.
 
         Args:
-            take: may raise ProtocolError, which ends the reading as well.
-            ended: told once, why; nothing is read any more.
+            take: may raise ProtocolError, which also ends the reading.
+            ended: called once with the cause when reading ends.
         """
         is_going_on = False
 
@@ -152,8 +152,8 @@ class FrameSocket(SendingSocket):
                     raise self._lost("closed by the peer")
                 for event in self.decoder.feed(self._scratch[:count]):
                     take(event)
-                # In a turn of its own: a peer that answers without end must not have the loop
-                # alone. Of a plain socket the loop knows whether there is more.
+                # In its own loop iteration: a peer that answers without pause must not occupy the
+                # loop. For a plain socket the loop knows whether there is more.
                 if not self._may_be_dry and not is_going_on:
                     is_going_on = True
                     self._loop.call_soon(go_on)
@@ -163,10 +163,10 @@ class FrameSocket(SendingSocket):
 
         self._read_on = on_readable
         self._watch(on_readable)
-        self._loop.call_soon(on_readable)  # for what TLS has decrypted already
+        self._loop.call_soon(on_readable)  # for bytes that TLS has decrypted already
 
     def read_soon(self) -> None:
-        """Looks for bytes as `receive` does, and hands their events over; after `read_on`."""
+        """Polls for bytes as `receive` does, and passes their events on; only after `read_on`."""
         if self._is_watched and self._read_on is not None and self._is_there_soon():
             self._read_on()
 
@@ -184,7 +184,7 @@ class FrameSocket(SendingSocket):
         return came
 
     def _read_at_once(self) -> int | None:
-        """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""
+        """Returns the bytes read into the scratch memory, 0 at the end; None if there are none."""
         try:
             count = self.wire.recvmsg_into([self._scratch[:_AHEAD_BYTES]], 0, NOW)[0]
         except BlockingIOError:
@@ -197,7 +197,7 @@ class FrameSocket(SendingSocket):
     async def receive_payload(self, views: Sequence[memoryview]) -> bool:
         """Reads the announced payload straight into `views`; returns whether it is intact.
 
-        Cancelled, it cuts the socket; in any case `views` are not written after it ended.
+        Cuts the socket if cancelled. In any case `views` are not written after it has ended.
 
         Raises:
             LostError: as `receive`.
@@ -216,12 +216,12 @@ class FrameSocket(SendingSocket):
             return await self._payload_end()
 
     async def drop_payload(self) -> bool:
-        """Reads the announced payload away; returns whether it was intact."""
+        """Reads and drops the announced payload; returns whether it was intact."""
         with self.watch.under_way():
             while self.decoder.in_payload:
                 batch = [self._scratch[: self.decoder.wanted]]
                 self._payload_came(batch, self._counted(await self._receive_now(batch)))
-                await asyncio.sleep(0)  # a refused flood must not take the loop's time
+                await asyncio.sleep(0)  # a flood of refused payload must not occupy the loop
             return await self._payload_end()
 
     def _fill_in_thread(self, views: Sequence[memoryview]) -> None:

@@ -20,16 +20,16 @@ MAGIC = b"KVMT"
 VERSION = 1
 MAX_BODY_BYTES = 64 * 1024
 MAX_RUNS = 4096
-"""Runs in one PUT; 32 KiB of its body."""
+"""Maximum number of runs in one PUT; 32 KiB of its body."""
 MAX_NAME_BYTES = 1024
-"""Of a worker's id and of all other names; they are logged, and label metrics."""
+"""Maximum bytes of worker ids and other names, which appear in logs and metric labels."""
 MAX_MESSAGE_BYTES = 1024
 MAX_ARGUMENT_BYTES = 16 * 1024
 MAX_OPERAND_BYTES = 64 << 20
 MAX_METADATA_BYTES = 32 * 1024
 
 FLAG_CHECKSUM = 1
-"""PUT, QUERY, DATA: the payload is followed by its checksum."""
+"""PUT, QUERY, DATA: a checksum follows the payload."""
 FLAG_LAST = 2
 """PUT: no more frames of this transfer follow."""
 FLAG_PART = 4
@@ -39,7 +39,7 @@ FLAG_PROOF = 8
 
 
 class Checksum(enum.IntEnum):
-    """How payloads are summed; numbers on the wire."""
+    """Checksum of payloads; the values are numbers on the wire."""
 
     NONE = 0
     CRC32 = 1
@@ -47,7 +47,7 @@ class Checksum(enum.IntEnum):
 
 
 class FrameType(enum.IntEnum):
-    """Numbers on the wire."""
+    """Type of a frame; the values are numbers on the wire."""
 
     HELLO = 1
     HELLO_OK = 2
@@ -63,8 +63,8 @@ class FrameType(enum.IntEnum):
     DATA = 12
 
 
-# Runs are tuples and not dataclasses: a transfer has thousands when blocks are scattered. Their
-# `count` hides the method of tuples.
+# Runs are tuples, not dataclasses: a transfer of scattered blocks has thousands. Their `count`
+# hides the method of tuples.
 
 
 class BlockRun(NamedTuple):
@@ -83,7 +83,7 @@ class PullRun(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The same bytes of every block, such as some layers: `size` of them from `offset` on."""
+    """The same bytes of every block, such as some layers: `size` bytes from `offset` on."""
 
     offset: int
     size: int
@@ -94,9 +94,9 @@ class SegmentOffer:
     """The sender's pool as memory that a transfer engine has registered for reading.
 
     Attributes:
-        engine: its name.
-        address: of block 0, in the engine's words.
-        metadata: by which the engine's other end reaches it; at most `MAX_METADATA_BYTES`.
+        engine: name of the engine.
+        address: address of block 0 in the engine's terms.
+        metadata: connection data for the reading engine; at most `MAX_METADATA_BYTES`.
     """
 
     engine: str
@@ -106,15 +106,15 @@ class SegmentOffer:
 
 @dataclass(frozen=True, slots=True)
 class LinkOffer:
-    """What the sender of a connection brings along; without it, crc32 and no window.
+    """The sender's offer for a connection; without one the terms are crc32 and no window.
 
     Attributes:
-        link_id: random, the same for all connections (lanes) of one channel. A new connection of
-            the same lane replaces the one before.
+        link_id: random number, equal for all connections (lanes) of one channel. A new connection
+            of the same lane replaces the previous one.
         lane: number of this connection within the channel.
-        checksum: the sender's wish.
-        pool_blocks: blocks of the sender's pool that the receiver may read; 0 is none.
-        segment: how it reads them; None: the pool's memfd came with this frame.
+        checksum: checksum that the sender asks for.
+        pool_blocks: number of blocks of the sender's pool that the receiver may read; 0 for none.
+        segment: registered memory to read them from; None if the pool's memfd came with this frame.
     """
 
     link_id: int
@@ -126,11 +126,11 @@ class LinkOffer:
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
-    """What the receiver settles.
+    """Terms of a connection, decided by the receiver.
 
     Attributes:
-        checksum: of payloads on this connection.
-        window_bytes: payload that may be on its way without an answer.
+        checksum: checksum of payloads on this connection.
+        window_bytes: maximum payload bytes in flight without an answer.
     """
 
     checksum: Checksum
@@ -142,9 +142,9 @@ class HelloFrame:
     """First frame of a channel.
 
     Attributes:
-        worker_id, incarnation: who speaks.
-        peer_worker_id, peer_incarnation: who the speaker believes to have reached.
-        layout: KV memory of the speaker; must equal the receiver's.
+        worker_id, incarnation: the sender.
+        peer_worker_id, peer_incarnation: the worker that the sender intends to reach.
+        layout: KV memory of the sender; must equal the receiver's.
         proof: HMAC of the rest of the body; empty in a mesh without a secret.
     """
 
@@ -159,7 +159,7 @@ class HelloFrame:
 
 @dataclass(frozen=True, slots=True)
 class HelloOkFrame:
-    """The channel is open; terms answer an offer."""
+    """Opens the channel; `terms` answer an offer."""
 
     worker_id: WorkerId
     incarnation: int
@@ -173,8 +173,8 @@ class PutFrame:
     Attributes:
         transfer_id: rises with each transfer of the channel; a transfer may have several PUTs.
         last: no more PUTs of this transfer follow.
-        checksum: the payload is followed by its checksum.
-        part: the payload has only these bytes of each block; None is all of them.
+        checksum: whether a checksum follows the payload.
+        part: the bytes of each block in the payload; None for whole blocks.
     """
 
     transfer_id: int
@@ -186,7 +186,7 @@ class PutFrame:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the payload."""
+        """Number of blocks in the payload."""
         return num_blocks_of(self.runs)
 
 
@@ -207,18 +207,18 @@ class PullFrame:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks to copy."""
+        """Number of blocks to copy."""
         return num_blocks_of(self.runs)
 
     def as_put(self) -> PutFrame:
-        """What it writes, in the words of a PUT; runs that follow each other are one."""
+        """Returns the PUT that writes the same blocks; joins runs with consecutive targets."""
         runs = _joined(self.runs)
         return PutFrame(self.transfer_id, self.claim, runs, checksum=False, part=self.part)
 
 
 @dataclass(frozen=True, slots=True)
 class PutOkFrame:
-    """Bytes of the transfer's payloads, counted from its start, that are in their blocks."""
+    """Answers a PUT or PULL with the number of the transfer's bytes that are in their blocks."""
 
     transfer_id: int
     received_bytes: int
@@ -226,12 +226,12 @@ class PutOkFrame:
 
 @dataclass(frozen=True, slots=True)
 class CommitFrame:
-    """Says that the reservation's KV is complete.
+    """Declares the reservation's KV complete.
 
     Attributes:
         first_token_id: the token that prefill sampled.
         num_tokens: positions with KV, the receiver's own cached prefix included.
-        num_blocks: blocks that the sender has written.
+        num_blocks: number of blocks that the sender has written.
     """
 
     transfer_id: int
@@ -243,24 +243,24 @@ class CommitFrame:
 
 @dataclass(frozen=True, slots=True)
 class CommitOkFrame:
-    """The receiver took the KV over."""
+    """The receiver has taken over the KV."""
 
     transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFrame:
-    """The sender stops in the middle of a transfer; nothing of it follows and no answer comes."""
+    """Aborts a transfer: the sender sends no more of it, and no answer comes."""
 
     transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFrame:
-    """A no to one transfer, or with transfer id 0 the end of the channel.
+    """Refuses one transfer, or with transfer id 0 ends the channel.
 
     Attributes:
-        reason: a `RefusalReason` value or a word of the channel (`protocol.CHANNEL_REASONS`).
+        reason: a `RefusalReason` value or one of `protocol.CHANNEL_REASONS`.
         work_done, retry_after_ms: as in `Refusal`.
     """
 
@@ -276,11 +276,11 @@ class QueryFrame:
     """Asks for a computation next to the receiver's KV; its operands follow as payload.
 
     Attributes:
-        op: which computation; a receiver without it answers ERROR "unsupported".
+        op: number of the computation; a receiver without it answers ERROR "unsupported".
         answer_bytes: room that the sender has for the answer, which is its credit: a receiver
             never sends more.
-        arguments: of the op, at most `MAX_ARGUMENT_BYTES`.
-        operand_bytes: size of the payload; the present window applies as to PUT.
+        arguments: arguments of the op, at most `MAX_ARGUMENT_BYTES`.
+        operand_bytes: size of the payload; the connection's window applies as to PUT.
     """
 
     transfer_id: int
@@ -293,9 +293,9 @@ class QueryFrame:
 
 @dataclass(frozen=True, slots=True)
 class GetFrame:
-    """Asks for blocks of the receiver's pool; DATA or an ERROR answers.
+    """Requests blocks of the receiver's pool; DATA or an ERROR answers.
 
-    What it asks for, its sender has room for: that is the credit of the answer.
+    The sender has room for the requested blocks, which is the credit of the answer.
 
     Attributes:
         claim: the lease that keeps the blocks; runs name indexes of it, not block ids.
@@ -307,17 +307,17 @@ class GetFrame:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are asked for."""
+        """Number of requested blocks."""
         return num_blocks_of(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFrame:
-    """Answers a GET: the bytes of its blocks, in order, follow.
+    """Answers a GET or QUERY; the payload follows: the blocks in order, or the result.
 
     Attributes:
         num_bytes: size of the payload.
-        checksum: the payload is followed by its checksum.
+        checksum: whether a checksum follows the payload.
     """
 
     transfer_id: int
@@ -342,7 +342,7 @@ Frame = (
 
 
 def _joined(pulled: Sequence[PullRun]) -> Sequence[BlockRun]:
-    """The runs that are written; those that follow each other are one."""
+    """Returns the target runs, with consecutive ones joined."""
     if type(pulled) is RunTable:
         first, count = pulled.numbers[:, 1], pulled.numbers[:, 2]
         end = first + count

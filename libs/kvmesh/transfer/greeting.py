@@ -1,4 +1,4 @@
-"""How a connection begins: whom it leads to, how it behaves, and the greeting.
+"""The start of a connection: its destination, its options, and the greeting.
 
 Tests: tests/integration/test_transfer.py, tests/contract/test_channels.py.
 """
@@ -27,7 +27,7 @@ from kvmesh.transfer.wire import Wire
 
 
 class PeerKey(NamedTuple):
-    """Who a channel leads to: one life of a worker."""
+    """Destination of a channel: one incarnation of a worker."""
 
     worker_id: WorkerId
     incarnation: int
@@ -36,19 +36,19 @@ class PeerKey(NamedTuple):
 _LINK_ID_BITS = 64
 
 DEFAULT_PATIENCE_S = 60.0
-"""Who waits for a handoff gives it up after so long."""
+"""Seconds a sender waits for a handoff before it gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the connections of a channel share.
+    """State shared by the connections of a channel.
 
     Attributes:
         identity: this end.
-        peer: the other one.
-        link_id: tells them from those of another channel between the two.
-        meter: counts what goes over them.
-        threads: for calls that block.
+        peer: the other end.
+        link_id: tells its connections from those of another channel between the two.
+        meter: counts the bytes that it moves.
+        threads: threads for blocking calls.
     """
 
     identity: ChannelIdentity
@@ -60,16 +60,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """How lanes behave.
+    """Settings of lanes.
 
     Attributes:
-        connect_timeout_s: from the first packet to HELLO_OK.
-        stall_timeout_s: a lane that owes progress and makes none for this long is cut.
-        pacer: budget of the link; None is no bound.
+        connect_timeout_s: seconds from the first packet to HELLO_OK.
+        stall_timeout_s: seconds without progress after which a lane that owes some is cut.
+        pacer: budget of the link; None for no limit.
         poll_s: see `SendOptions`.
-        patience_s: what is sent is given up when at its measured pace the rest would take longer.
-        is_staged: what is sent lies in memory that is used again as soon as a transfer has gone on
-            by another lane.
+        patience_s: seconds; a transfer is given up if the rest would take longer at its measured
+            speed.
+        is_staged: the payloads lie in staging memory, which is reused as soon as a transfer has
+            continued on another lane.
     """
 
     connect_timeout_s: float
@@ -90,7 +91,7 @@ async def open_frames(
     threads: Executor,
     pool_fd: int | None = None,
 ) -> FrameSocket:
-    """A connection whose peer has answered the greeting.
+    """Opens a connection and waits until its peer has answered the HELLO.
 
     Raises:
         RefusedError, LostError: as `Lane.open`.
@@ -130,19 +131,19 @@ async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:
 
 
 def new_link_id() -> int:
-    """A number that no other channel between two workers has."""
+    """Returns a random number that identifies a channel between two workers."""
     return secrets.randbits(_LINK_ID_BITS)
 
 
 def asker_machine(
     identity: ChannelIdentity, peer: PeerKey, kind: str, lane: int, checksum: Checksum
 ) -> SenderMachine:
-    """The state of a new connection of its own channel, on which one end asks and one answers.
+    """Creates the state of a connection for requests, which is a channel of its own.
 
     Args:
-        checksum: this end's wish where bytes leave the machine.
+        checksum: checksum that this end asks for where bytes leave the machine.
     """
-    # Nothing leaves the machine on a Unix socket: a sum would only cost time.
+    # A Unix socket stays within the machine: a checksum would only cost time.
     wish = Checksum.NONE if kind == SHM else checksum
     return sender_machine(identity, peer, LinkOffer(new_link_id(), lane, wish))
 
@@ -150,5 +151,5 @@ def asker_machine(
 def sender_machine(
     identity: ChannelIdentity, peer: PeerKey, offer: LinkOffer | None
 ) -> SenderMachine:
-    """The state of a new connection."""
+    """Creates the state of a new connection."""
     return SenderMachine(identity, peer.worker_id, peer.incarnation, offer)

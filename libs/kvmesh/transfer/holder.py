@@ -1,4 +1,4 @@
-"""Who holds blocks that others may ask about, and by what right they do.
+"""Holders: workers with blocks that other workers may query.
 
 Tests: tests/contract/test_queries.py.
 """
@@ -17,11 +17,11 @@ from kvmesh.transfer.reader import ReadLease
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who is asked, and by what right.
+    """A worker to query, and the right to do so.
 
     Attributes:
-        peer: one life of a worker.
-        kind, claim: what names the blocks there.
+        peer: the worker's incarnation.
+        kind, claim: name the blocks at the holder.
     """
 
     peer: PeerKey
@@ -32,7 +32,7 @@ class Holder:
 
     @classmethod
     def of_reservation(cls, reservation: Reservation) -> Holder:
-        """The worker that has reserved, for the blocks that it had cached."""
+        """Returns the worker that made a reservation, for the blocks that it had cached."""
         return cls(
             PeerKey(reservation.worker_id, reservation.incarnation),
             reservation.data_endpoint,
@@ -43,7 +43,7 @@ class Holder:
 
     @classmethod
     def of_lease(cls, lease: ReadLease) -> Holder:
-        """The worker that leases some of its blocks."""
+        """Returns the worker that leases some of its blocks."""
         return cls(
             PeerKey(lease.worker_id, lease.incarnation),
             lease.data_endpoint,

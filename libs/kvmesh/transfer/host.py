@@ -1,4 +1,4 @@
-"""Which host this is. Tests: tests/unit/transfer/test_memory.py."""
+"""The identity of this host. Tests: tests/unit/transfer/test_memory.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """Identity of the running host, new with every boot; empty where it is not known.
+    """Returns the identity of the running host, new at every boot; empty if unknown.
 
-    Containers of one host have the same: whether a socket path is visible shows when it is tried.
+    Containers of one host share it. Whether they see each other's socket paths shows when one
+    tries.
     """
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()

@@ -1,9 +1,9 @@
-"""Device memory to one peer on this host: its device copies from this pool's blocks into its own.
+"""CUDA IPC to one peer on this host: the peer's device copies from this side's pool into its own.
 
-The name of this side's memory goes over a Unix socket once; afterwards frames carry block numbers
-only. As on shared memory the receiver checks each claim and makes the only copy, by one kernel, so
-nobody writes another's pool. What it reads is not written meanwhile: the sender waits for its steps
-before it asks, and leaves its blocks alone until the answer.
+The handle of this side's memory goes over a Unix socket once; afterwards frames carry block numbers
+only. As with shared memory the receiver checks each claim and makes the only copy, by one kernel,
+so nobody writes another's pool. The blocks are not written while they are read: the sender waits
+for its steps before it sends PULL, and leaves the blocks alone until the answer.
 Tests: tests/contract/test_channels.py, tests/integration/test_device_ipc.py.
 """
 
@@ -39,7 +39,7 @@ from kvmesh.transfer.wire import Wire
 
 ENGINE = "cuda-ipc"
 PIECE_BYTES = 64 << 20
-"""Most that one PULL moves: what a cancelled transfer waits for."""
+"""Maximum bytes of one PULL: a cancelled transfer waits for at most one."""
 _VERSION = 1
 _MAX_ADDRESS = 1 << 48
 _METADATA = struct.Struct(f"<HQ{HANDLE_BYTES}s")
@@ -48,16 +48,16 @@ log = event_logger(__name__)
 
 
 def segment_of(memory: SharedMemory) -> SegmentOffer:
-    """A pool's memory in the words of a greeting."""
+    """Describes a pool's memory for a HELLO."""
     metadata = _METADATA.pack(_VERSION, memory.num_bytes, memory.handle)
     return SegmentOffer(ENGINE, memory.offset, metadata)
 
 
 def memory_of(segment: SegmentOffer, num_bytes: int) -> SharedMemory:
-    """What a greeting says of a pool of so many bytes.
+    """Decodes the memory of a pool of `num_bytes` from a HELLO's offer.
 
     Raises:
-        EngineError: it is of another version, cut, of another size, or out of any range.
+        EngineError: another version, a cut text, another size, or an address out of range.
     """
     if len(segment.metadata) != _METADATA.size:
         raise EngineError(f"{len(segment.metadata)} bytes name no device memory")
@@ -70,7 +70,7 @@ def memory_of(segment: SegmentOffer, num_bytes: int) -> SharedMemory:
 
 
 class IpcChannel(EngineChannel):
-    """One Unix socket to one life of a peer whose device reads this side's pool."""
+    """One Unix socket to one incarnation of a peer whose device reads this side's pool."""
 
     def __init__(self, lane: Lane, pool: SharedPool, block_bytes: int, threads: Executor) -> None:
         """Use `open`."""
@@ -82,11 +82,11 @@ class IpcChannel(EngineChannel):
     async def open(
         cls, link: Link, route: HostRoute, options: LaneOptions, pool: SharedPool
     ) -> IpcChannel:
-        """Connects and names this side's memory.
+        """Connects and offers this side's memory.
 
         Raises:
-            RefusedError, LostError: as `Lane.open`; lost also when either side has no such device,
-                or the peer's does not reach the memory.
+            RefusedError, LostError: as `Lane.open`; lost also if either side has no such device, or
+                the peer's device does not reach the memory.
         """
         memory = await run_to_end(link.threads, pool.share)
 
@@ -100,7 +100,7 @@ class IpcChannel(EngineChannel):
 
     @property
     def is_barren(self) -> bool:
-        """Whether nothing ever came over it."""
+        """Whether no KV ever moved over the channel."""
         return not self.has_moved
 
     async def put(
@@ -111,7 +111,7 @@ class IpcChannel(EngineChannel):
         after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
-        # The peer's queue knows nothing of this device's.
+        # The peer's device queue does not know this device's queue.
         after = self._pool.moment() if after is None else after
         await run_to_end(self._threads, partial(self._pool.settle, after))
         await super().put(reservation, runs, part, after)
@@ -138,11 +138,11 @@ class IpcReader:
         block_bytes: int,
         threads: Executor,
     ) -> IpcReader:
-        """Maps what a greeting names.
+        """Maps the memory of a HELLO's offer.
 
         Args:
-            pool: this side's; of any kind.
-            num_blocks: of the peer's pool, whose blocks have so many bytes as this one's.
+            pool: this side's pool, of any type.
+            num_blocks: number of blocks of the peer's pool; they have the size of this side's.
 
         Raises:
             EngineError: this side has no device, or it does not reach the memory.
@@ -168,7 +168,7 @@ class IpcReader:
     async def read(self, pieces: Pieces, pull: PullFrame) -> None:
         """Copies the blocks that a PULL names into pieces of this pool.
 
-        When it returns or raises, cancellation included, nobody writes them.
+        When it returns or raises, cancellation included, nothing writes them any more.
 
         Raises:
             LostError: the device failed.
@@ -178,7 +178,7 @@ class IpcReader:
         await run_to_end(self._threads, copy)
 
     def close(self) -> None:
-        """Unmaps the peer's pool, in a thread; nothing is under way."""
+        """Unmaps the peer's pool, in a thread; no read may be under way."""
         self._threads.submit(self._unmap)
 
     def _unmap(self) -> None:

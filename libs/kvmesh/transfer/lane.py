@@ -1,7 +1,7 @@
-"""The sending end of one connection: frames out in turn, answers in.
+"""The sending end of one connection: sends frames in turn and receives answers.
 
 A channel has one lane or several. Each piece of a transfer is a transfer of its own on its lane, so
-that it is acknowledged, refused or lost by itself. Tests: tests/integration/test_transfer.py.
+it is acknowledged, refused or lost by itself. Tests: tests/integration/test_transfer.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvmesh.transfer.wire import Wire
 
 
 class _Answer:
-    """What a transfer waits for. Unlike a future it outlives a waiter that is cancelled."""
+    """The answer to a transfer. Unlike a future it survives a cancelled waiter."""
 
     __slots__ = ("_error", "_is_there", "_waiter")
 
@@ -59,7 +59,7 @@ class _Answer:
         self._waiter: asyncio.Future[None] | None = None
 
     def give(self, error: RefusedError | LostError | None = None) -> None:
-        """The first one counts."""
+        """Sets the result; the first call counts."""
         if self._is_there:
             return
         self._is_there, self._error = True, error
@@ -67,13 +67,13 @@ class _Answer:
             self._waiter.set_result(None)
 
     async def come(self) -> None:
-        """Waits; one at a time."""
+        """Waits for the result; one waiter at a time."""
         while not self._is_there:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     def check(self) -> None:
-        """Raises what was given."""
+        """Raises the error that was given, if any."""
         if self._error is not None:
             raise self._error
 
@@ -102,9 +102,10 @@ class Lane:
         self._sum: Sum | None = None if kind is Checksum.NONE else checksum_function(kind)
         self._closing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        # A PUT's blocks are left alone until its answer. Lost without one, it may yet arrive, with
-        # the same bytes if the transfer goes on, else for a reservation that nobody commits. Memory
-        # that is used again meanwhile would give other bytes, which only a sum would show.
+        # A PUT's blocks stay unchanged until its answer. A PUT lost without an answer may still
+        # arrive, with the same bytes if the transfer continues, else for a reservation that nobody
+        # commits. Staging memory reused meanwhile would deliver other bytes, which only a checksum
+        # detects.
         frames.lends = not options.is_staged or self._sum is not None
         frames.read_on(self._receive, self._ended)
 
@@ -121,12 +122,12 @@ class Lane:
         """Connects and greets.
 
         Args:
-            connect: gives the socket.
-            pool_fd: memfd of this side's pool, to go along with the greeting.
+            connect: opens the socket.
+            pool_fd: memfd of this side's pool, to send with the greeting.
 
         Raises:
-            RefusedError: the receiver is another worker, another life of it, or has another layout.
-            LostError: nobody answers, or not in time, or not in our protocol.
+            RefusedError: the receiver is another worker or incarnation, or has another layout.
+            LostError: the receiver does not answer, answers too late, or breaks the protocol.
         """
         frames = await open_frames(connect, machine, options, threads, pool_fd)
         meter.channels += 1
@@ -134,31 +135,31 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
-        """Whether new frames can be given to it."""
+        """Whether the lane accepts new frames."""
         return self._cause is None
 
     @property
     def unanswered_bytes(self) -> int:
-        """Payload on its way: how busy the lane is."""
+        """Payload bytes in flight: a measure of how busy the lane is."""
         return self._window.unanswered_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Sent since it was opened, as far as the socket took them."""
+        """Bytes that the socket took since it was opened."""
         return self._frames.moved_bytes
 
     @property
     def held_back_s(self) -> float:
-        """Seconds in which it waited for a budget, and not for the peer, since it was opened."""
+        """Seconds since it was opened in which it waited for a budget, not for the peer."""
         return self._frames.held_back_s
 
     def cut(self, cause: str) -> None:
-        """Ends it now; what is under way gets LostError with this cause."""
+        """Ends the lane now; transfers under way get LostError with this cause."""
         self._fail(cause)
 
     @property
     def wire(self) -> Wire:
-        """The socket, to ask the kernel about."""
+        """The socket, for questions to the kernel."""
         return self._frames.wire
 
     async def put(
@@ -172,10 +173,11 @@ class Lane:
         """Sends one PUT and waits for its answer; `views` are not read after that.
 
         Args:
-            rest: of what it is a piece; given up meanwhile, it is not sent when its turn comes.
+            rest: rest of the transfer that this is a piece of. If it was given up by the time of
+                the piece's turn, the piece is not sent.
 
         Raises:
-            RefusedError: the receiver said no.
+            RefusedError: the receiver refused.
             LostError: the lane died or stalled, or was cut because a caller was cancelled, or
                 `rest` was given up.
         """
@@ -198,7 +200,7 @@ class Lane:
     ) -> None:
         """Asks the receiver to copy runs of this side's pool and waits until it has.
 
-        Cancelled, it still waits, or cuts the lane: the blocks must stay until then.
+        If cancelled it still waits, or cuts the lane: the blocks must stay until then.
 
         Raises:
             RefusedError, LostError: as `put`.
@@ -221,7 +223,7 @@ class Lane:
     async def commit(
         self, claim: WriteClaim, first_token_id: int, num_tokens: int, num_blocks: int
     ) -> None:
-        """Tells the receiver that its KV is complete; returns when it took it over.
+        """Tells the receiver that its KV is complete; returns when it has committed.
 
         Raises:
             RefusedError, LostError: as `put`.
@@ -235,7 +237,7 @@ class Lane:
         self._meter.commits += 1
 
     async def close(self) -> None:
-        """Ends the connection; what is under way gets LostError. May be called again."""
+        """Ends the connection; transfers under way get LostError. May be called again."""
         self._fail("closed by this side")
         await self._over.wait()
 
@@ -255,11 +257,12 @@ class Lane:
             async with self._turn:
                 if self._cause is not None:
                     raise LostError(self._cause)
-                # Numbered now: who waited for room may be overtaken, and numbers only rise.
+                # Numbered here, since callers that wait for room may be overtaken and ids must
+                # rise.
                 transfer_id = open_transfer()
                 answer = self._answers[transfer_id] = _Answer()
                 await send(transfer_id)
-            # Before, it may wait for a budget: that is not the peer's silence.
+            # Not before: waiting for a budget must not count as silence of the peer.
             self._frames.watch.begin()
             is_owed = True
             if num_bytes <= INLINE_BYTES and len(self._answers) == 1:
@@ -275,7 +278,7 @@ class Lane:
                 self._machine.give_up(transfer_id)
 
     async def _settled(self, answer: _Answer) -> None:
-        """Waits for an answer; cancelled, still waits: the receiver may be in the memory.
+        """Waits for an answer, even if cancelled, since the receiver may be using the memory.
 
         A second cancellation cuts the lane instead.
         """
@@ -290,7 +293,7 @@ class Lane:
         answer.check()
 
     async def _sent(self, sending: Awaitable[None]) -> None:
-        """Waits until a frame has left; cancelled in the middle of it, the lane is cut."""
+        """Waits until a frame has left; a cancellation in the middle of it cuts the lane."""
         try:
             await sending
         except LostError as error:
@@ -302,7 +305,7 @@ class Lane:
             raise
 
     def _receive(self, event: FrameEvent) -> None:
-        """An answer came. Called from the socket's callback: no task stands between."""
+        """Handles an answer. Called from the socket's callback, without a task in between."""
         assert not isinstance(event, PayloadBytes | PayloadEnd), "nothing reads past a payload"
         self._take(self._machine.receive(event.frame if isinstance(event, PayloadStart) else event))
 
@@ -319,7 +322,7 @@ class Lane:
     def _take(self, outcome: SenderOutcome) -> None:
         match outcome:
             case Moved(_, complete=False):
-                # A transfer is one PUT here; who tells of parts of it could do so without end.
+                # A transfer is one PUT here; a peer could answer parts of it without end.
                 self._fail("data channel: an answer to a part of what was sent")
             case Moved(transfer_id):
                 answer = self._answers.get(transfer_id)
@@ -337,7 +340,7 @@ class Lane:
                 raise AssertionError("a lane is open, and asks for nothing")
 
     def _fail(self, cause: str) -> None:
-        """Marks the lane lost (the first cause stays) and tells everyone who waits."""
+        """Marks the lane lost (the first cause stays) and fails all waiting transfers."""
         if self._cause is not None:
             return
         self._cause = cause
@@ -348,14 +351,14 @@ class Lane:
 
 
 def block_runs_of(runs: Sequence[Run]) -> Sequence[BlockRun]:
-    """What a PUT names of its runs: where they go."""
+    """Returns the target runs of a PUT."""
     if type(runs) is RunTable:
         return runs.fields(BlockRun._make, 1, 3)
     return tuple([BlockRun(first, count) for _, first, count in runs])
 
 
 def claim_of(reservation: Reservation) -> WriteClaim:
-    """By what right a reservation's holder writes."""
+    """Returns the right to write into a reservation."""
     return WriteClaim(
         reservation.reservation_id,
         reservation.incarnation,

@@ -1,4 +1,4 @@
-"""What channels of one connection have in common: all but how the bytes of a transfer move.
+"""Base of channels with one connection. Subclasses define how the bytes of a transfer move.
 
 Tests: tests/contract/test_channels.py.
 """
@@ -22,10 +22,10 @@ Carry = Callable[[Sequence[Run]], Awaitable[None]]
 
 
 class LaneChannel:
-    """One connection to one life of a peer, whose transfers are PULLs."""
+    """One connection to one incarnation of a peer, whose transfers are PULLs."""
 
     def __init__(self, lane: Lane, piece_blocks: int) -> None:
-        """`piece_blocks` is the most that one PULL moves; at least 1."""
+        """`piece_blocks` is the maximum number of blocks of one PULL; at least 1."""
         self._lane = lane
         self._piece_blocks = piece_blocks
 
@@ -72,10 +72,10 @@ class LaneChannel:
 
 
 class EngineChannel(LaneChannel):
-    """A channel whose peer reads by an engine, of which nobody knows before whether it gets there.
+    """A channel whose peer reads by an engine; only a transfer shows whether the engine reaches it.
 
     Attributes:
-        has_moved: something came over.
+        has_moved: whether a transfer has succeeded.
     """
 
     def __init__(self, lane: Lane, piece_blocks: int) -> None:
@@ -91,7 +91,7 @@ class EngineChannel(LaneChannel):
 
 
 async def or_lost(opening: Awaitable[Lane]) -> Lane:
-    """A lane to a peer that says LOST when it lacks the engine: another kind may lead there.
+    """Opens a lane; turns a refusal for a missing engine into LostError, so another kind is tried.
 
     Raises:
         RefusedError, LostError: as `Lane.open`.

@@ -1,37 +1,37 @@
-"""How many connections a transfer is spread over: by cores, and then by what is measured. Pure.
+"""The number of connections of a transfer: chosen by cores, then adapted by measurement. Pure.
 
-Connections cost threads at both ends. Where those share few cores a second one is slower than the
-first alone; over a long way, or beside many cores, one does not fill the link.
+Connections cost threads at both ends. Where these share few cores, a second connection makes a
+transfer slower. Over a long distance, or with many cores, one connection does not fill the link.
 Tests: tests/unit/transfer/test_lane_width.py.
 """
 
 from __future__ import annotations
 
 MOST_LANES = 8
-"""That are tried where nothing is set."""
+"""Maximum number of connections that are tried if the number is not configured."""
 MEASURED_BYTES = 8 << 20
-"""Shorter transfers say more of their beginning than of the link."""
+"""Minimum bytes of a measured transfer; a shorter one measures its start more than the link."""
 _TRY_EVERY = 12
-"""Measured transfers between two tries of another width."""
+"""Number of measured transfers between two trials of another width."""
 _GAIN = 1.1
-"""By which another width must be faster: rates of one width differ by as much."""
+"""Factor by which another width must be faster; rates at one width vary by as much."""
 _WEIGHT = 0.3
 
 
 def lanes_by_cores(cores: int) -> int:
-    """Connections to begin with: each end of one has a thread that is busy."""
+    """Returns the initial number of connections: each keeps a thread busy at both ends."""
     return max(1, min(4, cores // 2))
 
 
 class LaneWidth:
     """The width of one link, 1 to `most`.
 
-    Every dozenth transfer takes one connection more or fewer, in turn. A width that is a tenth
-    faster, by its average of late, is taken from then on.
+    Every dozenth transfer tries one connection more or fewer, in turn. A width whose recent average
+    is a tenth faster becomes the width in use.
 
     Attributes:
-        most: connections.
-        now: that transfers take.
+        most: maximum number of connections.
+        now: number of connections in use.
     """
 
     def __init__(self, first: int, most: int) -> None:
@@ -44,7 +44,7 @@ class LaneWidth:
 
     @classmethod
     def of(cls, lanes: int, cores: int) -> LaneWidth:
-        """As set, `lanes` and never another; or with 0 by cores and by measuring."""
+        """Returns a fixed width of `lanes`; with 0 an adaptive one that starts from the cores."""
         if lanes:
             width = cls(lanes, lanes)
             width._step = 0
@@ -52,14 +52,14 @@ class LaneWidth:
         return cls(lanes_by_cores(cores), MOST_LANES)
 
     def next(self) -> int:
-        """Of a transfer that begins, alone on its link and of `MEASURED_BYTES` or more."""
+        """Returns the width of a starting transfer, alone and of `MEASURED_BYTES` or more."""
         if self._step == 0 or self._until_try > 0:
             return self.now
         other = self.now + self._step
         return other if 1 <= other <= self.most else self.now - self._step
 
     def saw(self, width: int, bytes_per_s: float) -> None:
-        """Such a transfer has ended, and was alone all the time."""
+        """Records the rate of a transfer of `next` that was alone until its end."""
         if self._step == 0:
             return
         before = self._rates.get(width, bytes_per_s)

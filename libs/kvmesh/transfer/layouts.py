@@ -1,4 +1,4 @@
-"""Layouts of KV memory for people: what one is, and how two differ.
+"""Descriptions of KV memory layouts for people, and of the differences between two.
 
 Tests: tests/unit/transfer/test_protocol.py, tests/unit/scheduler/test_fleet.py.
 """
@@ -11,7 +11,7 @@ from kvmesh.core.types import KvLayout
 
 
 def layout_difference(theirs: KvLayout, ours: KvLayout) -> str:
-    """Names the fields that differ."""
+    """Names the fields that differ, with both values."""
     differences = [
         f"{field.name} {getattr(theirs, field.name)} there, {getattr(ours, field.name)} here"
         for field in fields(KvLayout)
@@ -21,7 +21,7 @@ def layout_difference(theirs: KvLayout, ours: KvLayout) -> str:
 
 
 def layout_words(layout: KvLayout) -> str:
-    """A layout without its fingerprint."""
+    """Describes a layout without its fingerprint."""
     return (
         f"{layout.engine} {layout.order}, {layout.dtype}, rank {layout.tp_rank} of "
         f"{layout.tp_size}, blocks of {layout.block_size} positions in {layout.num_layers} layers "

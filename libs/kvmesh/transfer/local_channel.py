@@ -1,4 +1,4 @@
-"""Between two workers of one process: the sender copies into the blocks that the target grants.
+"""Channel between two workers of one process: the sender copies into the granted blocks.
 
 Tests: tests/contract/test_channels.py.
 """
@@ -36,7 +36,7 @@ class LocalEnd:
     """A receiver in this process.
 
     Attributes:
-        staging: where pieces for its device pool land first.
+        staging: memory in which pieces for its device pool land first; None without a device.
     """
 
     identity: ChannelIdentity
@@ -53,16 +53,16 @@ class LocalHub:
         self._ends: dict[WorkerId, LocalEnd] = {}
 
     def join(self, end: LocalEnd) -> None:
-        """A receiver listens."""
+        """Adds a receiver that listens."""
         self._ends[end.identity.worker_id] = end
 
     def leave(self, end: LocalEnd) -> None:
-        """It listens no more."""
+        """Removes a receiver that no longer listens."""
         if self._ends.get(end.identity.worker_id) is end:
             del self._ends[end.identity.worker_id]
 
     def find(self, peer: PeerKey) -> LocalEnd | None:
-        """The receiver, if this life of it runs on the caller's event loop."""
+        """Returns the receiver if this incarnation of it runs on the caller's event loop."""
         end = self._ends.get(peer.worker_id)
         if end is None or end.identity.incarnation != peer.incarnation:
             return None
@@ -70,14 +70,14 @@ class LocalHub:
 
 
 PROCESS_HUB = LocalHub()
-"""One per process, because that is what it describes."""
+"""The hub of this process."""
 
 
 class LocalChannel:
-    """To one life of a peer in this process."""
+    """A channel to one incarnation of a peer in this process."""
 
     def __init__(self, link: Link, end: LocalEnd, hub: LocalHub, memory: SendMemory) -> None:
-        """Opens.
+        """Opens the channel.
 
         Raises:
             RefusedError: the layouts differ.
@@ -102,7 +102,7 @@ class LocalChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether both ends are."""
+        """Whether both ends are open."""
         return not self._closed and self._hub.find(self._peer) is self._end
 
     @property

@@ -1,7 +1,7 @@
 """KV pools in memory that another process of the host can map.
 
-A pool's memfd is sealed against shrinking: whoever maps it can never be killed by a peer that cuts
-it short. Tests: tests/unit/transfer/test_memory.py.
+A pool's memfd is sealed against shrinking, so a peer cannot kill a process that maps it by
+truncating it. Tests: tests/unit/transfer/test_memory.py.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from kvmesh.transfer.native import (
 from kvmesh.transfer.run_table import MANY_RUNS, Numbers, RunTable, blocks_of, end_of, numbers_of
 
 Places: TypeAlias = Sequence[tuple[int, int]] | Ranges
-"""(address, number of bytes) of each; a table when they are many."""
+"""(address, number of bytes) of each range; a table if there are many."""
 
 COPY_INLINE_BYTES = 1 << 20
-"""Copies up to this size are made on the event loop: a tenth of a millisecond or two."""
+"""Maximum bytes copied on the event loop, which takes a tenth of a millisecond or two."""
 _LARGE_BYTES = 1 << 20
 _FEW_RANGES = 8
-"""Not worth a table of addresses."""
+"""Number of ranges up to which a table of addresses does not pay."""
 _memmove_locked = ctypes.PyDLL(None).memmove
 _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_locked.restype = None
 
 
 class PoolMemory(Protocol):
-    """Where a sender's blocks are (`engine.protocol.KvMemory` is one)."""
+    """A sender's pool (`engine.protocol.KvMemory` is one)."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         ...
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Bytes of a run of blocks; the caller keeps the blocks referenced while they are used."""
+        """Returns the bytes of a run of blocks; the caller keeps them referenced during use."""
         ...
 
 
 class WritableMemory(Protocol):
-    """Where a receiver's blocks are (`engine.protocol.KvMemory` is one)."""
+    """A receiver's pool (`engine.protocol.KvMemory` is one)."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         ...
 
     def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Memory of a run of blocks, to be filled."""
+        """Returns the memory of a run of blocks, to be filled."""
         ...
 
 
@@ -82,7 +82,7 @@ class MappablePool(Protocol):
 
 
 def create_shared(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """A sealed memfd of zeros, and its mapping. The caller closes the descriptor."""
+    """Creates and maps a sealed memfd of zeros. The caller closes the descriptor."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -97,7 +97,7 @@ class MappedPool:
     """A peer's pool, mapped read-only."""
 
     def __init__(self, fd: int, num_blocks: int, block_bytes: int) -> None:
-        """Maps; the descriptor stays the caller's.
+        """Maps the descriptor, which stays the caller's.
 
         Raises:
             MappingError: not a sealed memfd, or too small.
@@ -117,10 +117,10 @@ class MappedPool:
         self._num_blocks = num_blocks
 
     def byte_ranges(self, runs: Sequence[tuple[int, ...]], part: BlockPart | None = None) -> Places:
-        """(address, number of bytes) of runs; valid until `close`.
+        """Returns (address, number of bytes) of runs; valid until `close`.
 
         Args:
-            runs: tuples of which the first number is a block and the last a count.
+            runs: tuples whose first number is a block and whose last one is a count.
             part: only these bytes of each block.
         """
         assert self._view is not None, "the mapping is closed"
@@ -138,7 +138,7 @@ class MappedPool:
         ]
 
     def close(self) -> None:
-        """Unmaps; nobody may be copying. May be called again."""
+        """Unmaps the pool; no copy may be under way. May be called again."""
         if self._view is not None:
             self._view.release()
             self._view = None
@@ -146,14 +146,14 @@ class MappedPool:
 
 
 def _advised(mapping: mmap.mmap) -> mmap.mmap:
-    # Huge pages: fewer page faults and TLB misses in copies. Not every kernel gives them to memfds.
+    # Huge pages: fewer page faults and TLB misses in copies. Some kernels refuse them for memfds.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 def part_views(run: memoryview, block_bytes: int, offset: int, size: int) -> list[memoryview]:
-    """The same `size` bytes from `offset` on of each block of a run."""
+    """Returns `size` bytes from `offset` on of each block of a run."""
     starts = range(offset, run.nbytes, block_bytes)
     return [run[start : start + size] for start in starts]
 
@@ -161,7 +161,7 @@ def part_views(run: memoryview, block_bytes: int, offset: int, size: int) -> lis
 def run_views(
     memory: PoolMemory, runs: Sequence[Run], block_bytes: int, part: BlockPart | None
 ) -> Sequence[memoryview]:
-    """A sender's bytes of runs, in order; with `part` only these of each block."""
+    """Returns the bytes of a sender's runs, in order; with `part` only this part of each block."""
     if type(runs) is RunTable and isinstance(memory, MappablePool):
         whole = memory.read_view(0, memory.num_blocks)
         return PlacedViews(whole, places_of(runs.numbers, block_bytes, part))
@@ -177,7 +177,7 @@ def write_views(
     block_bytes: int,
     part: BlockPart | None,
 ) -> Sequence[memoryview]:
-    """A receiver's bytes of (first block, count) runs, in order; with `part` only these of each."""
+    """Returns the memory of (first block, count) runs, or of one part of each block, in order."""
     if len(runs) >= MANY_RUNS and isinstance(memory, MappablePool):
         whole = memory.write_view(0, memory.num_blocks)
         return PlacedViews(whole, places_of(numbers_of(runs), block_bytes, part))
@@ -188,7 +188,7 @@ def write_views(
 
 
 def places_of(numbers: Numbers, block_bytes: int, part: BlockPart | None) -> Numbers:
-    """Offset and number of bytes in a pool of each run, or with `part` of that of each block.
+    """Returns offset and number of bytes in a pool of each run, or of one part of each block.
 
     Args:
         numbers: [num_runs, columns]: the first is the first block of a run, the last its length.
@@ -201,9 +201,9 @@ def places_of(numbers: Numbers, block_bytes: int, part: BlockPart | None) -> Num
 
 
 def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copies the bytes of `sources`, in order, into `targets`; both may be cut anywhere.
+    """Copies the bytes of `sources`, in order, into `targets`; their boundaries may differ.
 
-    Gives the interpreter lock up at least once per MiB.
+    Releases the interpreter lock at least once per MiB.
     """
     if type(sources) is PlacedViews:
         copy_ranges(targets, sources.ranges)
@@ -212,14 +212,14 @@ def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> 
 
 
 def copy_ranges(targets: Sequence[memoryview], sources: Places, *, num_threads: int = 1) -> None:
-    """As `copy_views` from (address, number of bytes); the caller holds the memory.
+    """Variant of `copy_views` for (address, number of bytes); the caller keeps the memory alive.
 
     Args:
-        num_threads: that share what is large.
+        num_threads: number of threads that share a large copy.
     """
     num_bytes = num_bytes_at(sources)
     assert num_bytes == num_bytes_of(targets), "as many bytes here as there"
-    # What is large goes through the native library for its stores that pass the cache by.
+    # Large copies use the native library for its non-temporal stores, which bypass the cache.
     worth_it = len(targets) + len(sources) > _FEW_RANGES or num_bytes > COPY_INLINE_BYTES
     if worth_it and (native := load_native()) is not None:
         is_short = num_bytes <= COPY_INLINE_BYTES
@@ -230,18 +230,18 @@ def copy_ranges(targets: Sequence[memoryview], sources: Places, *, num_threads: 
 
 
 def num_bytes_at(places: Places) -> int:
-    """Of all ranges together."""
+    """Returns the number of bytes of all ranges."""
     if isinstance(places, np.ndarray):
         return int(places[:, 1].sum())
     return sum([size for _, size in places])
 
 
 def copy_in_python(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]]) -> None:
-    """As `copy_ranges`, views not empty: for few ranges, and without the native library."""
+    """Variant of `copy_ranges` for few ranges or without the native library; no empty views."""
     pieces = iter(sources)
     source, size, held_bytes = 0, 0, 0
     for target in targets:
-        # A ctypes view and not numpy: a third of the time for small blocks.
+        # ctypes instead of NumPy takes a third of the time for small blocks.
         destination = ctypes.addressof(ctypes.c_char.from_buffer(target))
         left = target.nbytes
         while left:
@@ -251,7 +251,7 @@ def copy_in_python(targets: Sequence[memoryview], sources: Sequence[tuple[int, i
             if count >= _LARGE_BYTES:
                 ctypes.memmove(destination, source, count)
             else:
-                # Giving the lock up for each small piece costs more than the piece.
+                # Releasing the lock for each small piece would cost more than the piece.
                 _memmove_locked(destination, source, count)
                 held_bytes += count
                 if held_bytes >= _LARGE_BYTES:

@@ -1,4 +1,4 @@
-"""What links carried: live totals by peer, channel kind and direction, and views of them.
+"""Live totals of links by peer, channel kind and direction, and views of them for policies.
 
 Tests: tests/unit/transfer/test_meters.py.
 """
@@ -18,7 +18,7 @@ from kvmesh.policy.link import LinkView
 Direction = Literal["sent", "received"]
 
 MAX_LINKS = 1024
-"""Links that are remembered where nobody knows which peers are gone: those used last."""
+"""Maximum number of links kept, the most recently used, where departed peers are unknown."""
 
 
 class LinkKey(NamedTuple):
@@ -34,8 +34,8 @@ class TransferSample:
     """One transfer that ended well, for histograms.
 
     Attributes:
-        calls: runs that were contiguous on both sides, as far as this side knows.
-        seconds: from the call to the last answer (sender), or of the write (receiver).
+        calls: number of runs that were contiguous on both sides, as far as this side knows.
+        seconds: sender: from the call to the last answer; receiver: duration of the write.
     """
 
     link: LinkKey
@@ -45,7 +45,7 @@ class TransferSample:
 
 
 TransferObserver = Callable[[TransferSample], None]
-"""Told of every transfer that ended well; must not block."""
+"""Called with every transfer that ended well; must not block."""
 
 
 def unobserved(sample: TransferSample) -> None:
@@ -58,8 +58,8 @@ class LinkMeter:
 
     Attributes:
         bytes: KV bytes that arrived in their blocks.
-        calls: contiguous runs they were moved in.
-        frames: PUT and PULL frames that were answered with yes.
+        calls: contiguous runs in which they moved.
+        frames: PUT and PULL frames that were accepted.
         seconds: wall time of successful transfers; those of concurrent transfers add up.
         busy_s: wall time with at least one transfer under way.
         refused: transfers and commits that the receiver refused.
@@ -67,14 +67,15 @@ class LinkMeter:
         late: answers that came after the sender had given up.
         resumed: pieces that were sent again after their connection was cut.
         channels: connections that were opened.
-        retransmits: TCP segments that were sent again, on the connections that are up.
-        queued_bytes: asked for and not ended.
-        arrived_bytes: of `queued_bytes`, those in their blocks already, as far as answers tell.
-        cut_off_bytes: of transfers that failed, those that were in their blocks by then.
-        rtt_s: smallest smoothed round trip of the connections that are up; of answers, that of a
-            question, in one layer, without its attention.
-        pair_s: of answers: attention for each query token and token of the prefix, in all layers.
-        leaving: time with pieces given to a network; the links of one sender share it.
+        retransmits: TCP segments that were sent again, on open connections.
+        queued_bytes: bytes of transfers that were requested and have not ended.
+        arrived_bytes: the part of `queued_bytes` that is in its blocks, according to answers.
+        cut_off_bytes: bytes of failed transfers that were in their blocks by then.
+        rtt_s: smallest smoothed round trip in seconds of open connections. For answers to queries:
+            the round trip of a query in one layer, without its attention.
+        pair_s: for answers to queries: seconds of attention per pair of a query token and a prefix
+            token, in all layers.
+        leaving: time with pieces handed to a network; the links of one sender share it.
     """
 
     bytes: int = 0
@@ -99,14 +100,14 @@ class LinkMeter:
     _busy_since: float = field(default=0.0, repr=False)
 
     def begin(self, num_bytes: int, now: float) -> None:
-        """A transfer was asked for."""
+        """Records that a transfer was requested."""
         if self._under_way == 0:
             self._busy_since = now
         self._under_way += 1
         self.queued_bytes += num_bytes
 
     def end(self, num_bytes: int, now: float) -> None:
-        """It ended, in whatever way."""
+        """Records that a transfer ended, with or without success."""
         self._under_way -= 1
         self.queued_bytes -= num_bytes
         if self._under_way == 0:
@@ -119,11 +120,11 @@ class LinkMeter:
 
     @property
     def goodput_bytes_s(self) -> float:
-        """KV bytes per second while something was under way; 0 is not known yet."""
+        """KV bytes per second while a transfer was under way; 0 if not known yet."""
         return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
 
     def view(self, key: LinkKey) -> LinkView:
-        """The link as policies see it."""
+        """Returns the link as policies see it."""
         return LinkView(
             peer=key.peer,
             channel=key.channel,
@@ -136,19 +137,19 @@ class LinkMeter:
 
 
 class LinkMeters:
-    """Meters by link. A worker that restarts may have a new id, so links of gone ones are dropped.
+    """Meters by link. Drops links of departed workers, since a restarted worker may have a new id.
 
     Attributes:
-        links: the live meters; not to be written.
-        leaving: time with pieces given to a network, over any link.
+        links: the live meters; read only.
+        leaving: time with pieces handed to a network, over any link.
     """
 
     def __init__(self, peers: Callable[[], Collection[WorkerId]] | None = None) -> None:
-        """Has no link yet.
+        """Starts without links.
 
         Args:
-            peers: those that are still here; links of others are dropped when a new one comes.
-                None: nobody knows.
+            peers: returns the workers that are present. Links of other workers are dropped when a
+                new link is added. None: unknown; then the least recently used links are dropped.
         """
         self._peers = peers
         self._links: OrderedDict[LinkKey, LinkMeter] = OrderedDict()
@@ -157,7 +158,7 @@ class LinkMeters:
         self.links: Mapping[LinkKey, LinkMeter] = MappingProxyType(self._links)
 
     def of(self, key: LinkKey) -> LinkMeter:
-        """The meter of a link, a new one at zero if need be."""
+        """Returns the meter of a link; creates it at zero if there is none."""
         meter = self._links.get(key)
         if meter is None:
             self._drop_gone()
@@ -167,9 +168,10 @@ class LinkMeters:
 
     @property
     def bytes(self) -> int:
-        """KV bytes of all links since start, dropped ones included. Never falls: what has arrived
-        of transfers that are under way counts, on a slow link one takes seconds, and goes on to
-        when they fail.
+        """KV bytes of all links since start, including dropped links. Never falls.
+
+        Bytes that have arrived count while their transfer is under way, since a transfer on a
+        slow link takes seconds. They still count when the transfer fails.
         """
         return self._dropped_bytes + sum(
             _carried(meter) + meter.arrived_bytes for meter in self._links.values()
@@ -194,13 +196,13 @@ class TransferStatistics:
     """State of one side of the data plane.
 
     Attributes:
-        open_channels: connections that are up.
-        links: totals; the live meters, not to be written.
+        open_channels: number of open connections.
+        links: the live meters; read only.
     """
 
     open_channels: int
     links: Mapping[LinkKey, LinkMeter]
 
     def views(self) -> list[LinkView]:
-        """All links as policies see them."""
+        """Returns all links as policies see them."""
         return [meter.view(key) for key, meter in self.links.items()]

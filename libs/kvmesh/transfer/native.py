@@ -1,6 +1,6 @@
-"""`native.cpp` for Python: copies and socket transfers that leave the interpreter lock alone.
+"""Bindings of `native.cpp`: copies and socket transfers that release the interpreter lock.
 
-`make setup` or a wheel has built it; where it is missing its callers use Python.
+`make setup` or a wheel builds it. Without it the callers use Python.
 Tests: tests/unit/transfer/test_native.py.
 """
 
@@ -21,14 +21,14 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 Ranges: TypeAlias = NDArray[np.uint64]
-"""[count, 2]: address and number of bytes; C order. Whoever makes them holds the memory."""
+"""[count, 2]: address and number of bytes; C order. The creator keeps the memory alive."""
 
 
 class NativeState(ctypes.Structure):
-    """What a running call shares with the interpreter.
+    """State that a running call shares with the interpreter.
 
     Attributes:
-        moved: bytes so far; only rises.
+        moved: bytes moved so far; only rises.
         stop: set to 1 to end the call at its next piece.
     """
 
@@ -42,7 +42,7 @@ class NativeIo:
     """The functions of the library.
 
     Attributes:
-        level: of the instructions that it uses.
+        level: instruction set level that the library uses.
     """
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
@@ -56,7 +56,7 @@ class NativeIo:
         self._crc32c = library.kvmesh_crc32c
         self._crc32c.argtypes = (pointer, ctypes.c_uint64, ctypes.c_uint32)
         self._crc32c.restype = ctypes.c_uint32
-        # The second handle of the same library keeps the lock: cheaper for what is short.
+        # PyDLL keeps the interpreter lock during the call, which is cheaper for short copies.
         self._copy, self._copy_locked = library.kvmesh_copy, ctypes.PyDLL(library._name).kvmesh_copy
         for function in (self._copy, self._copy_locked):
             function.argtypes = (pointer, number, pointer, number, number)
@@ -68,22 +68,22 @@ class NativeIo:
     def copy(
         self, targets: Ranges, sources: Ranges, *, is_short: bool, num_threads: int = 1
     ) -> None:
-        """Copies the bytes of `sources`, in order, into `targets`; both may be cut anywhere.
+        """Copies the bytes of `sources`, in order, into `targets`; their boundaries may differ.
 
         Args:
             is_short: keep the interpreter lock.
-            num_threads: that share a copy of 4 MiB or more.
+            num_threads: number of threads that share a copy of 4 MiB or more.
         """
         copy = self._copy_locked if is_short else self._copy
         addresses = targets.ctypes.data, sources.ctypes.data
         copy(addresses[0], len(targets), addresses[1], len(sources), num_threads)
 
     def poll(self, fd: int, wait_s: float) -> bool:
-        """Whether the socket has bytes, or its end, or an error; looks for that for so long."""
+        """Polls for up to `wait_s` seconds; returns whether there are bytes, an end or an error."""
         return bool(self._poll(fd, int(wait_s * 1e9)))
 
     def crc32c(self, ranges: Ranges, value: int) -> int:
-        """The running sum of these bytes; only with `has_crc32c`."""
+        """Returns the running crc32c of these bytes; only with `has_crc32c`."""
         for address, size in ranges.tolist():
             value = self._crc32c(address, size, value)
         return value
@@ -91,11 +91,11 @@ class NativeIo:
     def send(
         self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool, lends: bool = False
     ) -> int:
-        """Sends all bytes through a blocking socket; gives their crc32c, or 0 without sum.
+        """Sends all bytes through a blocking socket; returns their crc32c, or 0 without a sum.
 
         Args:
-            lends: put the memory itself into the socket's queue where the kernel does that. It must
-                not change before the peer has said that it has all of it.
+            lends: zero-copy send, where the kernel supports it: the socket's queue refers to the
+                memory, which must not change before the peer has confirmed all of it.
 
         Raises:
             OSError: the socket failed, or `state.stop` was set (ECANCELED).
@@ -103,7 +103,7 @@ class NativeIo:
         return _moved(partial(self._send, fd), ranges, (has_sum, lends), state)
 
     def receive(self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool) -> int:
-        """Fills all ranges from a blocking socket; gives their crc32c, or 0 without sum.
+        """Fills all ranges from a blocking socket; returns their crc32c, or 0 without a sum.
 
         Raises:
             OSError: as `send`; ECONNRESET also at the end of the stream.
@@ -124,7 +124,7 @@ def _moved(
 
 @functools.cache
 def load_native() -> NativeIo | None:
-    """The compiled functions, or None when they cannot be had; says so once, as a warning."""
+    """Returns the compiled functions; None if they cannot be loaded, with one warning."""
     try:
         loaded = load_library(TRANSFER)
     except NativeError as error:
@@ -134,14 +134,14 @@ def load_native() -> NativeIo | None:
 
 
 class PlacedViews(Sequence[memoryview]):
-    """Views of places in one memory: their addresses are had without making them.
+    """Views of places in one memory; their addresses are computed without creating the views.
 
     Attributes:
-        num_bytes: of all of them.
+        num_bytes: bytes of all views.
     """
 
     def __init__(self, memory: memoryview, places: NDArray[np.int64]) -> None:
-        """Holds the memory.
+        """Keeps the memory alive.
 
         Args:
             memory: contiguous bytes.
@@ -170,39 +170,39 @@ class PlacedViews(Sequence[memoryview]):
 
     @property
     def ranges(self) -> Ranges:
-        """Where they are; valid while this is held."""
+        """Addresses and sizes of the views; valid while this object is held."""
         return ranges_at(address_of(self._memory), self._places)
 
 
 def num_bytes_of(views: Sequence[memoryview]) -> int:
-    """Of all views together."""
+    """Returns the number of bytes of all views."""
     if type(views) is PlacedViews:
         return views.num_bytes
     return sum([view.nbytes for view in views])
 
 
 def ranges_at(address: int, places: NDArray[np.int64]) -> Ranges:
-    """Ranges of places ([count, 2]: offset and number of bytes) in the memory at an address."""
+    """Returns the ranges of places ([count, 2]: offset, number of bytes) in memory at `address`."""
     ranges = places.astype(np.uint64)
     ranges[:, 0] += np.uint64(address)
     return ranges
 
 
 def ranges_of(views: Iterable[memoryview]) -> Ranges:
-    """Where contiguous views are, without the empty ones; the caller holds them meanwhile."""
+    """Returns the ranges of contiguous views, without empty ones; the caller holds the views."""
     if type(views) is PlacedViews:
         return views.ranges
     return as_ranges([(address_of(view), view.nbytes) for view in views if view.nbytes])
 
 
 def as_ranges(pairs: Sequence[tuple[int, int]]) -> Ranges:
-    """(address, number of bytes) pairs for a call."""
+    """Converts (address, number of bytes) pairs to ranges."""
     return np.array(pairs, dtype=np.uint64).reshape(-1, 2)
 
 
 def address_of(view: memoryview) -> int:
-    """Where a contiguous view that is not empty begins; valid while the view is held."""
-    if view.readonly:  # a third dearer
+    """Returns the address of a contiguous view that is not empty; valid while it is held."""
+    if view.readonly:  # costs a third more
         address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
         return address
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,9 +1,9 @@
 """NIXL to one peer: the receiver reads granted blocks out of this side's registered pool.
 
-Greeting, PULL, COMMIT and their answers go over a connection of ours, so every right is checked by
-the receiver before it reads; it gives nobody the keys of its own memory. For adapters that read by
-themselves (RDMA, or another process of the host); where UCX must emulate that over TCP, our TCP
-channel is the faster one.
+Greeting, PULL, COMMIT and their answers go over a KVMesh connection, so the receiver checks every
+right before it reads, and gives nobody the keys of its own memory. This kind is for adapters that
+read by themselves (RDMA, or another process of the host). Where UCX must emulate that over TCP, the
+TCP channel is faster.
 Tests: tests/contract/test_channels.py, tests/integration/test_nixl.py.
 """
 
@@ -30,18 +30,18 @@ from kvmesh.transfer.tls import connect_wire
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 16 << 20
-"""Most that one PULL moves; it must come over within the stall time."""
+"""Maximum bytes of one PULL, which must arrive within the stall time."""
 
 
 class NixlOwner:
-    """This worker's pool as memory that peers may read. Its channels share it.
+    """This worker's pool as memory that peers may read; all its NIXL channels share it.
 
     Attributes:
-        num_blocks: in the pool.
+        num_blocks: number of blocks in the pool.
     """
 
     def __init__(self, memory: PoolMemory) -> None:
-        """Nothing is started before the first channel."""
+        """Starts nothing before the first channel."""
         assert isinstance(memory, MappablePool), "chosen only for pools with a memfd"
         self._fd = memory.fd
         self._num_bytes = memory.read_view(0, memory.num_blocks).nbytes
@@ -53,10 +53,10 @@ class NixlOwner:
         self._closed = False
 
     async def segment(self) -> SegmentOffer:
-        """What a receiver needs to read the pool; starts the engine if it does not run.
+        """Returns the offer by which a receiver reads the pool; starts the engine if necessary.
 
         Raises:
-            LostError: it does not start.
+            LostError: the engine does not start.
         """
         async with self._opening:
             if self._closed:
@@ -78,12 +78,12 @@ class NixlOwner:
             return self._segment
 
     def offers(self, segment: SegmentOffer) -> bool:
-        """Whether a segment can still be read: its engine runs."""
+        """Returns whether a segment can still be read: its engine runs."""
         return self._segment is segment and self._is_alive
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """While inside, peers read: transports that need this side's processor get it."""
+        """Peers read inside the context: the engine drives transports that need this side's CPU."""
         self._num_busy += 1
         if self._num_busy == 1 and self._process is not None:
             self._process.tell(BUSY)
@@ -95,7 +95,7 @@ class NixlOwner:
                 self._process.tell(IDLE)
 
     async def close(self) -> None:
-        """Nobody reads the pool any more. May be called again."""
+        """Ends the engine; nobody reads the pool afterwards. May be called again."""
         self._closed = True
         async with self._opening:
             await self._end()
@@ -111,7 +111,7 @@ class NixlOwner:
 
 
 class NixlChannel(EngineChannel):
-    """One connection to one life of a peer, which reads through its own engine."""
+    """One connection to one incarnation of a peer, which reads through its own engine."""
 
     def __init__(
         self, lane: Lane, owner: NixlOwner, segment: SegmentOffer, block_bytes: int
@@ -125,10 +125,10 @@ class NixlChannel(EngineChannel):
     async def open(
         cls, link: Link, endpoint: Endpoint, options: TcpOptions, owner: NixlOwner
     ) -> NixlChannel:
-        """Connects and names this side's pool.
+        """Connects and offers this side's pool.
 
         Raises:
-            RefusedError, LostError: as `Lane.open`; lost also when either side has no engine.
+            RefusedError, LostError: as `Lane.open`; lost also if either side has no engine.
         """
         segment = await owner.segment()
 
@@ -147,7 +147,7 @@ class NixlChannel(EngineChannel):
 
     @property
     def is_barren(self) -> bool:
-        """Whether nothing ever came over it, though the engine of this side runs."""
+        """Whether no KV ever moved over the channel, though the engine of this side runs."""
         return not self.has_moved and self._owner.offers(self._segment)
 
     async def put(

@@ -1,4 +1,4 @@
-"""NIXL's agent in a process of its own: run by `nixl_process.py`, killed by it as well.
+"""A NIXL agent in a process of its own, run and killed by `nixl_process.py`.
 
     python nixl_child.py own|read FD NUM_BYTES
 
@@ -24,18 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEAD = struct.Struct("<BI")
-"""Kind and number of bytes that follow."""
+"""Head of a message: kind, and number of bytes that follow."""
 READY, DONE, FAILED = 1, 2, 3
-"""To the worker: READY of `own` brings address and metadata, FAILED a reason."""
+"""Messages to the worker: READY of `own` carries address and metadata, FAILED a reason."""
 ATTACH, READ, BUSY, IDLE = 16, 17, 18, 19
-"""From the worker. READ brings (offset here, offset there, bytes) as u64 triples."""
+"""Messages from the worker. READ carries (offset here, offset there, bytes) as u64 triples."""
 ADDRESS = struct.Struct("<Q")
 APIS = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 
 _MEMORY = "DRAM"
 _IDLE_WAIT_S = 0.05
 _BUSY_WAIT_S = 50e-6
-"""Between two looks while peers read: adapters that read by themselves ask for few."""
+"""Seconds between engine polls while peers read; RDMA-capable adapters need few polls."""
 _POLLS_PER_LOOK = 4096
 
 
@@ -45,14 +45,14 @@ class _OtherEnd:
     def __init__(self) -> None:
         self._questions: BinaryIO = os.fdopen(os.dup(0), "rb", buffering=0)
         self._answers: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
-        os.dup2(2, 1)  # the engine prints what it likes
+        os.dup2(2, 1)  # the engine's own output goes to stderr
         self._parent = os.getppid()
 
     def say(self, kind: int, body: bytes = b"") -> None:
         self._answers.write(HEAD.pack(kind, len(body)) + body)
 
     def hear(self) -> tuple[int, bytes]:
-        """The next question; the process ends with the worker's end of the pipe."""
+        """Returns the next message; the process ends with the worker's end of the pipe."""
         kind, size = HEAD.unpack(self._take(HEAD.size))
         return int(kind), self._take(size)
 
@@ -77,21 +77,22 @@ class Engine(NamedTuple):
     """The loaded engine.
 
     Attributes:
-        errors: all that it raises.
+        errors: all exception types that it raises.
     """
 
     api: Any
     errors: tuple[type[Exception], ...]
 
     def agent(self, role: str) -> Any:
-        """A new agent."""
-        # No thread of its own: both roles drive it, and an idle one would take a third of a core.
+        """Creates an agent."""
+        # No progress thread: both roles drive the agent, and an idle thread takes a third of a
+        # core.
         config = self.api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         return self.api.nixl_agent(f"kvmesh-{role}-{secrets.token_hex(8)}", config)
 
 
 class Owner:
-    """Lets others read a pool."""
+    """Offers a pool for others to read."""
 
     def __init__(self, agent: Any, pool: NDArray[np.uint8]) -> None:
         self._agent, self._pool = agent, pool
@@ -100,7 +101,7 @@ class Owner:
         self.offer = ADDRESS.pack(address) + agent.get_agent_metadata()
 
     def serve(self, other_end: _OtherEnd) -> None:
-        """Until the worker goes. Some transports need this side's processor while they are read."""
+        """Runs until the worker ends. Some transports need this process's CPU while peers read."""
         is_busy = False
         while True:
             if other_end.has_question(_BUSY_WAIT_S if is_busy else _IDLE_WAIT_S):
@@ -121,7 +122,7 @@ class Reader:
         self._peer = ""
 
     def serve(self, other_end: _OtherEnd) -> None:
-        """Until the worker goes."""
+        """Answers messages until the worker ends."""
         while True:
             kind, body = other_end.hear()
             try:
@@ -163,10 +164,10 @@ class Reader:
 
 
 def load_engine() -> Engine:
-    """Imports it, for whichever CUDA it was built.
+    """Imports the engine, for whichever CUDA version it was built.
 
     Raises:
-        ImportError: the extra `nixl` is not there, or not whole.
+        ImportError: the extra `nixl` is missing or incomplete.
     """
     failure: ImportError | None = None
     for name in APIS:
@@ -176,7 +177,7 @@ def load_engine() -> Engine:
             failure = failure or error
             continue
         logging.getLogger("nixl").setLevel(logging.WARNING)
-        # Its errors have no ancestor of their own.
+        # Its exceptions have no common base class.
         own = vars(api.nixlBind).values()
         raised = [kind for kind in own if isinstance(kind, type) and issubclass(kind, Exception)]
         return Engine(api, (OSError, RuntimeError, ValueError, *raised))
@@ -193,8 +194,8 @@ def _mapped(fd: int, num_bytes: int, *, writable: bool) -> NDArray[np.uint8]:
 
 
 def _owner(engine: Engine, fd: int, num_bytes: int) -> Owner:
-    # The keys that the engine gives away let their holders write. A mapping that cannot be written
-    # stops them; adapters that refuse to register one get the usual kind.
+    # The keys that the engine publishes allow writes. A read-only mapping prevents them; for
+    # adapters that refuse to register one the mapping is writable.
     agent = engine.agent("own")
     try:
         return Owner(agent, _mapped(fd, num_bytes, writable=False))
@@ -213,7 +214,7 @@ def _served(role: str, fd: int, num_bytes: int) -> Owner | Reader:
 
 
 def _leave() -> NoReturn:
-    os._exit(0)  # the engine may crash when it is taken down
+    os._exit(0)  # a regular exit may crash in the engine's destructors
 
 
 def main() -> None:

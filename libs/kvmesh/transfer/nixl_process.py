@@ -1,7 +1,7 @@
-"""A worker's end of a process that holds a NIXL agent (`nixl_child.py`).
+"""A worker's end of a child process that holds a NIXL agent (`nixl_child.py`).
 
-The engine cannot stop a read: bytes of one that was given up still arrive, and it may take its
-process down. In a process of its own it can be killed, which ends both. Tests:
+The engine cannot stop a read: bytes of a cancelled read still arrive, and the engine may crash its
+process. The child process can be killed, which ends both. Tests:
 tests/integration/test_nixl.py.
 """
 
@@ -20,21 +20,21 @@ from kvmesh.transfer.nixl_child import APIS, FAILED, HEAD
 MAX_ANSWER_BYTES = 64 << 10
 
 _REAP_S = 0.002
-"""Between two looks whether a process that was killed is gone."""
+"""Seconds between checks whether a killed process is gone."""
 _CHILD = Path(__file__).with_name("nixl_child.py")
 
 
 class EngineError(Exception):
-    """The engine cannot do it, or its process is gone; the message says why."""
+    """The engine refused or its process is gone; the message says why."""
 
 
 def is_installed() -> bool:
-    """Whether the extra `nixl` is there; nothing of it is loaded."""
+    """Returns whether the extra `nixl` is installed; loads nothing of it."""
     return any(importlib.util.find_spec(name.partition(".")[0]) for name in APIS)
 
 
 class NixlProcess:
-    """A running one. After a call that was cancelled it must be killed."""
+    """A running child process. After a cancelled call it must be killed."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class NixlProcess:
 
     @classmethod
     async def start(cls, role: Literal["own", "read"], fd: int, num_bytes: int) -> NixlProcess:
-        """Starts one over the pool behind a descriptor; its first answer is READY.
+        """Starts a child over the pool behind a descriptor; its first answer is READY.
 
         Raises:
             EngineError: no process can be started.
@@ -71,14 +71,14 @@ class NixlProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, as the kernel knows it."""
+        """Whether the process runs, according to the kernel."""
         return self._process.poll() is None
 
     async def answer(self) -> bytes:
-        """What it says next.
+        """Waits for the child's next answer.
 
         Raises:
-            EngineError: it failed or ended.
+            EngineError: the request failed or the process ended.
         """
         try:
             kind, size = HEAD.unpack(await self._reader.readexactly(HEAD.size))
@@ -86,7 +86,7 @@ class NixlProcess:
                 raise EngineError(f"{size} bytes of answer")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
-            await self.killed()  # without its pipe it is of no use
+            await self.killed()  # without its pipe the process is useless
             code = self._process.returncode
             raise EngineError(f"the process of NIXL has ended with {code}") from error
         if kind == FAILED:
@@ -94,7 +94,7 @@ class NixlProcess:
         return body
 
     async def ask(self, kind: int, body: bytes) -> bytes:
-        """Says something and waits for the answer; one at a time.
+        """Sends a request and waits for the answer; one at a time.
 
         Raises:
             EngineError: as `answer`.
@@ -103,16 +103,19 @@ class NixlProcess:
         return await self.answer()
 
     def tell(self, kind: int, body: bytes = b"") -> None:
-        """Says something that has no answer; nothing happens when it has ended."""
+        """Sends a message that has no answer; does nothing if the process has ended."""
         if self.is_alive and not self._writer.is_closing():
             self._writer.write(HEAD.pack(kind, len(body)) + body)
 
     def kill(self) -> None:
-        """Ends it soon. May be called again."""
+        """Kills the process without waiting. May be called again."""
         self._process.kill()
 
     async def killed(self) -> None:
-        """Ends it; nothing of it touches the pool any more, even if the caller is cancelled."""
+        """Kills the process and waits until it is gone and no longer touches the pool.
+
+        Waits even if the caller is cancelled, and raises CancelledError afterwards.
+        """
         self.kill()
         cancelled = False
         while self.is_alive:
@@ -126,13 +129,13 @@ class NixlProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """For one that has hardly begun: it is gone in a moment."""
+    """Kills a child that has just started and waits for its end, which takes a moment."""
     process.kill()
     process.wait()
 
 
 def _spawn(role: str, fd: int, num_bytes: int, pipe: int) -> subprocess.Popen[bytes]:
-    # Not by the event loop: libuv forks, which runs what gRPC has put around a fork.
+    # Not by the event loop: libuv forks, which runs gRPC's fork handlers.
     # -P: the folder of the script is not one to import from.
     command = [sys.executable, "-P", str(_CHILD), role, str(fd), str(num_bytes)]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=(fd,))

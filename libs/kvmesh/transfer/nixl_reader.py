@@ -1,8 +1,8 @@
 """The receiving side of NIXL: reads granted blocks out of a peer's registered pool.
 
-One process per connection. A read that is cut, stalls or fails ends by killing its process, and
-the grant ends only after that: then no byte of it can arrive any more. Processes are started, and
-given a peer's metadata, after a first claim of that peer was found right, never before.
+One process per connection. If a read is cut, stalls or fails, its process is killed, and the grant
+ends only after that: then no byte of it can arrive any more. A process is started, and given a
+peer's metadata, only after a claim of that peer was found right.
 Tests: tests/contract/test_channels.py, tests/integration/test_nixl.py.
 """
 
@@ -24,13 +24,13 @@ from kvmesh.transfer.run_table import Numbers
 
 ENGINE = "nixl"
 MAX_READERS = 32
-"""Processes of one worker; peers beyond that use the next kind of channel."""
+"""Maximum number of processes of one worker; further peers use the next kind of channel."""
 _LOOK_S = 0.1
-"""How often a read looks whether somebody still waits for it."""
+"""Seconds between checks whether a read is still wanted."""
 
 
 def paired(targets: Numbers, sources: Numbers) -> Numbers:
-    """Cuts two lists of ranges of the same total at each other's borders.
+    """Splits two lists of ranges with the same total size at each other's boundaries.
 
     Args:
         targets, sources: [count, 2]: first byte and number of bytes, which is not 0.
@@ -53,10 +53,10 @@ class NixlReader:
     """Reads from one connection's peer, one read at a time."""
 
     def __init__(self, fd: int, pool: memoryview, segment: SegmentOffer, timeout_s: float) -> None:
-        """Starts nothing before the first read: a greeting needs no secret.
+        """Starts nothing before the first read, since a HELLO alone proves no right to read.
 
         Args:
-            fd: of this worker's pool, whose mapping here is `pool`.
+            fd: memfd of this worker's pool; `pool` is its mapping in this process.
         """
         self._fd = fd
         self._base = address_of(pool)
@@ -68,25 +68,25 @@ class NixlReader:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a process."""
+        """Whether its process runs."""
         return self._process is not None and self._process.is_alive
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was ended, and its process is no more."""
+        """Whether it was ended and its process is gone."""
         return self._is_over and not self.is_running
 
     async def read(
         self, views: Sequence[memoryview], sources: Numbers, is_cut: Callable[[], bool]
     ) -> None:
-        """Fills views of this worker's pool; when it returns or raises, nobody writes them.
+        """Fills views of this worker's pool; nothing writes them once it has returned or raised.
 
         Args:
             sources: [count, 2]: offset in the peer's pool and number of bytes.
-            is_cut: whether nobody waits for the read any more.
+            is_cut: returns whether the read is no longer wanted.
 
         Raises:
-            LostError: it was cut.
+            LostError: the read was cut.
             EngineError: the engine failed, or took too long.
         """
         targets = ranges_of(views).astype(np.int64) - (self._base, 0)
@@ -110,17 +110,17 @@ class NixlReader:
             await self.close()
             await asyncio.wait({work})
             if not work.cancelled():
-                work.exception()  # of no interest beside the one that ends the read
+                work.exception()  # retrieved only: the exception that ended the read matters
             raise
 
     def kill(self) -> None:
-        """Ends it soon; no read is under way."""
+        """Kills the process without waiting; no read may be under way."""
         self._is_over = True
         if self._process is not None:
             self._process.kill()
 
     async def close(self) -> None:
-        """Ends it; afterwards nobody writes this worker's pool for it. May be called again."""
+        """Kills the process; afterwards nothing writes this worker's pool. May be called again."""
         self._is_over = True
         if self._process is not None:
             await self._process.killed()
@@ -135,23 +135,23 @@ class NixlReader:
 
 
 class NixlReaders:
-    """The readers of one worker."""
+    """All NIXL readers of one worker."""
 
     def __init__(self, memory: PoolMemory | None, timeout_s: float) -> None:
-        """Nothing is started.
+        """Starts nothing.
 
         Args:
-            memory: this worker's pool; what is granted lies in it.
+            memory: this worker's pool, which contains all granted blocks.
         """
         self._memory = memory
         self._timeout_s = timeout_s
         self._readers: set[NixlReader] = set()
 
     def open(self, segment: SegmentOffer) -> NixlReader:
-        """A reader for one connection, which kills it in the end.
+        """Returns a reader for one connection, which kills it in the end.
 
         Raises:
-            EngineError: this worker has no such engine, or no room.
+            EngineError: this worker lacks the engine, or has too many readers.
         """
         memory = self._memory
         if segment.engine != ENGINE or not is_installed():
@@ -168,13 +168,13 @@ class NixlReaders:
         return reader
 
     async def close(self) -> None:
-        """Ends all; nothing is under way. May be called again."""
+        """Ends all readers; nothing may be under way. May be called again."""
         while self._readers:
             await self._readers.pop().close()
 
 
 def is_hung_up(fd: int) -> bool:
-    """Whether a connected socket was shut down, by its peer or from here."""
+    """Returns whether a connected socket was shut down, by its peer or this side."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
     return bool(poll.poll(0))

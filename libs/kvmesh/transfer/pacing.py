@@ -1,6 +1,6 @@
-"""Budgets of a link: bytes per second, whose bytes go first, and bytes on their way.
+"""Budgets of a link: bytes per second, the order of senders, and bytes in flight.
 
-Pure but for `Pacer`, which waits on an event loop. Tests: tests/unit/transfer/test_pacing.py.
+Pure except for `Pacer`, which waits on an event loop. Tests: tests/unit/transfer/test_pacing.py.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _MAX_PIECE_BYTES = 4 << 20
 _LATER_PIECES = 4
 
 LEAST_SHARE = 0.1
-"""Of what those before it send, a share that waits may send as much: it is late, not starved."""
+"""Fraction of earlier shares' bytes that a waiting share may send: it is late, not starved."""
 
 
 class Share(enum.IntEnum):
-    """For whom bytes leave: who waits longest for them comes last."""
+    """Purpose of bytes that leave, in order of priority: the most urgent comes first."""
 
     HANDOFF = 0
-    """A first token or a step waits: KV that is handed over, questions and their answers."""
+    """A first token or a step waits: handed-over KV, queries and their answers."""
     READ = 1
-    """A prompt waits, which may be computed instead."""
+    """A prompt waits for a prefix, which the reader could compute instead."""
     COPY = 2
-    """Planned ahead; nobody waits."""
+    """A copy planned ahead; nothing waits for it."""
 
 
 class TokenBucket:
-    """Says when bytes may go so that a rate is kept over any span longer than a burst."""
+    """A token bucket: keeps a byte rate over any span longer than a burst."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
         assert bytes_per_s > 0, f"{bytes_per_s} bytes/s"
@@ -44,11 +44,11 @@ class TokenBucket:
         self._paid_until = float("-inf")
 
     def delay(self, num_bytes: int, now: float) -> float:
-        """Seconds from `now` until so many bytes could be sent if nobody else took any."""
+        """Returns the seconds from `now` until `num_bytes` could be sent if nobody takes any."""
         return max(0.0, self._paid_after(num_bytes, now) - now)
 
     def take(self, num_bytes: int, now: float) -> float:
-        """Grants the bytes at a time that the answer names, in seconds from `now`."""
+        """Takes the bytes; returns the seconds from `now` until they may be sent."""
         self._paid_until = self._paid_after(num_bytes, now)
         return max(0.0, self._paid_until - now)
 
@@ -57,20 +57,20 @@ class TokenBucket:
 
 
 class Ticket:
-    """A place among those who wait for a budget."""
+    """A sender's place in the queue for a budget."""
 
     __slots__ = ("go", "num_bytes", "share")
 
     def __init__(self, num_bytes: int, share: Share, go: Callable[[], None]) -> None:
-        """`go` is called, once, when the bytes may be sent."""
+        """Calls `go` once, when the bytes may be sent."""
         self.num_bytes, self.share, self.go = num_bytes, share, go
 
 
 class TurnQueue:
-    """Whose turn it is: the first share in which somebody waits, in it who came first.
+    """The order of waiting senders: shares by priority, and first come, first served within one.
 
-    A share that waits is owed `LEAST_SHARE` of what goes before it, and goes first when that makes
-    up for the bytes of its oldest ticket. A share that nobody waits in is owed nothing.
+    A waiting share accrues `LEAST_SHARE` of the bytes sent before it. Once that credit covers the
+    bytes of its oldest ticket, that ticket goes first. A share without tickets has no credit.
     """
 
     def __init__(self) -> None:
@@ -78,18 +78,18 @@ class TurnQueue:
         self._owed = dict.fromkeys(Share, 0.0)
 
     def join(self, ticket: Ticket) -> None:
-        """Waits from now on."""
+        """Adds a waiting ticket."""
         self._waiting[ticket.share].append(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Does not wait any more; one that went is left alone."""
+        """Removes a waiting ticket; does nothing if it went already."""
         line = self._waiting[ticket.share]
         if ticket in line:
             line.remove(ticket)
             self._settle(ticket.share)
 
     def first(self) -> Ticket | None:
-        """Whose turn is next; None when nobody waits."""
+        """Returns the ticket whose turn is next; None if no ticket waits."""
         lines = [line for line in self._waiting.values() if line]
         for line in lines[1:]:
             if self._owed[line[0].share] >= line[0].num_bytes:
@@ -97,7 +97,7 @@ class TurnQueue:
         return lines[0][0] if lines else None
 
     def go(self) -> Ticket:
-        """Takes out whose turn it is."""
+        """Removes and returns the ticket whose turn it is."""
         ticket = self.first()
         assert ticket is not None, "somebody waits"
         self._waiting[ticket.share].popleft()
@@ -114,9 +114,9 @@ class TurnQueue:
 
 
 class CreditWindow:
-    """Bytes that may be on their way without an answer; 0 is no bound.
+    """Maximum number of bytes in flight without an answer; 0 is no limit.
 
-    One piece is let through whatever its size, so a window smaller than a piece still moves.
+    One piece passes whatever its size, so a window smaller than a piece still makes progress.
     """
 
     def __init__(self, window_bytes: int) -> None:
@@ -124,7 +124,7 @@ class CreditWindow:
         self.unanswered_bytes = 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many more may go."""
+        """Returns whether `num_bytes` more may be sent."""
         return (
             self.unanswered_bytes == 0
             or self._window_bytes == 0
@@ -132,23 +132,23 @@ class CreditWindow:
         )
 
     def spend(self, num_bytes: int) -> None:
-        """They go."""
+        """Records bytes that are sent."""
         self.unanswered_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """They were answered."""
+        """Records bytes that were answered."""
         assert num_bytes <= self.unanswered_bytes, "more was answered than sent"
         self.unanswered_bytes -= num_bytes
 
 
 class Pacer:
-    """Holds the senders of one link to its budget, and lets them in by their shares.
+    """Keeps the senders of one link within its budget, in the order of their shares.
 
-    All but `delay` is called on one event loop.
+    All methods except `delay` are called on one event loop.
 
     Attributes:
-        piece_bytes: most that a handoff should take at once, so that no wait is long.
-        handed_bytes: granted to handoffs that asked for a turn, since the start.
+        piece_bytes: maximum bytes that a handoff should take at once, so that no wait is long.
+        handed_bytes: bytes granted to handoffs that asked for a turn, since the start.
     """
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
@@ -163,38 +163,38 @@ class Pacer:
         self._idle_since: float | None = clock.now()
 
     def piece(self, share: Share) -> int:
-        """Most that a sender should take at once.
+        """Returns the maximum bytes that a sender should take at once.
 
-        Less for those who may have to do with the least share: many of them take turns, and a peer
-        that sees nothing for too long takes its holder for lost.
+        It is smaller for shares that may get only the least share: many of their senders take
+        turns, and a peer that receives nothing for too long takes its holder for lost.
         """
         whole = self.piece_bytes
         return whole if share is Share.HANDOFF else max(whole // _LATER_PIECES, _MIN_PIECE_BYTES)
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits."""
+        """Whether no sender waits."""
         return self._queue.first() is None
 
     @property
     def idle_s(self) -> float:
-        """Seconds so far in which nobody waited: what was slow then was not the budget."""
+        """Seconds so far without a waiting sender: slowness then is not caused by the budget."""
         since = self._idle_since
         return self._idle_s + (0.0 if since is None else self._clock.now() - since)
 
     def delay(self, num_bytes: int) -> float:
-        """Takes bytes before all who wait; returns the seconds to wait before they are sent.
+        """Takes bytes before all waiting senders; returns the seconds to wait before sending them.
 
-        For a thread that asks for little, and not again before it has an answer. From any thread.
+        For a thread that sends little, and nothing more before it has an answer. Thread-safe.
         """
         with self._lock:
             return self._bucket.take(num_bytes, self._clock.now())
 
     def ask(self, num_bytes: int, share: Share, go: Callable[[], None]) -> Ticket:
-        """Waits for leave to send; `go` is called when it is there, maybe at once.
+        """Queues for permission to send; `go` is called when it is granted, possibly at once.
 
         Args:
-            num_bytes: at most about a `piece`; with more, others wait for long.
+            num_bytes: about one `piece` at most; more delays other senders for long.
         """
         ticket = Ticket(num_bytes, share, go)
         self._queue.join(ticket)
@@ -202,7 +202,7 @@ class Pacer:
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Does not wait any more. One that may send already has spent its bytes."""
+        """Removes a ticket from the queue. A granted ticket has spent its bytes."""
         self._queue.leave(ticket)
         self._serve()
 
@@ -213,7 +213,8 @@ class Pacer:
         while (ticket := self._queue.first()) is not None:
             with self._lock:
                 now = self._clock.now()
-                # More than a burst is never there at once: it goes on credit, and others wait.
+                # A bucket never holds more than a burst: larger pieces go on credit, and later ones
+                # wait.
                 wait_s = self._bucket.delay(min(ticket.num_bytes, self.piece_bytes), now)
                 if wait_s == 0:
                     self._bucket.take(ticket.num_bytes, now)

@@ -1,5 +1,5 @@
-"""A sender's pool as its receiver reads it: mapped from the same host, over CUDA IPC, or with an
-engine over the network. Who offers its pool sends no payloads, it names blocks (PULL).
+"""A sender's pool as its receiver reads it: mapped on the same host, over CUDA IPC, or by an engine
+over the network. A sender that offers its pool sends no payloads; it names blocks (PULL).
 
 Tests: tests/contract/test_channels.py.
 """
@@ -33,16 +33,16 @@ from kvmesh.transfer.target import WriteGrant
 from kvmesh.transfer.threads import run_to_end
 
 _STAGED_DEPTH = 2
-"""Parts of one copy into a device pool at once."""
+"""Number of parts of one copy into a device pool that are under way at once."""
 
 
 class PeerPool(Protocol):
-    """One connection's."""
+    """The pool offered over one connection."""
 
     async def read(self, pull: PullFrame, grant: WriteGrant) -> None:
         """Fills a grant with the blocks that a PULL names.
 
-        When it returns or raises, cancellation included, nobody writes into the grant.
+        When it returns or raises, cancellation included, nothing writes into the grant.
 
         Raises:
             LostError: the peer or a device failed.
@@ -51,7 +51,7 @@ class PeerPool(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees it; nothing is being read."""
+        """Frees the pool; no read may be under way."""
         ...
 
 
@@ -63,16 +63,16 @@ async def open_peer_pool(
     state: ServerState,
     threads: Executor,
 ) -> PeerPool | None:
-    """Takes up what a greeting offers; None: the peer offers no pool, it sends payloads.
+    """Opens the pool of a HELLO's offer; None if the peer sends payloads instead.
 
     Args:
         frames: the connection that the offer came over.
-        block_bytes: of one block, there as here.
-        threads: where large copies run.
+        block_bytes: bytes of one block, the same on both sides.
+        threads: threads for large copies.
 
     Raises:
         MappingError: the pool cannot be mapped.
-        EngineError: there is no such engine here, or it does not reach the pool.
+        EngineError: the engine is missing here, or does not reach the pool.
     """
     segment, num_blocks = offer.segment, offer.pool_blocks
     if segment is not None and segment.engine == IPC_ENGINE:
@@ -92,7 +92,7 @@ async def open_peer_pool(
 
 
 class _DevicePool:
-    """In the memory of a device, read by one of ours."""
+    """A pool in the memory of a device, read by a device of this worker."""
 
     def __init__(self, reader: IpcReader) -> None:
         self._reader = reader
@@ -106,7 +106,7 @@ class _DevicePool:
 
 
 class _RemotePool:
-    """On another host, read by an engine."""
+    """A pool on another host, read by an engine."""
 
     def __init__(self, reader: NixlReader, frames: FrameSocket, block_bytes: int) -> None:
         self._reader = reader
@@ -126,7 +126,7 @@ class _RemotePool:
 
 
 class _HostPool:
-    """In shared memory of this host."""
+    """A pool in shared memory of this host."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _HostPool:
         copy_ranges(grant.views, sources, num_threads=self._state.copy_threads)
 
     async def _read_staged(self, pull: PullFrame, pieces: Pieces) -> None:
-        """Into a device pool: while one part is copied another lands."""
+        """Copies into a device pool: while one part is copied another one lands."""
         staging = self._state.staging
         assert staging is not None, "a target with a device pool has staging"
         each = BlockPart(0, self._block_bytes)

@@ -1,35 +1,36 @@
-"""Whether to look for a frame before sleeping until it comes. Pure.
+"""Adaptive busy polling: whether to poll for a frame before sleeping until it comes. Pure.
 
-A process that sleeps takes as long to wake as a small frame takes to come, so looking for it first
-halves a small handoff; where nothing comes in time it only costs. Looks that were for nothing are
-therefore followed by more and more times without one. Nobody looks while nothing is under way:
-each look follows a frame, and frames of each kind have looks of their own: after a PUT a COMMIT
-follows at once, after a COMMIT nothing. Tests: tests/unit/transfer/test_polling.py.
+A sleeping process takes as long to wake as a small frame takes to arrive, so polling first halves
+the time of a small handoff. If nothing arrives in time, polling only costs, so after failed polls
+more and more are skipped. Each poll follows a frame, so an idle connection is never polled. Frame
+types are
+tracked separately: after a PUT a COMMIT follows at once, after a COMMIT nothing.
+Tests: tests/unit/transfer/test_polling.py.
 """
 
 from __future__ import annotations
 
 _MAX_SKIPPED = 63
-"""After many looks for nothing one frame in 64 is looked for: the peer may have become quick."""
+"""Maximum number of polls skipped in a row: one in 64 remains, as the peer may have sped up."""
 
 
 class Polling:
-    """When one end of a connection looks for what follows frames of one kind, and how long."""
+    """Decides for one end of a connection when and how long to poll after frames of one type."""
 
     def __init__(self, most_s: float) -> None:
-        """`most_s` bounds each look; 0 is none."""
+        """`most_s` is the maximum seconds of each poll; 0 disables polling."""
         self._most_s = most_s
         self._skips = 0
         self._left = 0
 
     def next_s(self) -> float:
-        """How long to look now; 0: not at all. `saw` follows where it is more."""
+        """Returns the seconds to poll now; 0 for none. After a poll the caller calls `saw`."""
         if self._left:
             self._left -= 1
             return 0.0
         return self._most_s
 
     def saw(self, came: bool) -> None:
-        """What the look that was just made gave."""
+        """Records whether the last poll found a frame."""
         self._skips = 0 if came else min(2 * self._skips + 1, _MAX_SKIPPED)
         self._left = self._skips

@@ -3,10 +3,10 @@
     receiver:  NEW --HELLO--> OPEN <--PUT / payload--> OPEN      anything else: ProtocolError
     sender:    NEW --HELLO_OK--> OPEN
 
-A transfer is one or more PUTs with one id, the last one marked, or one PULL, GET or COMMIT. It is
-answered by PUT_OK after each PUT or PULL, by DATA, by COMMIT_OK, or by one ERROR, after which the
-receiver drops what is still on its way. Ids rise, so an answer to a transfer that the sender gave
-up is told from an invented one. The sender's end is in `sender_protocol.py`.
+A transfer is one or more PUTs with one id, the last one marked, or one PULL, GET or COMMIT. The
+answer is PUT_OK after each PUT or PULL, DATA, COMMIT_OK, or one ERROR, after which the receiver
+drops the rest of the transfer. Ids rise, so the sender can tell an answer to a transfer that it
+gave up from an invented answer. The sender's end is in `sender_protocol.py`.
 Tests: tests/unit/transfer/test_protocol.py.
 """
 
@@ -46,10 +46,10 @@ CHANNEL = 0
 MAX_OPEN_TRANSFERS = 1024
 
 PROOF_PURPOSE = "data hello"
-"""Of the proof in a greeting. It names the receiver's incarnation, so no other life accepts it."""
+"""Purpose of the proof in a HELLO, which covers the receiver's incarnation: no other accepts it."""
 
 PLAIN_TERMS = LinkTerms(Checksum.CRC32, window_bytes=0)
-"""Of a connection whose greeting carried no offer."""
+"""Terms of a connection whose HELLO carried no offer."""
 
 CHANNEL_REASONS = {
     "layout": RefusalReason.INVALID,
@@ -60,15 +60,15 @@ CHANNEL_REASONS = {
     "mapping": RefusalReason.INVALID,
     "engine": RefusalReason.LOST,
 }
-"""Words of the channel itself in ERROR frames, and what they mean to a request."""
+"""Refusal reason of each reason that the channel itself puts into ERROR frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelIdentity:
-    """One end of a channel: a life of a worker and the shape of its KV memory.
+    """One end of a channel: an incarnation of a worker and the shape of its KV memory.
 
     Attributes:
-        secret: of the mesh; shown by who opens a channel, and demanded of who opens one to here.
+        secret: the mesh's secret. The opener of a channel proves it, and the receiver checks it.
     """
 
     worker_id: WorkerId
@@ -79,7 +79,7 @@ class ChannelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send a frame; then close if it was the last word."""
+    """Send a frame; close the channel afterwards if `close`."""
 
     frame: Frame
     close: bool = False
@@ -87,14 +87,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Ask the target where the payload goes."""
+    """Ask the target for the payload's blocks."""
 
     put: PutFrame
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Ask the target where the blocks go and copy them out of the sender's pool."""
+    """Ask the target for the blocks and copy them out of the sender's pool."""
 
     pull: PullFrame
 
@@ -108,14 +108,14 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Compute what is asked, once its operands are here, and send it."""
+    """Receive the operands of a query, compute the answer and send it."""
 
     query: QueryFrame
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Answer if there is something to say, then read and drop the payload."""
+    """Send the reply if there is one, then read and drop the payload."""
 
     frame: PutFrame | QueryFrame
     reply: ErrorFrame | None
@@ -123,14 +123,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Ask the target to take the reservation over."""
+    """Ask the target to commit the reservation."""
 
     frame: CommitFrame
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Nothing to do."""
+    """Do nothing."""
 
 
 ReceiverAction = Reply | Write | Copy | Read | Ask | Drain | Commit | Forget
@@ -143,13 +143,13 @@ class _Incoming:
 
 
 class ReceiverMachine:
-    """The end that is written to.
+    """The receiving end of a channel.
 
     Attributes:
-        peer: who opened the channel; None before its HELLO was accepted.
-        offer: what came with its HELLO.
-        terms: what the channel goes by, once it is open.
-        block_bytes: of one KV block, on both sides.
+        peer: the worker that opened the channel; None before its HELLO was accepted.
+        offer: the link offer of its HELLO.
+        terms: the agreed terms, once the channel is open.
+        block_bytes: bytes of one KV block, the same on both sides.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ReceiverMachine:
         terms: LinkTerms = PLAIN_TERMS,
         ops: frozenset[int] = frozenset(),
     ) -> None:
-        """`terms` are this end's wishes, `ops` the computations that it knows."""
+        """Takes the `terms` that this end prefers and the `ops` (computations) that it offers."""
         self._identity, self._ops = identity, ops
         self.block_bytes = identity.layout.block_bytes
         self._wishes = terms
@@ -174,16 +174,16 @@ class ReceiverMachine:
         return self.offer is not None and self.offer.pool_blocks > 0
 
     def turn_away(self, reason: str, message: str) -> ErrorFrame:
-        """Takes a greeting back before it was answered: the last word to the peer instead."""
+        """Withdraws an accepted HELLO before it was answered; returns the ERROR to send instead."""
         self.peer = None
         return ErrorFrame(CHANNEL, reason, message)
 
     def receive(self, frame: Frame) -> ReceiverAction:
-        """What a frame asks for; a PUT is given when its payload starts.
+        """Returns the action for a frame; a PUT is passed in when its payload starts.
 
         Raises:
-            ProtocolError: unexpected_frame, reordered_transfer or too_many_transfers; answer
-                `last_word` and close.
+            ProtocolError: unexpected_frame, reordered_transfer or too_many_transfers. The caller
+                sends `last_word` and closes.
         """
         if self.peer is None:
             return self._hello(frame)
@@ -211,12 +211,12 @@ class ReceiverMachine:
         raise ProtocolError("unexpected_frame", f"{type(frame).__name__} on an open channel")
 
     def write_refused(self, put: PutFrame, refusal: Refusal) -> Drain:
-        """The target said no: answer at once, so that the sender stops, and drop the payload."""
+        """Answers the target's refusal at once, so that the sender stops; drops the payload."""
         self._transfers[put.transfer_id].refused = True
         return Drain(put, _error(put.transfer_id, refusal))
 
     def payload_received(self, put: PutFrame, num_bytes: int, *, intact: bool) -> Frame | None:
-        """The payload was read to its end, into its blocks or away; gives the answer."""
+        """Records that the payload was read to its end; returns the answer, if there is one."""
         transfer = self._transfers[put.transfer_id]
         answer: Frame | None = None
         if not transfer.refused:
@@ -231,7 +231,7 @@ class ReceiverMachine:
         return answer
 
     def pull_answered(self, pull: PullFrame, refusal: Refusal | None) -> Frame:
-        """The blocks were copied, or the target said no."""
+        """Returns the answer to a PULL: the blocks were copied, or the target refused."""
         if refusal is not None:
             return self._close(pull.transfer_id, refusal)
         del self._transfers[pull.transfer_id]
@@ -239,16 +239,16 @@ class ReceiverMachine:
         return PutOkFrame(pull.transfer_id, pull.num_blocks * each)
 
     def refused(self, frame: GetFrame | QueryFrame, refusal: Refusal) -> ErrorFrame:
-        """What was asked for is not given."""
+        """Returns the answer to a GET or QUERY that was refused."""
         return self._close(frame.transfer_id, refusal)
 
     def answered(self, frame: GetFrame | QueryFrame, num_bytes: int, *, checksum: bool) -> Frame:
-        """What was asked for is here, so many bytes: what to send before them."""
+        """Returns the frame that precedes the `num_bytes` of an answer to a GET or QUERY."""
         del self._transfers[frame.transfer_id]
         return DataFrame(frame.transfer_id, num_bytes, checksum)
 
     def commit_answered(self, frame: CommitFrame, refusal: Refusal | None) -> Frame:
-        """The target answered a commit."""
+        """Returns the answer to a COMMIT after the target's decision."""
         if refusal is not None:
             return self._close(frame.transfer_id, refusal)
         del self._transfers[frame.transfer_id]
@@ -258,7 +258,7 @@ class ReceiverMachine:
         me = self._identity
         if not isinstance(frame, HelloFrame):
             raise ProtocolError("unexpected_frame", f"{type(frame).__name__} before HELLO")
-        # First, so that strangers do not learn which worker this is.
+        # This check is first, so that strangers do not learn which worker this is.
         if not self._is_member(frame):
             message = "the greeting does not prove that its sender holds this mesh's secret"
             return Reply(ErrorFrame(CHANNEL, "secret", message), close=True)
@@ -328,12 +328,12 @@ class ReceiverMachine:
 
 
 def last_word(error: ProtocolError) -> ErrorFrame:
-    """The frame that tells a peer why its channel ends."""
+    """Returns the frame that tells a peer why its channel ends."""
     return ErrorFrame(CHANNEL, error.reason, str(error))
 
 
 def refusal_of(frame: ErrorFrame) -> Refusal:
-    """An ERROR frame as the refusal that travels on; an unknown reason counts as invalid."""
+    """Converts an ERROR frame to a refusal; an unknown reason counts as invalid."""
     try:
         return Refusal(
             RefusalReason(frame.reason), frame.message, frame.work_done, frame.retry_after_ms

@@ -1,7 +1,7 @@
-"""One connection on which queries are asked, used by one thread that may block.
+"""A connection for queries, used by one thread that may block.
 
-The engine's thread asks between two layers: it needs the answer before anything else, so it waits
-in the socket itself, and no event loop stands between. Frames and states are those of all channels.
+The engine's thread asks between two layers. It can do nothing before the answer, so it waits in the
+socket itself, without an event loop. Frames and states are those of all channels.
 Tests: tests/contract/test_queries.py.
 """
 
@@ -26,27 +26,27 @@ from kvmesh.transfer.sender_protocol import Arriving, Ended, Late, Opened, Refus
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 1 << 20
-"""Most that one socket call moves."""
+"""Maximum bytes that one socket call moves."""
 AHEAD_BYTES = 64 << 10
-"""Answers that may be on their way while the next query is sent.
+"""Maximum bytes of answers that may be outstanding while the next query is sent.
 
-They fit into the sockets' buffers; a holder that could not send its answer would not read on, and
+They fit into the sockets' buffers. A holder that cannot send its answer stops reading, and then
 both sides would wait for each other.
 """
 PATIENCE = 4
-"""Stall times in which a question must have left, and in which its answer must be there.
+"""Number of stall times within which a query must be sent, and within which its answer must come.
 
-A peer that sends a byte now and then is never silent, and all that is computed waits for it.
+A peer that sends a byte now and then never times out in the socket, and the engine waits for it.
 """
 _SCRATCH_BYTES = 4096
 
 
 class Question:
-    """A query and where its answer goes.
+    """A query and the buffers for its answer.
 
     Attributes:
-        error: why there will be no answer.
-        is_answered: `into` is filled.
+        error: the reason why there will be no answer.
+        is_answered: whether `into` is filled.
     """
 
     __slots__ = ("arguments", "error", "into", "is_answered", "op", "operands", "transfer_id")
@@ -54,7 +54,7 @@ class Question:
     def __init__(
         self, op: int, arguments: bytes, operands: memoryview, into: Sequence[memoryview]
     ) -> None:
-        """`operands` are read, and `into` is written, until it is answered or failed."""
+        """Reads `operands` and writes `into` until the question is answered or failed."""
         self.op = op
         self.arguments = arguments
         self.operands = operands
@@ -70,7 +70,7 @@ class Question:
 
 
 class QueryLine:
-    """A connected socket; answers come in the order of the questions."""
+    """A connected socket on which answers come in the order of the questions."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class QueryLine:
         stall_timeout_s: float,
         pacer: Pacer | None = None,
     ) -> None:
-        """`greet` follows.
+        """Wraps a connected socket; the caller calls `greet` next.
 
         Args:
-            stall_timeout_s: a peer that sends or takes nothing for so long is lost, and one that
-                is not done after `PATIENCE` of them.
-            pacer: budget of the questions; None is no bound.
+            stall_timeout_s: seconds after which a peer that sends or takes nothing is lost. One
+                exchange may take at most `PATIENCE` times as long.
+            pacer: budget of sent query bytes; None for no limit.
         """
         self._pacer = pacer
         self._is_cut = threading.Event()
@@ -98,18 +98,18 @@ class QueryLine:
         self._deadline = 0.0
         self.is_open = True
         self.has_stalled = False
-        """It was given up because the peer was silent or slow, as it would be on another line."""
+        """Whether the line failed because the peer was silent or slow; a new line would be, too."""
         limit = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 1e6)), 1_000_000))
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         wire.setblocking(True)
 
     def greet(self) -> None:
-        """Says who asks, and hears who answers.
+        """Sends HELLO and checks the answer.
 
         Raises:
-            RefusedError: it is another worker, another life of it, or has another layout.
-            LostError: nobody answers.
+            RefusedError: the peer is another worker or incarnation, or has another layout.
+            LostError: the peer does not answer.
         """
         try:
             self._send([memoryview(encode_frame(self._machine.hello()))])
@@ -127,11 +127,11 @@ class QueryLine:
 
     @property
     def num_asked(self) -> int:
-        """Questions whose answers have not come."""
+        """Number of questions without an answer so far."""
         return len(self._asked)
 
     def ask(self, question: Question) -> None:
-        """Sends a question, in its turn; `hear` brings its answer.
+        """Sends a question, in turn; `hear` receives its answer.
 
         Raises:
             LostError: the connection is gone, and with it all questions on it.
@@ -166,10 +166,10 @@ class QueryLine:
             raise
 
     def hear(self, question: Question) -> None:
-        """Waits until a question is answered or refused, and with it all before it.
+        """Waits until a question, and all before it, are answered or refused.
 
         Raises:
-            RefusedError: the holder said no.
+            RefusedError: the holder refused.
             LostError: the connection is gone.
         """
         while question.is_open:
@@ -181,7 +181,7 @@ class QueryLine:
             raise question.error
 
     def cut(self) -> None:
-        """Wakes who waits on it, from any thread."""
+        """Wakes a thread that waits on the line; callable from any thread."""
         self.is_open = False
         self._is_cut.set()
         try:
@@ -190,7 +190,7 @@ class QueryLine:
             return
 
     def close(self) -> None:
-        """Frees the socket; nobody waits on it. May be called again."""
+        """Frees the socket; no thread may wait on it. May be called again."""
         self._lose(LostError("queries: closed by this side"))
         self._wire.close()
 
@@ -198,10 +198,10 @@ class QueryLine:
         return sum(num_bytes_of(each.into) for each in self._asked)
 
     def _hear_next(self) -> None:
-        """Takes the next answer.
+        """Receives the next answer.
 
         Raises:
-            LostError: there will be none.
+            LostError: the connection is gone.
         """
         self._hurry()
         try:
@@ -245,7 +245,7 @@ class QueryLine:
                 raise self._lost(error) from error
 
     def _hurry(self) -> None:
-        """The peer has so much time for the next thing."""
+        """Restarts the time limit for the next exchange."""
         self._deadline = monotonic() + self._patience_s
 
     def _check_time(self) -> None:
@@ -254,7 +254,7 @@ class QueryLine:
             raise LostError(f"queries: the peer is too slow, not done in {self._patience_s:g} s")
 
     def _lost(self, error: OSError) -> LostError:
-        if isinstance(error, BlockingIOError):  # the socket's time limit
+        if isinstance(error, BlockingIOError):  # SO_RCVTIMEO or SO_SNDTIMEO expired
             self.has_stalled = True
             return LostError("queries: the peer is silent")
         return LostError(f"queries: {error}")

@@ -1,4 +1,4 @@
-"""What a worker implements to compute next to its KV for others. Torch-free.
+"""Interface of a worker that computes next to its KV for other workers. Torch-free.
 
 Tests: tests/contract/test_queries.py.
 """
@@ -15,12 +15,12 @@ from kvmesh.transfer.frames import QueryFrame
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryGrant:
-    """Leave to compute; each grant is its own.
+    """Permission to compute; grants are compared by identity.
 
     Attributes:
         query: the frame that it answers.
         answer_bytes: size of the answer.
-        work: what `QueryOps.compute` wants to know of it.
+        work: data that `begin` passes to `compute`.
     """
 
     query: QueryFrame
@@ -29,31 +29,31 @@ class QueryGrant:
 
 
 class QueryOps(Protocol):
-    """Answers QUERY frames of the ops that it names.
+    """Answers QUERY frames of its ops.
 
-    It alone knows claims and layouts, so it checks all arguments; the channel checks the size of
-    the answer against the asker's room before it reads the operands.
+    Only it knows claims and layouts, so it checks all arguments. The channel checks the size of the
+    answer against the asker's room before it reads the operands.
     """
 
     @property
     def ops(self) -> frozenset[int]:
-        """Numbers of the computations that are done here."""
+        """Numbers of the computations that this worker offers."""
         ...
 
     def begin(self, query: QueryFrame) -> QueryGrant | Refusal:
         """Checks the arguments and holds the KV; on the event loop, must not block it.
 
-        The KV stays as it is until the grant's `end`.
+        The KV stays unchanged until the grant's `end`.
         """
         ...
 
     def compute(self, grant: QueryGrant, operands: memoryview) -> Sequence[memoryview] | Refusal:
-        """The answer, contiguous pieces that are sent in order.
+        """Computes the answer: contiguous pieces that are sent in order.
 
-        Called in another thread, one call after the other.
+        Runs in another thread, one call after the other.
         """
         ...
 
     def end(self, grant: QueryGrant) -> None:
-        """Called once for each grant, on the event loop; nobody reads its KV any more."""
+        """Ends a grant, on the event loop; called once for each. Its KV is no longer read."""
         ...

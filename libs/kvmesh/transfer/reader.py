@@ -1,6 +1,6 @@
 """GET: reads blocks of a peer's pool into memory of this worker.
 
-Each answer is taken in turn on its connection, so a large read is cut into pieces over several.
+A connection answers in order, so a large read is split into pieces over several connections.
 Tests: tests/contract/test_reads.py.
 """
 
@@ -40,21 +40,21 @@ from kvmesh.transfer.tls import connect_wire
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 8 << 20
-"""Payload of one answer, unless one block is larger."""
+"""Maximum payload bytes of one answer, unless one block is larger."""
 MAX_PLACES = 256
-"""Connections that are kept, unless more are in use."""
+"""Maximum number of connections that are kept, unless more are in use."""
 _READ_OVER = {IPC: SHM, NIXL: TCP}
-"""What stands in for channels that only write."""
+"""Kinds to read over in place of kinds that only write."""
 _MAX_THREADS = 16
 _MAX_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """A holder's word that some blocks of it stay and may be read.
+    """A holder's promise that some of its blocks stay and may be read.
 
     Attributes:
-        lease_id, generation, capability: what the holder checks.
+        lease_id, generation, capability: the lease's right to read, which the holder checks.
     """
 
     lease_id: int
@@ -67,7 +67,7 @@ class ReadLease:
 
     @property
     def claim(self) -> WriteClaim:
-        """By what right its holder reads."""
+        """The right to read under this lease."""
         return WriteClaim(self.lease_id, self.incarnation, self.generation, self.capability)
 
 
@@ -84,7 +84,7 @@ class _ReadLane:
     async def get(
         self, claim: WriteClaim, runs: Sequence[BlockRun], into: list[memoryview]
     ) -> None:
-        """One request and its answer; a cancelled one ends the connection."""
+        """Sends one request and receives its answer; a cancellation closes the connection."""
         transfer_id = self._machine.open_get(sum(view.nbytes for view in into))
         done = False
         try:
@@ -123,21 +123,21 @@ class _ReadLane:
 
     @property
     def has_stalled(self) -> bool:
-        """It was cut because the holder made no progress."""
+        """Whether it was cut because the holder made no progress."""
         return self._frames.has_stalled
 
     def cut(self, cause: str) -> None:
-        """No more reads; the one under way gets LostError and frees the socket."""
+        """Stops further reads; the read under way gets LostError and frees the socket."""
         self.is_open = False
         self._frames.cut(cause)
 
     def drop(self) -> None:
-        """Frees the socket of a connection that nobody uses."""
+        """Frees the socket of an unused connection."""
         self.cut("not used any more")
         self._frames.close()
 
     async def close(self) -> None:
-        """Ends it. May be called again."""
+        """Ends the connection. May be called again."""
         self.cut("closed by this side")
         async with self.turn:
             self._frames.close()
@@ -148,7 +148,7 @@ _PlaceKey = tuple[PeerKey, Endpoint, int]
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Of one connection to one life of a peer; the lock lets one caller open it."""
+    """Place of one connection to one incarnation of a peer; the lock lets one caller open it."""
 
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_callers: int = 0
@@ -156,16 +156,16 @@ class _Place:
 
 
 class BlockReader:
-    """Reads from any peer; keeps its connections."""
+    """Reads blocks from any peer; keeps its connections."""
 
     def __init__(
         self, identity: ChannelIdentity, options: SendOptions, *, hub: LocalHub = PROCESS_HUB
     ) -> None:
-        """Nothing is opened before the first read.
+        """Opens nothing before the first read.
 
         Args:
             identity: this worker.
-            options: kinds, lanes, checksum, timeouts and TLS are those of a sender.
+            options: kinds, lanes, checksum, timeouts and TLS of a sender.
             hub: holders in this process.
         """
         load_native()
@@ -183,22 +183,23 @@ class BlockReader:
     ) -> None:
         """Fills memory with blocks of a lease; returns when they are there.
 
-        When this returns or raises, cancellation included, nobody writes `into` any more.
+        When this returns or raises, cancellation included, nothing writes `into` any more.
 
         Args:
-            runs: indexes of the lease.
+            runs: runs of indexes of the lease.
             into: writable, contiguous; filled in order. Their sizes add up to the blocks.
 
         Raises:
-            RefusedError: the holder said no; the refusal is its own.
-            LostError: nobody answers, or the connection died or stalled; `into` holds anything.
+            RefusedError: the holder refused, with its refusal.
+            LostError: the holder does not answer, or the connection died or stalled; the content of
+                `into` is undefined.
         """
         block_bytes = self._identity.layout.block_bytes
         total = sum(run.count for run in runs) * block_bytes
         assert total == sum(view.nbytes for view in into) > 0, f"memory for {total} bytes"
         if await self._copied(lease, runs, into):
             return
-        # Runs of split_runs name two sides; the second is the place in `into`.
+        # The runs of split_runs have two sides; the second one is the place in `into`.
         places = [0]
         for run in runs:
             places.append(places[-1] + run.count)
@@ -218,7 +219,7 @@ class BlockReader:
         await carry_all(work, carry, self._num_lanes)
 
     async def close(self) -> None:
-        """Ends all connections; what is under way gets LostError. May be called again."""
+        """Ends all connections; reads under way get LostError. May be called again."""
         self._closed = True
         while self._places:
             _, place = self._places.popitem()
@@ -230,7 +231,7 @@ class BlockReader:
     async def _copied(
         self, lease: ReadLease, runs: Sequence[BlockRun], into: Sequence[memoryview]
     ) -> bool:
-        """Within the process a read is a copy; False when the holder is elsewhere."""
+        """Copies the blocks if the holder is in this process; False if it is elsewhere."""
         end = self._hub.find(PeerKey(lease.worker_id, lease.incarnation))
         if end is None or LOCAL not in self._options.kinds:
             return False
@@ -261,7 +262,7 @@ class BlockReader:
     async def _carry(
         self, lease: ReadLease, index: int, runs: list[BlockRun], into: list[memoryview]
     ) -> None:
-        """Reads one piece, on a new connection if one is cut; not if the holder is silent."""
+        """Reads one piece; retries on a new connection after a cut, unless the holder is silent."""
         peer = PeerKey(lease.worker_id, lease.incarnation)
         place = self._place((peer, lease.data_endpoint, index))
         place.num_callers += 1
@@ -295,9 +296,9 @@ class BlockReader:
         return place
 
     def _forget_unused(self, peer: PeerKey) -> None:
-        """Frees connections to earlier lives of a peer, and those that were unused for longest.
+        """Frees connections to earlier incarnations of a peer, and the least recently used ones.
 
-        Nobody reads on them, so nobody notices that a holder has gone.
+        Nothing reads on an unused connection, so this side does not notice that a holder has gone.
         """
         unused = [key for key, place in self._places.items() if not place.num_callers]
         surplus = len(self._places) + 1 - MAX_PLACES
@@ -311,7 +312,7 @@ class BlockReader:
     async def _open(self, lease: ReadLease, index: int) -> _ReadLane:
         options = self._options
         peer = PeerKey(lease.worker_id, lease.incarnation)
-        # What is read by GET comes over a connection of ours in any case.
+        # A GET needs a KVMesh connection in any case.
         kinds = kinds_to_ask(options.kinds, _READ_OVER, self._host_id, lease.host_route)
         failure = LostError(f"no channel of {', '.join(options.kinds)} leads to the peer")
         for kind in kinds:

@@ -22,30 +22,30 @@ class PartialAnswer(NamedTuple):
 
 
 class PendingAttention(Protocol):
-    """An answer on its way."""
+    """An answer that is not here yet."""
 
     def wait(self) -> PartialAnswer:
-        """Blocks until it is there.
+        """Blocks until the answer is there.
 
         Raises:
-            RefusedError: the holder said no.
-            LostError: it did not come.
+            RefusedError: the holder refused.
+            LostError: the answer did not come.
         """
         ...
 
 
 class RemoteAttention(Protocol):
-    """Blocks of one holder that can be asked. Used by one thread, never the event loop's."""
+    """Blocks of one holder that accept queries. Used by one thread, never the event loop's."""
 
     def ask(
         self, layer: int, queries: memoryview, shape: Sequence[int], scale: float
     ) -> PendingAttention:
-        """Sends queries of one layer; they stay as they are until the answer was waited for.
+        """Sends queries of one layer, which must stay unchanged until the answer is there.
 
         Args:
-            layer: of the KV layout.
+            layer: layer of the KV layout.
             queries: bytes of [queries, heads, head_dim], rotated.
-            shape: of `queries`.
+            shape: shape of `queries`.
             scale: factor of the scores.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Blocks of a holder as attention asks about them: questions out, the parts of an answer in.
+"""Queries of attention over a holder's blocks: sends questions, receives partial answers.
 
 Tests: tests/contract/test_queries.py.
 """
@@ -24,16 +24,16 @@ _INFINITY = {
     "float16": ("<u2", 0x7C00),
     "bfloat16": ("<u2", 0x7F80),
 }
-"""Numbers of each dtype as integers: NaN and infinity are the highest, the sign left out."""
+"""Per dtype, its unsigned type and infinity as integer: without the sign, NaN is higher still."""
 
 
 class PendingAnswer:
-    """Attention that is being computed elsewhere (`PendingAttention`)."""
+    """Attention that a holder computes (`PendingAttention`)."""
 
     def __init__(
         self, asker: Asker, holder: Holder, questions: Sequence[Question], work: Work
     ) -> None:
-        """The questions were sent; their pieces of the answer are in the order of the rows."""
+        """Wraps questions that were sent, in the order of the rows of their answers."""
         self._asker = asker
         self._holder = holder
         self._questions = questions
@@ -41,7 +41,7 @@ class PendingAnswer:
         self._started = asker.now()
 
     def wait(self) -> PartialAnswer:
-        """See `PendingAttention.wait`; an answer that is no number counts as a no."""
+        """See `PendingAttention.wait`; an answer with NaN or infinity counts as a refusal."""
         try:
             self._asker.receive(self._holder, self._questions)
             self._check_numbers()
@@ -54,7 +54,7 @@ class PendingAnswer:
         return PartialAnswer(_whole(outputs), _whole(sums))
 
     def _check_numbers(self) -> None:
-        # It would be in every token that follows, and nobody would hear of it.
+        # NaN would spread to every later token without any error.
         layout = self._asker.layout
         for question in self._questions:
             output, sums = question.into
@@ -74,10 +74,10 @@ def _whole(pieces: Sequence[memoryview]) -> memoryview:
 
 
 class RemoteBlocks:
-    """Blocks of one holder, to attend to from here (`RemoteAttention`)."""
+    """Blocks of one holder for attention from this worker (`RemoteAttention`)."""
 
     def __init__(self, asker: Asker, holder: Holder, blocks: range) -> None:
-        """`blocks` are indexes of what the holder's claim names."""
+        """`blocks` are indexes of the blocks that the holder's claim names."""
         self._asker = asker
         self._holder = holder
         layout = asker.layout

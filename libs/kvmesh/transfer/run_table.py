@@ -1,7 +1,7 @@
-"""Many runs as one table of numbers, for work on all of them at once.
+"""Many runs as one NumPy table, for operations on all of them at once.
 
-As tuples, a thousand runs cost a millisecond on each side: making them, reading them, and having
-the garbage collector walk over them. A few runs stay tuples, which are cheaper then.
+As tuples, a thousand runs cost a millisecond on each side: to create them, to read them, and to
+let the garbage collector scan them. A few runs stay tuples, which are cheaper then.
 Tests: tests/unit/transfer/test_run_table.py.
 """
 
@@ -21,23 +21,23 @@ OtherT = TypeVar("OtherT", bound=tuple[int, ...])
 Numbers: TypeAlias = NDArray[np.int64]
 
 MANY_RUNS = 16
-"""From so many on a table is cheaper than tuples."""
+"""Number of runs from which a table is cheaper than tuples."""
 
 
 class RunTable(Sequence[RunT]):
-    """Runs, read like a tuple of them.
+    """Runs as a table, readable like a tuple of runs.
 
-    To be asked for by `type(runs) is RunTable`: `isinstance` of a `Sequence` costs more than what a
-    few runs cost otherwise.
+    Test for it with `type(runs) is RunTable`: `isinstance` with a `Sequence` costs more than all
+    other work on a few runs.
 
     Attributes:
-        numbers: [num_runs, fields of a run], the number of blocks last; C order, not to be written.
+        numbers: [num_runs, fields of a run], the block count last; C order, read only.
     """
 
     __slots__ = ("_make", "numbers")
 
     def __init__(self, make: Callable[[Iterable[Any]], RunT], numbers: Numbers) -> None:
-        """`make` is `_make` of the run's type."""
+        """`make` is the `_make` method of the run's type."""
         self._make = make
         self.numbers = numbers
 
@@ -68,14 +68,14 @@ class RunTable(Sequence[RunT]):
     def fields(
         self, make: Callable[[Iterable[Any]], OtherT], first: int, last: int
     ) -> RunTable[OtherT]:
-        """Runs of another type, out of these columns."""
+        """Returns the columns `first` to `last` as runs of another type."""
         return RunTable(make, np.ascontiguousarray(self.numbers[:, first:last]))
 
 
 def as_table(
     make: Callable[[Iterable[Any]], RunT], num_fields: int, runs: Sequence[RunT]
 ) -> Sequence[RunT]:
-    """The runs as a table, or as they are if they are few or a table already."""
+    """Returns the runs as a table, or unchanged if they are few or a table already."""
     if len(runs) < MANY_RUNS or isinstance(runs, RunTable):
         return runs
     numbers = np.fromiter(chain.from_iterable(runs), np.int64, num_fields * len(runs))
@@ -83,36 +83,36 @@ def as_table(
 
 
 def as_runs(make: Callable[[Iterable[Any]], RunT], numbers: Numbers) -> Sequence[RunT]:
-    """A table, or tuples if they are few."""
+    """Returns a table of the runs, or tuples if they are few."""
     table = RunTable(make, numbers)
     return table if len(table) >= MANY_RUNS else table[:]
 
 
 def numbers_of(runs: Sequence[tuple[int, ...]]) -> Numbers:
-    """Runs, at least one, as rows of their fields."""
+    """Returns the fields of one or more runs as rows of an array."""
     return runs.numbers if isinstance(runs, RunTable) else np.array(runs, dtype=np.int64)
 
 
 def num_blocks_of(runs: Sequence[tuple[int, ...]]) -> int:
-    """Blocks of all runs together."""
+    """Returns the number of blocks of all runs."""
     if type(runs) is RunTable:
         return int(runs.numbers[:, -1].sum())
     return sum([run[-1] for run in runs])
 
 
 def end_of(runs: Sequence[tuple[int, ...]]) -> int:
-    """The first number behind all blocks, of runs whose first field is their first block."""
+    """Returns one past the highest block of runs whose first field is their first block."""
     if type(runs) is RunTable:
         return int((runs.numbers[:, 0] + runs.numbers[:, -1]).max())
     return max([run[0] + run[-1] for run in runs])
 
 
 def indexes_of(runs: Sequence[tuple[int, int]], num_blocks: int) -> Sequence[int]:
-    """Every index that (first, count) runs name, in order; a range where they follow one another.
+    """Returns every index of (first, count) runs, in order; a range if they are consecutive.
 
     Args:
-        num_blocks: of what is indexed. Of runs that reach beyond it, or name more, the answer is a
-            range that does so too: a frame of a peer may name any number of indexes.
+        num_blocks: number of valid indexes. If runs exceed it in extent or count, the result is
+            a range that exceeds it too, since a peer's frame may name any number of indexes.
     """
     most = max(end_of(runs), num_blocks_of(runs))
     if most > num_blocks:
@@ -127,7 +127,7 @@ def indexes_of(runs: Sequence[tuple[int, int]], num_blocks: int) -> Sequence[int
 
 
 def runs_of_blocks(blocks: Sequence[int]) -> Sequence[tuple[int, int]]:
-    """As `consecutive_runs`, of many blocks a table."""
+    """Variant of `consecutive_runs` that returns a table for many blocks."""
     if len(blocks) < MANY_RUNS:
         return consecutive_runs(blocks)
     numbers = np.array(blocks, np.int64)
@@ -137,7 +137,7 @@ def runs_of_blocks(blocks: Sequence[int]) -> Sequence[tuple[int, int]]:
 
 
 def blocks_of(first: Numbers, count: Numbers) -> Numbers:
-    """Every block of runs that begin at `first`, in order."""
+    """Returns every block of runs with these first blocks and counts, in order."""
     ends = np.cumsum(count)
     blocks: Numbers = np.repeat(first - (ends - count), count) + np.arange(int(ends[-1]))
     return blocks

@@ -1,4 +1,4 @@
-"""State of the end of a data channel that opens it, and writes or reads. Pure, as `protocol.py`.
+"""State of the opening end of a data channel, which writes or reads. Pure, like `protocol.py`.
 
 Tests: tests/unit/transfer/test_protocol.py.
 """
@@ -37,7 +37,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The receiver has so much of a transfer, or all of it, or has committed."""
+    """The receiver has part or all of a transfer, or has committed."""
 
     transfer_id: int
     complete: bool
@@ -45,7 +45,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The receiver said no to a transfer."""
+    """The receiver refused a transfer."""
 
     transfer_id: int
     refusal: Refusal
@@ -53,7 +53,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The receiver's last word: the channel is over."""
+    """The receiver has ended the channel."""
 
     refusal: Refusal
 
@@ -67,7 +67,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The blocks of a GET follow; `data_received` when they were read."""
+    """The payload of a GET or QUERY follows; `data_received` is called when it was read."""
 
     transfer_id: int
 
@@ -76,11 +76,11 @@ SenderOutcome = Opened | Moved | Arriving | Refused | Ended | Late
 
 
 class SenderMachine:
-    """The end that opens a channel: it writes, or reads.
+    """The end that opens a channel, to write or to read.
 
     Attributes:
-        terms: what the channel goes by, once it is open.
-        block_bytes: of one KV block, on both sides.
+        terms: the agreed terms, once the channel is open.
+        block_bytes: bytes of one KV block, the same on both sides.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SenderMachine:
         self.terms = PLAIN_TERMS
 
     def hello(self) -> HelloFrame:
-        """The first frame to send."""
+        """Returns the first frame to send."""
         me = self._identity
         hello = HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout, self._offer)
         if me.secret is None:
@@ -110,22 +110,22 @@ class SenderMachine:
         return replace(hello, proof=me.secret.proof(PROOF_PURPOSE, encode_body(hello)))
 
     def open_put(self, num_bytes: int) -> int:
-        """Id of a transfer of so many payload bytes."""
+        """Opens a transfer of `num_bytes` payload bytes; returns its id."""
         return self._new_transfer(num_bytes)
 
     def open_commit(self) -> int:
-        """Id of a commit."""
+        """Opens a commit; returns its id."""
         return self._new_transfer(None)
 
     def open_get(self, num_bytes: int) -> int:
-        """Id of a request for so many bytes."""
+        """Opens a request for `num_bytes`; returns its id."""
         transfer_id = self._new_transfer(None)
         del self._open[transfer_id]
         self._gets[transfer_id] = num_bytes
         return transfer_id
 
     def data_received(self, transfer_id: int, *, intact: bool) -> Moved | Refused:
-        """The payload of an `Arriving` was read to its end."""
+        """Ends a request whose payload was read to its end; returns the outcome."""
         self._close(transfer_id)
         if intact:
             return Moved(transfer_id, complete=True)
@@ -133,17 +133,17 @@ class SenderMachine:
         return Refused(transfer_id, refusal)
 
     def give_up(self, transfer_id: int) -> None:
-        """No answer to this transfer is waited for any more; it may be over already."""
+        """Stops waiting for a transfer's answer; does nothing if it has ended."""
         if transfer_id in self._open or transfer_id in self._gets:
             self._close(transfer_id)
             self._given_up.add(transfer_id)
 
     def receive(self, frame: Frame) -> SenderOutcome:
-        """What an answer means.
+        """Returns the outcome that an answer means.
 
         Raises:
             ProtocolError: unexpected_frame, wrong_peer, unknown_transfer, wrong_progress or
-                bad_payload_size; close.
+                bad_payload_size. The caller closes the channel.
         """
         if isinstance(frame, ErrorFrame) and frame.transfer_id == CHANNEL:
             return Ended(refusal_of(frame))
@@ -165,7 +165,7 @@ class SenderMachine:
         return self._moved(frame)
 
     def _late(self, transfer_id: int) -> Late:
-        # Once each: a peer that says it again and again is not silent, and answers nothing.
+        # Once each: otherwise a peer could repeat an answer forever and never count as silent.
         if transfer_id not in self._given_up:
             raise ProtocolError("unknown_transfer", f"{transfer_id} was answered before")
         self._given_up.remove(transfer_id)
@@ -176,7 +176,7 @@ class SenderMachine:
         self._gets.pop(transfer_id, None)
 
     def _arriving(self, frame: DataFrame) -> Arriving:
-        # A reader takes its answers in turn, so one that it gave up cannot be here.
+        # A reader takes its answers in turn, so DATA for a request that it gave up cannot come.
         if frame.transfer_id not in self._gets:
             raise ProtocolError("unexpected_frame", f"DATA for {frame.transfer_id}, not asked for")
         if frame.num_bytes != self._gets[frame.transfer_id]:

@@ -1,4 +1,4 @@
-"""A connected socket that frames leave by: heads on the event loop, large payloads in threads.
+"""A connected socket that sends frames: heads on the event loop, large payloads in threads.
 
 Tests: tests/integration/test_transfer_receivers.py, tests/integration/test_given_up.py.
 """
@@ -22,32 +22,32 @@ from kvmesh.transfer.waiting_socket import DESCRIPTOR, WaitingSocket
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 1 << 20
-"""Most that one socket call moves."""
+"""Maximum bytes that one socket call moves."""
 INLINE_BYTES = 256 << 10
-"""Payloads up to this size stay on the loop: two changes of thread would cost more."""
+"""Payloads up to this many bytes stay on the loop: two thread switches would cost more."""
 NOW = socket.MSG_DONTWAIT
 
 
 class SendingSocket(WaitingSocket):
-    """One writer at a time.
+    """The sending half of a frame socket; one writer at a time.
 
     Attributes:
-        lends: large payloads go out of the memory itself, which stays as it is until their answer.
+        lends: send large payloads zero-copy; their memory must stay unchanged until the answer.
     """
 
     def __init__(self, wire: Wire, stall_timeout_s: float, senders: Executor) -> None:
-        """Sends nothing yet; large payloads leave in `senders`."""
+        """Sends nothing yet; `senders` are the threads that send large payloads."""
         super().__init__(wire, stall_timeout_s)
         self.lends = False
         self._senders = senders
-        self._has_begun = False  # some of the frame that is being sent has left
-        # Calls outside of the interpreter count here what they moved; TLS has none of them.
+        self._has_begun = False  # whether part of the current frame has left
+        # Native calls count the bytes that they move in `_sending`; TLS has no native calls.
         self._native = load_native() if isinstance(wire, socket.socket) else None
 
     async def send(self, head: bytes, fd: int | None = None) -> None:
         """Sends a frame without payload, with a descriptor if one is given.
 
-        Cancelled, it cuts the socket, unless nothing of the frame has left.
+        If cancelled it cuts the socket, unless nothing of the frame has left.
 
         Raises:
             LostError: the socket failed or was cut.
@@ -71,13 +71,13 @@ class SendingSocket(WaitingSocket):
     ) -> None:
         """Sends a frame with its payload and, with `sum_`, its checksum.
 
-        Cancelled, it cuts the socket, unless nothing of the frame has left: who waits for a budget
-        takes nobody along. In any case `views` are not read after it ended, or with `lends` after
-        the answer.
+        If cancelled it cuts the socket, unless nothing of the frame has left: a sender that only
+        waits for a budget does not end other transfers. In any case `views` are not read after it
+        ended, or with `lends` after the answer.
 
         Args:
-            pacer: budget that the payload is sent within; None is no bound.
-            share: of the budget.
+            pacer: budget of the payload; None for no limit.
+            share: priority within the budget.
 
         Raises:
             LostError: the socket failed or was cut.
@@ -116,7 +116,7 @@ class SendingSocket(WaitingSocket):
         pacer: Pacer,
         share: Share,
     ) -> None:
-        """Piece by piece, each in its turn; no thread is held meanwhile, others have to send."""
+        """Sends piece by piece, each in its turn; holds no thread while it waits."""
         cursor, value, first = ViewCursor(views), 0, [memoryview(head)]
         while batch := cursor.batch(pacer.piece(share)):
             num_bytes = sum(len(view) for view in batch)
@@ -137,7 +137,7 @@ class SendingSocket(WaitingSocket):
     def _send_at_once(
         self, buffers: Iterable[memoryview | bytes], ancillary: list[tuple[int, int, bytes]]
     ) -> int:
-        """Bytes that went; 0 when there is no room."""
+        """Sends without waiting; returns the number of bytes sent, 0 if the socket is full."""
         try:
             count = self.wire.sendmsg(buffers, ancillary, NOW)
         except BlockingIOError:
@@ -188,7 +188,7 @@ class SendingSocket(WaitingSocket):
     def _push_summed(
         self, buffers: list[memoryview], batch: list[memoryview], sum_: Sum | None, value: int
     ) -> int:
-        """Sends buffers; returns the sum with the batch, of the payload, that is in them."""
+        """Sends buffers; returns the running sum including `batch`, their payload part."""
         if sum_ is not None:
             value = sum_of(batch, sum_, value)
         self._push(buffers)
@@ -200,7 +200,7 @@ class SendingSocket(WaitingSocket):
             self._raise_if_cut()
             try:
                 count = self.wire.sendmsg(batch, [], 0)
-            except BlockingIOError:  # the socket's timeout: look whether it was cut, go on
+            except BlockingIOError:  # the socket's timeout: check whether it was cut, go on
                 continue
             except OSError as error:
                 raise self._lost(error) from error
@@ -210,7 +210,7 @@ class SendingSocket(WaitingSocket):
             batch = cursor.batch(PIECE_BYTES)
 
     def _native_for(self, sum_: Sum | None) -> NativeIo | None:
-        """The native calls if they are there and make this sum."""
+        """Returns the native calls if they are available and compute this sum."""
         if self._native is None or sum_ is None:
             return self._native
         return self._native if is_crc32c(sum_) and self._native.has_crc32c else None

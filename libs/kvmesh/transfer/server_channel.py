@@ -43,24 +43,24 @@ from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 _READERS = "readers"
-"""They share half of the staging memory, the other stays with KV that arrives; of that half one of
-them gets half."""
+"""Group of the peers that read. It may hold half of the staging memory, one reader half of that;
+the other half stays with arriving KV."""
 
 PATIENCE_S = 60.0
-"""A payload that would take longer at its measured pace is cut, whichever way it goes.
+"""Seconds that the rest of a payload may take at its measured speed before it is cut, in or out.
 
-It holds blocks, staging memory or a question's place, also for a peer that is never silent long
-enough to count as lost.
+A payload under way holds blocks, staging memory or a query's place. This limit also ends it for a
+peer that is never silent long enough to count as lost.
 """
 
 Metering = Callable[[ReceiverMachine], tuple[LinkKey, LinkMeter, TransferObserver]]
 
 
 def owner_of(reader: WorkerId | None, share: Share) -> Within:
-    """Whose staging memory what is read takes.
+    """Returns the owner of the staging memory that a read takes.
 
-    Planned copies wait longest for a budget, with the memory: all of them together are one reader,
-    and leave room to those that a prompt waits for.
+    Planned copies wait longest for a budget and hold their memory meanwhile. They all count as one
+    reader, so they leave room to reads that a prompt waits for.
     """
     return Within(_READERS, share if share is Share.COPY else reader)
 
@@ -69,8 +69,8 @@ class ServerChannel:
     """Serves one connection until it ends.
 
     Attributes:
-        is_metered: `serve` has asked for the peer's meter.
-        pacer: budget of what the peer reads.
+        is_metered: whether `serve` has asked for the peer's meter.
+        pacer: egress budget of the peer's reads.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class ServerChannel:
         stall_timeout_s: float,
         queries: QueryOps | None = None,
     ) -> None:
-        """Serves nobody yet.
+        """Serves nothing yet.
 
         Args:
-            stall_timeout_s: for a HELLO; and a payload's pace is that of so many seconds.
+            stall_timeout_s: seconds within which HELLO must come, and over which the speed of a
+                payload is measured.
         """
         self._source, self._queries = source, queries
         self._frames = frames
@@ -109,10 +110,10 @@ class ServerChannel:
         self.pacer: Pacer | None = None
 
     async def serve(self, metering: Metering) -> str:
-        """Greets, then answers frames until the connection ends; returns why it did.
+        """Greets, then answers frames until the connection ends; returns the cause.
 
         Args:
-            metering: asked once, when the peer is known.
+            metering: called once, when the peer is known.
         """
         try:
             async with asyncio.timeout(self._hello_timeout_s):
@@ -134,7 +135,7 @@ class ServerChannel:
         return "closed"
 
     def close(self) -> None:
-        """Frees everything; nothing is under way."""
+        """Frees all resources; nothing may be under way."""
         self._pace.close()
         self._frames.close()
         if self._peer_pool is not None:
@@ -143,7 +144,7 @@ class ServerChannel:
             del self._state.lanes[self._lane]
 
     async def _greet(self) -> bool:
-        """Answers the peer's HELLO; False when that was the last word."""
+        """Answers the peer's HELLO; False if that ended the connection."""
         event = await self._frames.receive()
         if event is None:
             return False
@@ -218,7 +219,7 @@ class ServerChannel:
             self._target.end_write(grant, intact)
         num_bytes = grant.num_bytes
         seconds = asyncio.get_running_loop().time() - started
-        # The peer waits: its answer goes before the books are kept.
+        # The peer waits, so the answer goes before the statistics.
         await self._answer(put, num_bytes, intact=intact)
         if intact:
             self._moved(grant, num_bytes, len(put.runs), seconds)
@@ -229,7 +230,7 @@ class ServerChannel:
         return None if staging is None else staging.refusal(put.num_blocks * each)
 
     async def _fill(self, grant: WriteGrant) -> bool:
-        """Reads a payload to where it belongs; whether it is intact and there."""
+        """Receives a payload into its blocks; returns whether it is intact and there."""
         if grant.pieces is None:
             return await self._receive(grant.views)
         assert self._state.staging is not None, "a target with a device pool has staging"
@@ -245,7 +246,7 @@ class ServerChannel:
 
     @contextlib.contextmanager
     def _at_pace(self, num_bytes: int) -> Iterator[None]:
-        """While so many bytes come or go."""
+        """Watches the speed of `num_bytes` that come or go inside the context."""
         rest = Rest(num_bytes)
         self._pace.begin(rest)
         try:
@@ -310,12 +311,12 @@ class ServerChannel:
         await self._frames.send(encode_frame(refused))
 
     async def _computed(self, ops: QueryOps, grant: QueryGrant) -> Sequence[memoryview] | Refusal:
-        """The answer to a query whose operands are read here, away if there is no room for it."""
+        """Receives the operands and computes the answer, or returns a refusal."""
         query = grant.query
         if grant.answer_bytes > query.answer_bytes:
             text = f"room: the answer has {grant.answer_bytes} bytes, not {query.answer_bytes}"
             return Refusal(RefusalReason.INVALID, text)
-        # Not zeroed: that would keep the loop, and take memory for bytes that may never come.
+        # Not zeroed: that would block the loop, and touch memory for bytes that may never come.
         operands = np.empty(query.operand_bytes, np.uint8).data
         if not await self._receive([operands]):
             return Refusal(RefusalReason.LOST, "checksum: the operands' sum is wrong")
@@ -338,7 +339,7 @@ class ServerChannel:
         finally:
             self._target.end_write(grant, done)
         seconds = asyncio.get_running_loop().time() - started
-        # The peer waits: its answer goes before the books are kept.
+        # The peer waits, so the answer goes before the statistics.
         await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
         self._moved(grant, num_bytes, len(pull.runs), seconds)
 

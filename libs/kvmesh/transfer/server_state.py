@@ -1,4 +1,4 @@
-"""What the connections of one `DataServer` share."""
+"""State shared by the connections of one `DataServer`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from kvmesh.transfer.staging import StagingRing
 
 @dataclass(slots=True)
 class ServerState:
-    """What the connections of one server share.
+    """State shared by the connections of one server.
 
     Attributes:
         lanes: the newest connection of each (peer, link id, lane).
-        copy_threads: that share one large copy out of a peer's pool.
-        readers: of peers' segments; None: no engine is to be used.
-        pool: that grants lie in, for peers whose devices read each other's; None: for no peer.
-        staging: what blocks of a device pool arrive through; None: the pool is in host memory.
-        answering: where queries are computed, one at a time; None: none is.
+        copy_threads: number of threads that share one large copy out of a peer's pool.
+        readers: NIXL readers of peers' pools; None if NIXL is not offered.
+        pool: this worker's pool for CUDA IPC, which contains all grants; None if IPC is not
+            offered.
+        staging: memory through which blocks of a device pool arrive; None for a pool in host
+            memory.
+        answering: thread that computes queries, one at a time; None if queries are not offered.
     """
 
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Shared memory to one peer on this host: the receiver copies out of this side's mapped pool.
 
 The pool's memfd goes over a Unix socket once; afterwards frames carry block numbers only. The
-receiver decides which of its blocks are written and makes the only copy. Of a device pool it maps
+receiver decides which of its blocks are written and makes the only copy. For a device pool it maps
 the staging memory instead.
 Tests: tests/contract/test_channels.py, tests/integration/test_transfer_failures.py.
 """
@@ -23,11 +23,11 @@ from kvmesh.transfer.staging import SendMemory, StagingRing
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 32 << 20
-"""Most that one PULL moves: what a cancelled transfer waits for."""
+"""Maximum bytes of one PULL: a cancelled transfer waits for at most one."""
 
 
 class ShmChannel(LaneChannel):
-    """One Unix socket to one life of a peer."""
+    """One Unix socket to one incarnation of a peer."""
 
     def __init__(self, lane: Lane, block_bytes: int, staging: StagingRing | None) -> None:
         """Use `open`."""
@@ -39,10 +39,10 @@ class ShmChannel(LaneChannel):
     async def open(
         cls, link: Link, route: HostRoute, options: LaneOptions, memory: SendMemory
     ) -> ShmChannel:
-        """Connects and hands this side's pool over.
+        """Connects and passes this side's pool to the receiver.
 
         Raises:
-            RefusedError, LostError: as `Lane.open`; lost also when the path is not visible here.
+            RefusedError, LostError: as `Lane.open`; lost also if the path is not visible here.
         """
         assert isinstance(memory, MappablePool), "chosen only for pools with a memfd"
 

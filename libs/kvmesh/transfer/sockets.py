@@ -1,4 +1,4 @@
-"""Sockets of data channels: how they are opened and tuned, and what the kernel knows about them.
+"""Sockets of data channels: opening, tuning, and the kernel's measurements of them.
 
 Tests: tests/integration/test_transfer.py.
 """
@@ -18,25 +18,25 @@ from kvmesh.core.types import Endpoint
 
 _TCP_CONGESTION = 13
 _UNRESOLVED = (OSError, UnicodeError)
-"""What getaddrinfo raises; the second of names that cannot be any."""
+"""Exceptions of getaddrinfo; UnicodeError for names that cannot be host names."""
 # struct tcp_info: 8 one-byte fields, then u32s; rtt is number 15 of them, total_retrans number 23.
 _TCP_INFO_U32S = struct.Struct("<24I")
 _RTT, _TOTAL_RETRANS = 15, 23
 
 
 AddressInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
-"""As of getaddrinfo."""
+"""A result of getaddrinfo."""
 
 
 class TcpFacts(NamedTuple):
-    """What the kernel measured on a connection."""
+    """Measurements of the kernel on a TCP connection."""
 
     rtt_s: float
     retransmits: int
 
 
 def tune(sock: socket.socket) -> None:
-    """Settings of a data socket; call before connect or listen, whose children inherit them."""
+    """Configures a data socket; call before connect or listen, whose children inherit it."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return
@@ -48,7 +48,7 @@ def tune(sock: socket.socket) -> None:
 
 
 async def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Opens a listening socket; port 0 takes a free one.
 
     Raises:
         OSError: the address cannot be bound.
@@ -69,7 +69,7 @@ async def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_local(path: str) -> socket.socket:
-    """A listening Unix socket at `path`, which must not exist.
+    """Opens a listening Unix socket at `path`, which must not exist.
 
     Raises:
         OSError: the path cannot be bound.
@@ -86,10 +86,10 @@ def listen_local(path: str) -> socket.socket:
 
 
 async def connect(endpoint: Endpoint) -> socket.socket:
-    """A connected socket.
+    """Connects to an endpoint.
 
     Raises:
-        LostError: nobody answers at the endpoint.
+        LostError: the endpoint does not answer.
     """
     loop = asyncio.get_running_loop()
     cause: OSError | None = None
@@ -106,12 +106,13 @@ async def connect(endpoint: Endpoint) -> socket.socket:
 
 
 def resolve_blocking(endpoint: Endpoint, timeout_s: float) -> AddressInfo:
-    """Where an endpoint is, for a thread that may block.
+    """Resolves an endpoint, for a thread that may block.
 
-    A name server that is silent holds a thread of its own until the resolver gives up.
+    A separate thread asks the resolver. With a silent name server it lives on until the resolver
+    gives up.
 
     Raises:
-        LostError: the name is unknown, or nobody says in time.
+        LostError: the name is unknown, or the resolver does not answer in time.
     """
     said: queue.SimpleQueue[AddressInfo | OSError | UnicodeError] = queue.SimpleQueue()
 
@@ -134,10 +135,10 @@ def resolve_blocking(endpoint: Endpoint, timeout_s: float) -> AddressInfo:
 
 
 async def connect_local(path: str) -> socket.socket:
-    """A connected Unix socket.
+    """Connects to a Unix socket.
 
     Raises:
-        LostError: nobody answers there, or the path is not visible from here.
+        LostError: no server answers, or the path is not visible from here.
     """
     try:
         return await _connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path)
@@ -158,15 +159,15 @@ async def _connected(sock: socket.socket, address: str | tuple[object, ...]) -> 
 
 
 class HasOptions(Protocol):
-    """What `tcp_facts` asks."""
+    """A socket whose options `tcp_facts` reads."""
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """As of a socket."""
+        """See `socket.getsockopt`."""
         ...
 
 
 def tcp_facts(wire: HasOptions) -> TcpFacts | None:
-    """Smoothed round trip and retransmitted segments so far; None if the kernel does not say."""
+    """Returns round trip and retransmits so far; None if the kernel does not support it."""
     try:
         info = wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8 + _TCP_INFO_U32S.size)
     except OSError:
@@ -176,5 +177,5 @@ def tcp_facts(wire: HasOptions) -> TcpFacts | None:
 
 
 def local_endpoint(sock: socket.socket, host: str) -> Endpoint:
-    """Where a listening socket is reached under `host`."""
+    """Returns the endpoint of a listening socket under the name `host`."""
     return Endpoint(host, int(sock.getsockname()[1]))

@@ -1,8 +1,8 @@
-"""The host memory that blocks of a device pool pass through, piece by piece.
+"""The host memory through which blocks of a device pool pass, piece by piece.
 
-A transfer is cut into pieces in any case; each takes space here, and while one is on a socket or is
-copied by a peer, the device fills or empties others. The memory is a memfd, so that a peer on the
-host can map it in place of the pool. Tests: tests/unit/transfer/test_staging.py.
+A transfer is cut into pieces in any case, and each piece takes space here. While one piece is on a
+socket or is copied by a peer, the device fills or empties others. The memory is a memfd, so a peer
+on the host can map it in place of the pool. Tests: tests/unit/transfer/test_staging.py.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from kvmesh.transfer.run_table import as_runs, numbers_of
 from kvmesh.transfer.threads import run_to_end
 
 SendMemory: TypeAlias = "PoolMemory | StagingRing"
-"""What a channel sends from: the pool, or in place of a device pool what it is staged in."""
+"""Memory that a channel sends from: the pool, or the staging memory of a device pool."""
 
 DEFAULT_STAGING_BYTES = 64 << 20
 _MIN_BLOCKS = 8
 _PIECES = 8
-"""At least; half of them may be one peer's."""
+"""Minimum number of pieces that fit; one peer may hold half of them."""
 _MAX_THREADS = 4
-"""They wait for the device, which works in the order of their calls."""
+"""Maximum number of threads that wait for the device, which runs their calls in order."""
 
 
 class Landing(NamedTuple):
     """Memory for pieces that arrive.
 
     Attributes:
-        views: to be filled in order.
-        land: copies what was filled into the pool; raises LostError when the device fails.
+        views: memory to fill, in order.
+        land: copies the filled memory into the pool; raises LostError if the device fails.
     """
 
     views: Sequence[memoryview]
@@ -52,17 +52,17 @@ class Landing(NamedTuple):
 
 
 class Within(NamedTuple):
-    """An owner that is one of a group: half of the memory is the group's, half of that its own."""
+    """An owner within a group. The group may hold half of the memory, a member half of that."""
 
     group: Hashable
     member: Hashable
 
 
 class Spaces:
-    """Which blocks of the memory are taken, and by whom. No I/O.
+    """Records which blocks of the memory are taken, and by which owner. No I/O.
 
-    Nobody who holds some gets more than half, so that a peer that stalls does not stop all others;
-    no member of a group (`Within`) more than half of that.
+    An owner that holds blocks gets at most half, so that a stalled peer does not stop all others. A
+    member of a group (`Within`) gets at most half of that.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -72,11 +72,11 @@ class Spaces:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody has."""
+        """Number of free blocks."""
         return sum(count for _, count in self._free)
 
     def may_take(self, num_blocks: int, owner: Hashable) -> bool:
-        """Whether it is the owner's to take so many, if they are free."""
+        """Returns whether the owner's limit allows `num_blocks` more."""
         room = self.num_blocks
         for level in _levels(owner):
             room, held = room // 2, self._held.get(level, 0)
@@ -85,7 +85,7 @@ class Spaces:
         return True
 
     def take(self, num_blocks: int, owner: Hashable) -> int | None:
-        """The first of so many free blocks in a row; None when there are none now."""
+        """Takes consecutive free blocks; returns the first, or None if there is no such run now."""
         for index, (first, count) in enumerate(self._free):
             if count >= num_blocks:
                 for level in _levels(owner):
@@ -96,7 +96,7 @@ class Spaces:
         return None
 
     def give_back(self, first: int, num_blocks: int, owner: Hashable) -> None:
-        """Frees what `take` gave."""
+        """Frees blocks that `take` returned."""
         index = bisect.bisect(self._free, (first, 0))
         before, after = self._free[:index], self._free[index:]
         assert not before or sum(before[-1]) <= first, "freed twice"
@@ -118,7 +118,7 @@ def _levels(owner: Hashable) -> tuple[Hashable, ...]:
 
 
 class _Wait(NamedTuple):
-    """Somebody without space."""
+    """A transfer that waits for space."""
 
     num_blocks: int
     owner: Hashable
@@ -133,13 +133,13 @@ class StagingRing:
     """Staging memory of one direction of a worker, shared by its channels.
 
     Attributes:
-        fd: its memfd, block 0 of it at offset 0.
-        num_blocks: in the memfd.
-        piece_bytes: most that one piece of a transfer should take.
+        fd: its memfd, with block 0 at offset 0.
+        num_blocks: number of blocks in the memfd.
+        piece_bytes: maximum bytes that one piece of a transfer should take.
     """
 
     def __init__(self, pool: DevicePool, block_bytes: int, num_bytes: int) -> None:
-        """Takes the memory.
+        """Allocates the memory.
 
         Raises:
             LostError: the device cannot reach host memory.
@@ -162,16 +162,19 @@ class StagingRing:
         self._closed = False
 
     def moment(self) -> Moment:
-        """Now: taken when a transfer begins, so that its last piece does not wait for new steps."""
+        """Returns the device's present moment.
+
+        A transfer takes it as it begins, so that its last piece does not wait for newer steps.
+        """
         return self._pool.moment()
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory."""
+        """Bytes of the memory."""
         return self.num_blocks * self._block_bytes
 
     def refusal(self, num_bytes: int) -> Refusal | None:
-        """Why so many bytes cannot be here at once; None when they can."""
+        """Returns why `num_bytes` cannot be staged at once; None if they can."""
         if num_bytes <= self.num_bytes:
             return None
         text = f"{num_bytes} bytes at once for {self.num_bytes} of staging"
@@ -179,15 +182,15 @@ class StagingRing:
 
     @property
     def num_free(self) -> int:
-        """Blocks of it that nobody has."""
+        """Number of free blocks of the memory."""
         return self._spaces.num_free
 
     @contextlib.asynccontextmanager
     async def landing(self, pieces: Pieces, owner: Hashable) -> AsyncIterator[Landing]:
-        """Memory for pieces that arrive; steps until now may still use them.
+        """Yields memory for arriving pieces; they land after the steps that were launched before.
 
         Args:
-            owner: whose they are, of the two sides the one that may stall.
+            owner: holder of the space: the side of the transfer that may stall.
         """
         after = self._pool.moment()
         async with self._space(pieces.num_bytes, owner) as at:
@@ -199,7 +202,7 @@ class StagingRing:
     async def views(
         self, runs: Sequence[Run], part: BlockPart | None, after: Moment, owner: Hashable
     ) -> AsyncIterator[Sequence[memoryview]]:
-        """The bytes of runs of the pool, or of a part of each of their blocks.
+        """Yields the bytes of runs of the pool, or of one part of each block.
 
         Args:
             after: see `moment`.
@@ -215,7 +218,7 @@ class StagingRing:
     async def gathered(
         self, pieces: Pieces, after: Moment, owner: Hashable
     ) -> AsyncIterator[Sequence[memoryview]]:
-        """The bytes of pieces, in order.
+        """Yields the bytes of pieces, in order.
 
         Raises:
             LostError: the device failed.
@@ -228,7 +231,7 @@ class StagingRing:
     async def copied(
         self, runs: Sequence[Run], part: BlockPart | None, after: Moment, owner: Hashable
     ) -> AsyncIterator[Sequence[Run]]:
-        """The same runs with their blocks in the memfd in place of the pool.
+        """Yields the same runs with their blocks in the memfd in place of the pool.
 
         Args:
             after: see `moment`.
@@ -251,7 +254,7 @@ class StagingRing:
 
     @contextlib.asynccontextmanager
     async def _space(self, num_bytes: int, owner: Hashable) -> AsyncIterator[int]:
-        """Where so many bytes are free; held while inside."""
+        """Yields the offset of `num_bytes` free bytes, which are held inside the context."""
         num_blocks = -(-num_bytes // self._block_bytes)
         assert num_blocks <= self.num_blocks, "pieces are smaller than the memory"
         if self._closed:
@@ -272,7 +275,7 @@ class StagingRing:
             if wait.has_come:
                 self._free(wait.came.result(), num_blocks, owner)
             else:
-                self._serve()  # who waited behind it
+                self._serve()  # tickets behind it may have been waiting for this one
             raise
 
     def _free(self, first: int, num_blocks: int, owner: Hashable) -> None:
@@ -281,7 +284,7 @@ class StagingRing:
         self._idle.set()
 
     def _serve(self) -> None:
-        """Gives space to those who wait, in their order, passing over who has enough."""
+        """Gives space to waiting transfers in their order; skips owners at their limit."""
         left: deque[_Wait] = deque()
         is_full = False
         for wait in self._waiting:
@@ -297,7 +300,7 @@ class StagingRing:
         self._waiting = left
 
     async def close(self) -> None:
-        """Frees the memory once nobody holds any; who waits for some gets LostError.
+        """Frees the memory once all space is given back; waiting transfers get LostError.
 
         May be called again.
         """

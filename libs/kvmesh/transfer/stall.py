@@ -1,4 +1,4 @@
-"""Notices that nothing moves, or too little. Tests: tests/unit/transfer/test_stall.py,
+"""Detects transfers without progress, or with too little. Tests: tests/unit/transfer/test_stall.py,
 tests/integration/test_transfer_failures.py.
 """
 
@@ -16,8 +16,8 @@ _STALL_TICKS = 4
 class StallWatch:
     """Calls back when something is under way and nothing has moved for `timeout_s`.
 
-    Time is counted in ticks of a quarter of it: a loop that was blocked for long ticks once, so a
-    busy process does not take its own pause for the peer's.
+    Counts time in ticks of a quarter of it. A loop that was blocked for long ticks once, so a busy
+    process does not take its own pause for the peer's.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class StallWatch:
         on_stall: Callable[[], None],
         moved: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`moved` counts bytes that nobody reports by `progress`."""
+        """`moved` returns the number of bytes that moved without calls of `progress`."""
         self._moved = moved
         self._seen = 0
         self._loop = asyncio.get_running_loop()
@@ -37,18 +37,18 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def under_way(self) -> StallWatch:
-        """While inside of `with`, progress is expected."""
+        """Expects progress inside a `with` block."""
         return self
 
     def __enter__(self) -> None:
-        # Not by contextlib, at a fifth of its cost: small frames enter it several times.
+        # Costs a fifth of contextlib's managers; small frames enter it several times.
         self.begin()
 
     def __exit__(self, *failure: object) -> None:
         self.end()
 
     def begin(self) -> None:
-        """From here on progress is expected, until as many calls of `end`."""
+        """Expects progress from now on, until a matching call of `end`."""
         if self._under_way == 0:
             self.progress()
         self._under_way += 1
@@ -56,15 +56,15 @@ class StallWatch:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def end(self) -> None:
-        """One thing less is under way."""
+        """Ends one expectation of progress."""
         self._under_way -= 1
 
     def progress(self) -> None:
-        """Something moved. May be called from any thread."""
+        """Records that something moved. Thread-safe."""
         self._idle_ticks = 0
 
     def close(self) -> None:
-        """No more callbacks. May be called again."""
+        """Stops all callbacks. May be called again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -78,7 +78,7 @@ class StallWatch:
             self._seen = moved
             self.progress()
         self._idle_ticks += 1
-        # The first tick after progress is not a whole one.
+        # The first tick after progress is shorter than a whole one.
         if self._idle_ticks > _STALL_TICKS:
             self._on_stall()
         else:
@@ -87,18 +87,18 @@ class StallWatch:
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """What is left of one thing under way; who moves it counts it down.
+    """The rest of one transfer under way; its mover counts `num_bytes` down.
 
     Attributes:
-        num_bytes: left.
-        given_up: why no more of it should be sent; empty while it goes on.
+        num_bytes: bytes left to move.
+        given_up: why no more of it should be sent; empty while it continues.
     """
 
     num_bytes: int
     given_up: str = ""
 
     def check(self) -> None:
-        """Raises LostError when it was given up."""
+        """Raises LostError if the transfer was given up."""
         if self.given_up:
             raise LostError(self.given_up)
 
@@ -106,11 +106,11 @@ class Rest:
 def excess_of(
     rests: Iterable[Rest], moved_bytes: int, window_s: float, patience_s: float
 ) -> list[Rest]:
-    """Those that would not be over within `patience_s`, as slowly as bytes moved in a window.
+    """Returns the transfers that would not end within `patience_s` at the speed of a window.
 
-    Who came first is served first: to give all of them up would waste what has arrived of those
-    that will be there in time once the others have gone. Where nothing moved at all nothing is
-    known of a pace: that is `StallWatch`'s to notice.
+    Serves the transfers in their order: giving all of them up would waste what has arrived of
+    those that finish in time once the others are gone. Returns none if nothing moved at all,
+    because then there is no speed; `StallWatch` detects that case.
     """
     if moved_bytes <= 0:
         return []
@@ -125,10 +125,11 @@ def excess_of(
 
 
 class PaceWatch:
-    """Calls back with what would take too long at the pace of the last window.
+    """Calls back with transfers that would take too long at the speed of the last window.
 
-    A link that starves lets some bytes through again and again, so that it never stalls. Only what
-    was there for the whole window is judged: a link that had little to carry is not slow.
+    A starving link lets a few bytes through again and again, so it never stalls. Only transfers
+    that
+    were there for the whole window are judged: a link that had little to carry is not slow.
     """
 
     def __init__(
@@ -139,15 +140,16 @@ class PaceWatch:
         on_starved: Callable[[str, Sequence[Rest]], None],
         held_back_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Nothing is under way.
+        """Starts with no transfer.
 
         Args:
-            moved: bytes so far; only rises.
-            held_back_s: seconds so far in which senders waited for something else: over a link for
-                a budget that others share, within a budget for links. A window that was half spent
-                so says nothing of what is watched.
-            on_starved: told what was measured, and for what it is too slow, in order of beginning.
-                Again after each window, with those that were given up and are not over.
+            moved: returns the bytes moved so far; only rises.
+            on_starved: called with the measurement and the transfers that are too slow, in order
+                of their start. It is called again after each window, including transfers that were
+                given up and have not ended.
+            held_back_s: returns the seconds so far in which senders waited for something else:
+                for a link, for a budget that others share; for a budget, for links. If that took
+                half of a window, the window is not judged.
         """
         self._window_s, self._patience_s = window_s, patience_s
         self._moved = moved
@@ -160,23 +162,23 @@ class PaceWatch:
 
     @property
     def num_going_on(self) -> int:
-        """Under way, and not given up."""
+        """Number of transfers that are under way and not given up."""
         return sum(not rest.given_up for rest in self._under_way)
 
     def begin(self, rest: Rest) -> None:
-        """So many more bytes are to move, until `end`."""
-        # To start a window that runs anew would cost a timer each.
+        """Adds a transfer to watch, until `end`."""
+        # A window per transfer would cost a timer each, so all share the running one.
         starts_window = self._timer is None
         if starts_window:
             self._watch()
         self._under_way[rest] = starts_window
 
     def end(self, rest: Rest) -> None:
-        """They moved, or are not to move any more."""
+        """Removes a transfer that ended or was given up."""
         del self._under_way[rest]
 
     def close(self) -> None:
-        """No more callbacks. May be called again."""
+        """Stops all callbacks. May be called again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

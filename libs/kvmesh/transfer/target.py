@@ -1,4 +1,4 @@
-"""What a worker implements to have KV written into its blocks, or read from them.
+"""Interfaces of a worker whose blocks peers write to or read from.
 
 Tests: tests/integration/test_transfer.py.
 """
@@ -18,13 +18,13 @@ from kvmesh.transfer.pacing import Share
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteGrant:
-    """Leave to fill memory; each grant is its own, whatever it holds.
+    """Permission to fill memory; grants are compared by identity.
 
     Attributes:
         put: the frame that it answers.
         views: writable, contiguous; filled in order. Their sizes add up to the frame's blocks, or
-            to the parts of them that it names. Many of them are best `PlacedViews`.
-        pieces: of a device pool, instead of views.
+            to the parts of them that it names. For many views use `PlacedViews`.
+        pieces: places in a device pool, instead of views.
     """
 
     put: PutFrame
@@ -33,44 +33,44 @@ class WriteGrant:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes."""
+        """Bytes of memory to fill."""
         return num_bytes_of(self.views) if self.pieces is None else self.pieces.num_bytes
 
 
 class WriteTarget(Protocol):
     """Receives KV. All methods are called on the event loop and must not block it.
 
-    The target alone knows reservations, so it checks each claim: the reservation lives, incarnation
-    and generation are the present ones, the capability matches (`hmac.compare_digest`), and the
-    runs lie in the reservation. The channel has checked none of that but the incarnation.
+    Only the target knows reservations, so it checks each claim: the reservation is alive,
+    incarnation and generation are current, the capability matches (`hmac.compare_digest`), and the
+    runs lie in the reservation. The channel has checked only the incarnation.
     """
 
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
-        """Says where the payload goes.
+        """Returns the memory for the payload, or a refusal.
 
         From a grant until its `end_write` the blocks stay the reservation's, even if it is
-        cancelled or its lease ends. A refused payload is read and dropped, the channel lives on.
+        cancelled or its lease ends. A refused payload is read and dropped; the channel stays open.
         """
         ...
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
-        """Called once for each grant: with True when its memory holds the sender's bytes.
+        """Ends a grant; called once for each, with True if its memory holds the sender's bytes.
 
-        With False (channel lost, checksum wrong) the memory holds anything; the sender may write
-        it again.
+        With False (channel lost, checksum wrong) the content of the memory is undefined; the sender
+        may write it again.
         """
         ...
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
-        """Takes a complete reservation over; None is yes.
+        """Takes over a complete reservation; None if it did.
 
-        A sender whose answer was lost asks again, maybe on another channel: the second time gets
-        the first one's answer.
+        A sender whose answer was lost asks again, maybe on another channel, and gets the same
+        answer.
         """
         ...
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """A channel of this peer ended, in whatever way; called once for each, after `end_write`.
+        """Called once for each channel of this peer that ended, for any reason, after `end_write`.
 
         The peer may already have another channel.
         """
@@ -79,13 +79,13 @@ class WriteTarget(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadGrant:
-    """Leave to read memory.
+    """Permission to read memory.
 
     Attributes:
         get: the frame that it answers.
         views: contiguous; sent in order. Their sizes add up to the frame's blocks.
-        pieces: of a device pool, instead of views.
-        share: of the holder's budget that the bytes leave by.
+        pieces: places in a device pool, instead of views.
+        share: priority of the bytes in the holder's egress budget.
     """
 
     get: GetFrame
@@ -95,26 +95,26 @@ class ReadGrant:
 
 
 class ReadSource(Protocol):
-    """Gives KV away. All methods are called on the event loop and must not block it.
+    """Gives blocks to readers. All methods run on the event loop and must not block it.
 
-    The source alone knows who may read what, so it checks each claim, as `WriteTarget` does; the
-    channel has checked none of it but the incarnation.
+    Only the source knows the readers' rights, so it checks each claim, as `WriteTarget` does. The
+    channel has checked only the incarnation.
     """
 
     def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
-        """Says where the blocks are. They stay as they are until the grant's `end_read`."""
+        """Returns the places of the blocks, which stay unchanged until the grant's `end_read`."""
         ...
 
     def end_read(self, grant: ReadGrant) -> None:
-        """Called once for each grant, whether or not the bytes arrived."""
+        """Ends a grant; called once for each, whether or not the bytes arrived."""
         ...
 
 
 class NothingToRead:
-    """The source of a worker that gives nothing away."""
+    """The source of a worker that refuses all reads."""
 
     def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
-        """Says no."""
+        """Refuses the read."""
         return Refusal(RefusalReason.INVALID, "nothing is read from this worker")
 
     def end_read(self, grant: ReadGrant) -> None:

@@ -1,6 +1,6 @@
 """TCP to one peer: several connections, pieces of a transfer striped over them.
 
-A piece whose connection is cut goes on by another one, so a transfer resumes after its last
+If a connection is cut, its piece continues on another one, so a transfer resumes after its last
 acknowledged piece. Tests: tests/contract/test_channels.py,
 tests/integration/test_transfer_failures.py.
 """
@@ -35,9 +35,9 @@ from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 16 << 20
-"""Payload of one PUT, unless one block is larger."""
+"""Maximum payload bytes of one PUT, unless one block is larger."""
 _DEPTH = 2
-"""Pieces of one transfer on a lane at once: one is sent while the other's answer comes."""
+"""Pieces of one transfer on a lane at once: one is sent while the other awaits its answer."""
 _MAX_TRIES = 4
 _BUSY_RETRY_S = 0.005
 _CLOCK = SystemClock()
@@ -45,12 +45,12 @@ _CLOCK = SystemClock()
 
 @dataclass(frozen=True, slots=True)
 class TcpOptions:
-    """How a TCP channel behaves.
+    """Settings of a TCP channel.
 
     Attributes:
-        lanes: connections per peer; 0: by cores, and by what more or fewer of them gain.
-        checksum: this end's wish.
-        tls: wraps each connection; None is plain.
+        lanes: connections per peer; 0 chooses by cores and by the measured gain of a change.
+        checksum: checksum that this end asks for.
+        tls: wraps each connection; None for plain TCP.
     """
 
     lane: LaneOptions
@@ -60,13 +60,13 @@ class TcpOptions:
 
 
 def even_blocks(num_blocks: int, block_bytes: int, lanes: int, most_bytes: int) -> int:
-    """Blocks of one PUT: equal shares of all connections, in as few PUTs as are allowed.
+    """Returns the blocks of one PUT: equal shares of all connections, in as few PUTs as allowed.
 
-    Each PUT costs two changes of thread at both ends.
+    Each PUT costs two thread switches at both ends.
 
     Args:
-        num_blocks: of the transfer; at least 1.
-        most_bytes: of one PUT, unless one block is larger.
+        num_blocks: number of blocks of the transfer; at least 1.
+        most_bytes: maximum bytes of one PUT, unless one block is larger.
     """
     most = max(1, most_bytes // block_bytes)
     rounds = -(-num_blocks // (lanes * most))
@@ -75,13 +75,13 @@ def even_blocks(num_blocks: int, block_bytes: int, lanes: int, most_bytes: int) 
 
 
 def give_up(cause: str, excess: Sequence[Rest]) -> None:
-    """No more of them is sent; the first cause stays."""
+    """Stops these transfers before their next piece; an earlier cause stays."""
     for rest in excess:
         rest.given_up = rest.given_up or cause
 
 
 class _Progress:
-    """What is left of a transfer, and when it last came forward; shared by its pieces."""
+    """The rest of a transfer, and the time of its last progress; shared by its pieces."""
 
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
@@ -96,13 +96,13 @@ class _Progress:
 
 
 class _Turn(NamedTuple):
-    """A transfer as it began.
+    """Facts at the start of a transfer.
 
     Attributes:
-        lanes: that it is spread over.
-        is_measured: it was alone, and large.
-        number: of transfers, this one included.
-        channels: connections that had been opened.
+        lanes: number of connections that it is spread over.
+        is_measured: whether it is large and was alone at its start.
+        number: number of transfers so far, this one included.
+        channels: number of connections opened so far.
     """
 
     lanes: int
@@ -114,7 +114,7 @@ class _Turn(NamedTuple):
 
 @dataclass(slots=True)
 class _Opening:
-    """The making of one connection: one tries, and whoever waits meanwhile shares its failure."""
+    """Opening of one connection: one caller tries, and callers that wait share its failure."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tries: int = 0
@@ -122,7 +122,7 @@ class _Opening:
 
 
 class TcpChannel:
-    """All connections to one life of a peer at one address."""
+    """All connections to one incarnation of a peer at one address."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class TcpChannel:
         """Use `open`.
 
         Args:
-            egress: watches all that leaves within a budget that other links share; None: the link
-                has none, or one of its own.
+            egress: watches all bytes within a budget that other links share; None if the link has
+                no budget, or one of its own.
         """
         self._link = link
         self._endpoint = endpoint
@@ -161,7 +161,7 @@ class TcpChannel:
         )
 
     async def open(self) -> None:
-        """Opens the first connection; the others follow when a transfer is large.
+        """Opens the first connection; large transfers open the others.
 
         Raises:
             RefusedError, LostError: as `Lane.open`.
@@ -170,20 +170,20 @@ class TcpChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether a connection is up."""
+        """Whether a connection is open."""
         return not self._closed and self.num_connections > 0
 
     @property
     def num_connections(self) -> int:
-        """Connections that are up."""
+        """Number of open connections."""
         return sum(lane is not None and lane.is_open for lane in self._lanes)
 
     def lanes(self) -> list[Lane]:
-        """The connections that are up."""
+        """Returns the open connections."""
         return [lane for lane in self._lanes if lane is not None and lane.is_open]
 
     def read_facts(self, meter: LinkMeter) -> None:
-        """Asks the kernel for round trip and retransmits of the connections that are up."""
+        """Reads round trip and retransmits of the open connections from the kernel."""
         facts = [tcp_facts(lane.wire) for lane in self.lanes()]
         known = [fact for fact in facts if fact is not None]
         if known:
@@ -209,7 +209,7 @@ class TcpChannel:
             after = memory.moment()
 
         async def send(piece: Sequence[Run], views: Sequence[memoryview]) -> None:
-            # What a device has yet to compute, or to copy, is not on its way.
+            # Time in which a device computes or copies the blocks does not count as leaving.
             self._meter.leaving.begin(_CLOCK.now())
             try:
                 await self._send(reservation, piece, views, part, progress, width)
@@ -247,7 +247,7 @@ class TcpChannel:
             self._meter.cut_off_bytes += 0 if is_whole else arrived
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """See `SendChannel.commit`. Asked once more when its connection is cut."""
+        """See `SendChannel.commit`. Tries once more if its connection is cut."""
         claim = claim_of(reservation)
         lane = await self._any_lane(1)
         try:
@@ -292,7 +292,7 @@ class TcpChannel:
                 progress.rest.check()
                 self._meter.resumed += 1
             except RefusedError as error:
-                # The receiver has not yet seen the end of the connection that was cut.
+                # The receiver has not yet noticed the end of the connection that was cut.
                 is_old_writer = tries > 0 and error.refusal.reason is RefusalReason.BUSY
                 if not is_old_writer or progress.silent_s() >= self._options.lane.stall_timeout_s:
                     raise
@@ -305,10 +305,10 @@ class TcpChannel:
         return self._lost_s + sum(lane.held_back_s for lane in self._lanes if lane is not None)
 
     def _give_up(self, measured: str, excess: Sequence[Rest]) -> None:
-        """Lets those go that a slow link will not carry in time, for the sake of the others.
+        """Gives up transfers that a slow link cannot finish in time, for the sake of the others.
 
-        Beside others they leave as soon as it is their turn; alone, with the connections, which
-        nobody else needs.
+        If other transfers go on, these stop at their next turn. Otherwise the connections are cut,
+        since no other transfer needs them.
         """
         give_up(f"the link is too slow: {measured}", excess)
         if not self._pace.num_going_on:
@@ -316,7 +316,7 @@ class TcpChannel:
                 lane.cut(excess[0].given_up)
 
     async def _any_lane(self, width: int) -> Lane:
-        """The least busy connection among the first `width`, opened if it is not up."""
+        """Returns the least busy of the first `width` connections; opens it if necessary."""
         if self._closed:
             raise LostError("data channels are closed")
         index = 0
@@ -334,7 +334,7 @@ class TcpChannel:
             return min(others, key=lambda lane: lane.unanswered_bytes)
 
     def _begun(self, num_bytes: int) -> _Turn:
-        """A transfer begins; large and alone, it may measure another number of connections."""
+        """Registers a new transfer; if large and alone, it may try another width."""
         is_measured = num_bytes >= MEASURED_BYTES and self._num_under_way == 0
         self._num_begun += 1
         self._num_under_way += 1
@@ -342,16 +342,16 @@ class TcpChannel:
         return _Turn(lanes, is_measured, self._num_begun, self._meter.channels, _CLOCK.now())
 
     def _measured(self, turn: _Turn, num_bytes: int) -> None:
-        """It ended well, and counts if it shared nothing and had no connection to open."""
+        """Records the rate of a successful transfer that stayed alone and opened no connection."""
         is_alone = turn.number == self._num_begun and turn.channels == self._meter.channels
         if turn.is_measured and is_alone:
             seconds = max(_CLOCK.now() - turn.started, 1e-9)
             self._width.saw(turn.lanes, num_bytes / seconds)
 
     def _piece_blocks(self, num_blocks: int, block_bytes: int, lanes: int) -> int:
-        """Blocks of one PUT of a transfer, of which several are answered within the stall time.
+        """Returns the blocks of one PUT, so that several are answered within the stall time.
 
-        What a slow link has buffered is no progress that the sender sees.
+        The sender sees no progress in bytes that a slow link has buffered.
         """
         patience_s = self._options.lane.stall_timeout_s / (4 * lanes * _DEPTH)
         patient = int(self._meter.goodput_bytes_s * patience_s)
@@ -364,7 +364,7 @@ class TcpChannel:
         lane = self._lanes[index]
         if lane is None:
             return 0
-        # One that was lost comes first: its successor ends what the receiver still has of it.
+        # A lost connection comes first: its successor ends what the receiver still holds of it.
         return lane.unanswered_bytes if lane.is_open else -1
 
     async def _lane(self, index: int) -> Lane:
@@ -377,7 +377,7 @@ class TcpChannel:
             if self._closed:
                 raise LostError("data channels are closed")
             if opening.tries != tries and opening.failure:
-                raise LostError(opening.failure)  # of the one that was waited for
+                raise LostError(opening.failure)  # the awaited attempt's failure
             opening.tries += 1
             offer = LinkOffer(self._link.link_id, index, self._options.checksum)
             machine = sender_machine(self._link.identity, self._link.peer, offer)

@@ -1,4 +1,4 @@
-"""Work in threads that must be over before its caller goes on. Tests: test_channels.py."""
+"""Blocking work in threads that a cancelled caller waits for. Tests: test_channels.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 async def run_to_end(
     threads: Executor, work: Callable[[], T], on_cancel: Callable[[], None] | None = None
 ) -> T:
-    """Runs blocking work in a thread; a cancelled caller waits for its end.
+    """Runs blocking work in a thread; a cancelled caller still waits for its end.
 
-    The thread is in memory that belongs to others once the caller has gone.
+    Without that wait the thread would use memory that belongs to others once the caller is gone.
 
     Args:
         on_cancel: makes the work end soon.
@@ -25,7 +25,7 @@ async def run_to_end(
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    # Not by run_in_executor and asyncio.wait: their futures cost as much as the change of thread.
+    # run_in_executor with asyncio.wait would cost as much as the thread switch itself.
     future = threads.submit(work)
     future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     cancelled = False

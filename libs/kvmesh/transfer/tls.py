@@ -1,7 +1,7 @@
 """TLS around a data socket, in the shape that `FrameSocket` uses. Costs a copy on each side.
 
-The TLS state is one object that both directions share, so a lock is held while it encrypts or
-decrypts in memory; never while a socket call waits. Tests: tests/contract/test_channels.py.
+Both directions share one TLS object, so a lock is held while it encrypts or decrypts in memory, but
+never during a socket call. Tests: tests/contract/test_channels.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvmesh.transfer.wire import Wire
 _CIPHER_BYTES = 256 << 10
 _PLAIN_BYTES = 256 << 10
 _LEAST_S = 1e-3
-"""Of a socket's timeout; zero would mean not to block."""
+"""Minimum timeout of a socket in seconds; zero would make it non-blocking."""
 
 
 class WrongPeerError(LostError):
-    """The other end has a certificate of the mesh, and none that may be here."""
+    """The other end has a certificate of the mesh, but its name is not an allowed peer."""
 
 
 Ancillary = list[tuple[int, int, bytes]]
@@ -38,12 +38,11 @@ Ancillary = list[tuple[int, int, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class DataTls:
-    """TLS of one end.
+    """TLS settings of one end.
 
     Attributes:
-        context: what this end shows and trusts.
-        peers: names in certificates that the other end may show; empty takes all that the context
-            trusts.
+        context: certificate of this end and the authorities it trusts.
+        peers: certificate names that the other end may have; empty allows all trusted ones.
     """
 
     context: ssl.SSLContext
@@ -56,7 +55,7 @@ class TlsWire:
     def __init__(
         self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None
     ) -> None:
-        """Without a server name this is the server's end. `handshake` follows."""
+        """Prepares TLS; no server name means the server's end. Call `handshake` next."""
         self._sock = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -68,12 +67,12 @@ class TlsWire:
         self._lock = threading.Lock()
         self._limit_s = math.inf
         self._cipher_in = memoryview(bytearray(_CIPHER_BYTES))
-        # Ciphertext that the socket did not take, and how much plaintext it stands for.
+        # Ciphertext that the socket has not taken, and the number of plaintext bytes it encodes.
         self._cipher_out = memoryview(b"")
         self._plain_out = 0
 
     async def handshake(self) -> None:
-        """Settles keys; the socket must not block.
+        """Runs the TLS handshake; the socket must be non-blocking.
 
         Raises:
             LostError: the peer does not speak TLS, or its certificate is not accepted.
@@ -87,7 +86,7 @@ class TlsWire:
                     self._hear(await loop.sock_recv_into(self._sock, self._cipher_in))
 
     def handshake_blocking(self) -> None:
-        """As `handshake`, for a socket that blocks; within its timeout, as a whole."""
+        """Variant of `handshake` for a blocking socket; its timeout limits the whole handshake."""
         timeout_s = self._sock.gettimeout()
         assert timeout_s, "a peer that says nothing is not waited for without end"
         deadline = monotonic() + timeout_s
@@ -96,12 +95,12 @@ class TlsWire:
                 if said:
                     self._sock.sendall(said)
                 if listens:
-                    # What comes byte by byte must be over in time as well.
+                    # A peer that sends byte by byte must finish in time as well.
                     self._sock.settimeout(max(deadline - monotonic(), _LEAST_S))
                     self._hear(self._sock.recv_into(self._cipher_in))
 
     def _greetings(self) -> Iterator[tuple[bytes, bool]]:
-        """What this end says in its handshake, and whether it listens before it goes on."""
+        """Yields the bytes to send in the handshake, and whether a reply must be read next."""
         listens = True
         while listens:
             try:
@@ -117,7 +116,7 @@ class TlsWire:
         self._incoming.write(self._cipher_in[:count])
 
     def peer_name(self) -> str:
-        """Common name in the certificate that the other end has shown; empty without one."""
+        """Returns the common name in the other end's certificate; empty without a certificate."""
         shown: dict[str, Any] = dict(self._tls.getpeercert() or {})
         fields = (field for entry in shown.get("subject", ()) for field in entry)
         return next((str(value) for key, value in fields if key == "commonName"), "")
@@ -146,7 +145,7 @@ class TlsWire:
             count = self._decrypt(target)
             if count is not None:
                 return count, [], 0, None
-            if monotonic() > deadline:  # a record that comes byte by byte
+            if monotonic() > deadline:  # a record that arrives byte by byte
                 raise BlockingIOError
             arrived = self._sock.recv_into(self._cipher_in, 0, flags & ~socket.MSG_WAITALL)
             with self._lock:
@@ -160,11 +159,11 @@ class TlsWire:
         return self._sock.fileno()
 
     def shutdown(self, how: int) -> None:
-        """See `Wire`; no TLS goodbye: frames say themselves where they end."""
+        """See `Wire`; sends no TLS close_notify, since frames mark their own ends."""
         self._sock.shutdown(how)
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        """See `Wire`; a time limit is one for plaintext."""
+        """See `Wire`; a receive timeout limits the time to the next plaintext."""
         self._sock.setsockopt(level, option, value)
         if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO):
             seconds, microseconds = struct.unpack("ll", value)
@@ -196,7 +195,7 @@ class TlsWire:
         return taken
 
     def _decrypt(self, target: memoryview) -> int | None:
-        """Plain bytes put into `target`; None when more ciphertext is needed, 0 at the end."""
+        """Returns the plaintext bytes put into `target`; None if input is missing, 0 at the end."""
         with self._lock:
             try:
                 count: object = self._tls.read(len(target), target)
@@ -210,18 +209,18 @@ class TlsWire:
 
 @contextlib.contextmanager
 def _lost_handshake() -> Iterator[None]:
-    """Says what went wrong in a handshake."""
+    """Turns errors of a handshake into LostError with the cause."""
     try:
         yield
-    except OSError as error:  # of the socket or of TLS
+    except OSError as error:  # from the socket or from TLS
         raise LostError(f"data channel: {error}") from error
 
 
 async def connect_wire(endpoint: Endpoint, tls: DataTls | None) -> Wire:
-    """A connection, plain without TLS.
+    """Connects to an endpoint; without `tls` the connection is plain.
 
     Raises:
-        LostError: nobody answers, or the handshake fails.
+        LostError: the endpoint does not answer, or the handshake fails.
     """
     sock = await connect(endpoint)
     if tls is None:
@@ -234,19 +233,19 @@ async def connect_wire(endpoint: Endpoint, tls: DataTls | None) -> Wire:
 
 
 async def connect_tls(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
-    """The client's end, after its handshake.
+    """Wraps the client's end and completes its handshake.
 
     Raises:
-        LostError: as `TlsWire.handshake`, or the other end is none of the peers.
+        LostError: as `TlsWire.handshake`, or the other end is not an allowed peer.
     """
     return await _greeted(TlsWire(sock, tls.context, server_name), tls.peers)
 
 
 async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
-    """The server's end, after its handshake.
+    """Wraps the server's end and completes its handshake.
 
     Raises:
-        LostError: as `connect_tls`; `WrongPeerError` when it is none of the peers.
+        LostError: as `connect_tls`; `WrongPeerError` if the other end is not an allowed peer.
     """
     return await _greeted(TlsWire(sock, tls.context, None), tls.peers)
 
@@ -258,7 +257,7 @@ async def _greeted(wire: TlsWire, peers: frozenset[str]) -> TlsWire:
 
 
 def connect_tls_blocking(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
-    """As `connect_tls`, for a socket that blocks; a socket that is refused is closed."""
+    """Variant of `connect_tls` for a blocking socket; closes the socket on failure."""
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
         wire = TlsWire(sock, tls.context, server_name)

@@ -1,8 +1,8 @@
-"""A connected socket that the event loop waits for and threads block in, until it is cut.
+"""A connected socket on which the event loop waits and threads block, until it is cut.
 
 The descriptor is in blocking mode for the threads; the loop passes MSG_DONTWAIT. A blocking call
-ends by the socket's own timeouts, a quarter of the stall time, so that a thread always comes to see
-that its socket was cut. Tests: tests/integration/test_frame_socket.py.
+ends by the socket's own timeout, a quarter of the stall time, so that a thread always notices that
+its socket was cut. Tests: tests/integration/test_frame_socket.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DESCRIPTOR = struct.Struct("i")
 
 
 class WaitingSocket:
-    """What `FrameSocket` knows of its socket beside the bytes on it.
+    """Base of `FrameSocket`: the socket's life, waiting and timeouts, without frames.
 
     Attributes:
         wire: the socket, for `tcp_facts`.
-        watch: stalls cut the socket; hold `watch.under_way()` while an answer is owed.
+        watch: cuts the socket on a stall; hold `watch.under_way()` while an answer is owed.
         received_fd: a descriptor that came over a Unix socket; belongs to the caller that takes it.
         has_stalled: it was cut because the peer made no progress; a new one would be no faster.
     """
@@ -58,22 +58,22 @@ class WaitingSocket:
 
     @property
     def moved_bytes(self) -> int:
-        """Sent and received, outside of the interpreter and in it, since it was opened."""
+        """Bytes sent and received since it was opened, by Python and by native calls."""
         return self._counted_bytes + self._sending.moved + self._receiving.moved
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing can be sent or received any more."""
+        """Whether it can no longer send or receive."""
         return self._cause is not None
 
     @property
     def held_back_s(self) -> float:
-        """Seconds in which a sender waited for its budget, since it was opened."""
+        """Seconds since it was opened in which a sender waited for its budget."""
         waiting_s = 0.0 if self._paused is None else self._loop.time() - self._paused_at
         return self._held_back_s + waiting_s
 
     def cut(self, cause: str) -> None:
-        """Ends the socket now: whoever waits on it gets LostError with this cause."""
+        """Ends the socket now: all waiting tasks and threads get LostError with this cause."""
         if self._cause is not None:
             return
         self._cause = cause
@@ -89,11 +89,11 @@ class WaitingSocket:
         self.cut(cause)
 
     def close(self) -> None:
-        """Frees the socket; nobody may wait on it. May be called again."""
+        """Frees the socket; nothing may wait on it. May be called again."""
         self.watch.close()
         self._unwatch()
         if self._cause is not None:
-            # What is still queued is of no use: reset instead of lingering.
+            # Queued bytes are useless now: reset the connection instead of lingering.
             with contextlib.suppress(OSError):
                 linger = struct.pack("ii", 1, 0)
                 self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -103,7 +103,7 @@ class WaitingSocket:
             self.received_fd = None
 
     async def _turn(self, pacer: Pacer, num_bytes: int, share: Share) -> None:
-        """Waits for leave to send; raises LostError as soon as the socket is cut."""
+        """Waits for permission to send; raises LostError as soon as the socket is cut."""
         self._raise_if_cut()
         self._paused, self._paused_at = self._loop.create_future(), self._loop.time()
         ticket = pacer.ask(num_bytes, share, partial(_wake, self._paused))
@@ -126,7 +126,7 @@ class WaitingSocket:
             self._loop.remove_writer(fd)
 
     async def _readable(self) -> None:
-        # The watch stays on from call to call: to take it off and on is a tenth of a small frame.
+        # Stays registered between calls: adding and removing it costs a tenth of a small frame.
         if not self._is_watched:
             self._watch(self._on_readable)
         self._reader = self._loop.create_future()
@@ -152,7 +152,7 @@ class WaitingSocket:
             self._loop.remove_reader(self.wire.fileno())
 
     def _stay_blocking(self) -> None:
-        # Some loops (libuv) make what they watch non-blocking: threads would spin on it.
+        # Some loops (libuv) make watched descriptors non-blocking: threads would spin on them.
         self.wire.setblocking(True)
 
     def _take_fd(self, ancillary: list[tuple[int, int, bytes]]) -> None:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class Wire(Protocol):
-    """What is used of a socket; TLS has the same shape (`tls.py`)."""
+    """The socket methods that `FrameSocket` uses; TLS implements them, too (`tls.py`)."""
 
     def fileno(self) -> int:
-        """Descriptor, to wait on."""
+        """Returns the descriptor, to wait on."""
         ...
 
     def sendmsg(
@@ -19,31 +19,31 @@ class Wire(Protocol):
         ancdata: list[tuple[int, int, bytes]],
         flags: int,
     ) -> int:
-        """Gathers; returns how many bytes went out."""
+        """Sends from several buffers; returns the number of bytes sent."""
         ...
 
     def recvmsg_into(
         self, buffers: Iterable[memoryview], ancbufsize: int, flags: int
     ) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
-        """Scatters; returns how many bytes came in first, then ancillary data."""
+        """Receives into several buffers; returns the number of bytes, then ancillary data."""
         ...
 
     def shutdown(self, how: int) -> None:
-        """Wakes everybody who waits."""
+        """Shuts the socket down, which wakes all waiters."""
         ...
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        """As of a socket."""
+        """See `socket.setsockopt`."""
         ...
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """As of a socket."""
+        """See `socket.getsockopt`."""
         ...
 
     def setblocking(self, flag: bool) -> None:
-        """As of a socket."""
+        """See `socket.setblocking`."""
         ...
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the socket."""
         ...
