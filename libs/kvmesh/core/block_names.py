@@ -1,13 +1,13 @@
-"""What a worker tells of a block: names of 16 bytes that hold true of it. Pure.
+"""Names of 16 bytes that a worker publishes about a block. Pure.
 
-    its hash            the worker has it: in its pool, or below
-    `in_tier`           it is not in the pool; this is the fastest tier that has it
-    `saved_state`       the state of the linear layers after it is saved, so a prefix can end there
-    `TELLS_TIERS`       of no block: this worker tells in which tier its blocks are
-    `TELLS_STATES`      likewise: its prefixes can be resumed only where it tells of a state
+    the block's hash    the worker has the block, in its pool or in a tier below
+    `IN_TIER`           the block is not in the pool; this is the fastest tier that has it
+    `saved_state`       the linear layers' state after the block is saved: a prefix can end there
+    `TELLS_TIERS`       about the worker: it publishes the tiers of its blocks
+    `TELLS_STATES`      about the worker: its prefixes resume only at published states
 
-Names are told, stored, logged and taken back as hashes are, so that nobody in between needs to
-know what they mean. Tests: tests/unit/kv/test_block_news.py.
+Names are published, stored, logged and withdrawn like hashes, so the services in between need not
+know their meaning. Tests: tests/unit/kv/test_block_news.py.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from collections.abc import Callable
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 
 HOST, DISK = "host", "disk"
-"""Tiers below a pool, as they are called everywhere."""
+"""Names of the tiers below a pool."""
 
 TELLS_TIERS = BlockHash(b"tells its tiers.")
 TELLS_STATES = BlockHash(b"tells of states.")
 assert len(TELLS_TIERS) == len(TELLS_STATES) == BLOCK_HASH_BYTES
 
-# A hash with its bytes moved round is another number of as many random bits, and as hard to meet by
-# chance as the hash itself. Scripts of the store do the same.
+# Rotating the bytes of a hash gives another number with as many random bits, so it collides as
+# rarely as the hash itself. The store's scripts rotate in the same way.
 HOST_TURN, DISK_TURN, STATE_TURN = 1, 2, 3
 
 
 def in_host(block_hash: BlockHash) -> BlockHash:
-    """The name that says: in host memory, and not in the pool."""
+    """Returns the name for "in host memory, not in the pool"."""
     return BlockHash(block_hash[HOST_TURN:] + block_hash[:HOST_TURN])
 
 
 def in_disk(block_hash: BlockHash) -> BlockHash:
-    """The name that says: on disk, and nowhere faster."""
+    """Returns the name for "on disk, and in no faster tier"."""
     return BlockHash(block_hash[DISK_TURN:] + block_hash[:DISK_TURN])
 
 
 def saved_state(block_hash: BlockHash) -> BlockHash:
-    """The name that says: the state after this block is saved."""
+    """Returns the name for "the state after this block is saved"."""
     return BlockHash(block_hash[STATE_TURN:] + block_hash[:STATE_TURN])
 
 
 IN_TIER: dict[str, Callable[[BlockHash], BlockHash]] = {HOST: in_host, DISK: in_disk}
-"""By tier."""
+"""Function of each tier that makes the name of a block in it."""

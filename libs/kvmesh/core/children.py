@@ -15,13 +15,13 @@ import signal
 
 
 def ask_to_end(process: asyncio.subprocess.Process) -> None:
-    """Sends SIGTERM to a process, also if it is stopped; nothing if it has ended."""
-    for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped hears nothing
+    """Sends SIGTERM to a process, also if it is stopped; does nothing if it has ended."""
+    for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped process handles no signals
         _send(process, number)
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """Sends SIGKILL to a process; nothing if it has ended."""
+    """Sends SIGKILL to a process; does nothing if it has ended."""
     _send(process, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Time as a collaborator, so that decisions can run on a virtual clock."""
+"""Clocks that are passed as arguments, so that decisions can run on a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds."""
+    """A monotonic clock in seconds."""
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
@@ -29,7 +29,7 @@ class ManualClock:
         self._now = start
 
     def now(self) -> float:
-        """The time it was set to."""
+        """Returns the time that the clock was set to."""
         return self._now
 
     def advance(self, seconds: float) -> None:

@@ -1,12 +1,12 @@
 """Configuration of services: defaults < TOML file < environment < command line.
 
 A config is a frozen dataclass whose fields are str, int, float, bool, `X | None` or another such
-dataclass. Field `section.name` has the flag `--section.name` and the environment twin
-`KVMESH_SECTION__NAME`; a `secret` has no flag, since command lines can be read by every user of a
-machine. The help text is the field's `metadata["help"]`. A number below 0 is an error unless the
-default is one; what has to be above 0 is declared as `positive`. An unknown key is an error; in the
-environment, which services share, only within a section that this service has, and only if no
-service has it (`core/shared_sections.py`).
+dataclass. Field `section.name` has the flag `--section.name` and the environment variable
+`KVMESH_SECTION__NAME`. A `secret` has no flag, because every user of a machine can read command
+lines. The help text is the field's `metadata["help"]`. A number below 0 is an error unless the
+default is below 0 too; a `positive` field must be above 0. An unknown key is an error. In the
+environment, which services share, it is one only within a section of this service, and only if no
+service has that option (`core/shared_sections.py`).
 This is the only module that reads the environment. Tests: tests/unit/core/test_config.py.
 """
 
@@ -44,29 +44,29 @@ _KIND_NOUNS: dict[object, str] = {
 
 
 _LIKE = 0.8
-"""Share of letters in common from which on a name is taken for another one mistyped."""
+"""Minimum similarity ratio (`difflib`) of a mistyped name to the suggested one."""
 
 _UNRECOGNIZED = "unrecognized arguments: "
-"""How argparse begins to say that there is no such flag."""
+"""Start of argparse's message about an unknown flag."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; all flags are a question away."""
+    """A parser whose errors are one line that points to `--help`."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the line and leaves with the exit code of wrong usage."""
+        """Prints the line and exits with code 2 for wrong usage."""
         meant = self._meant(message) if message.startswith(_UNRECOGNIZED) else ""
         self.exit(2, f"{self.prog}: {message}{meant or f'; see `{self.prog} --help`'}\n")
 
     def _meant(self, message: str) -> str:
-        """The flag that the first unknown one is like, if there is one."""
+        """Returns a suggestion for the first unknown flag; empty if none is similar."""
         first = message.removeprefix(_UNRECOGNIZED).split()[0].partition("=")[0]
         return nearest(first, self._option_string_actions)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What somebody may have meant, as the end of a sentence; empty if nothing is like it."""
-    # What all have in common makes none of them likely.
+    """Returns "did you mean" with the most similar known name; empty if none is similar."""
+    # A common prefix would make all names similar.
     bare = {each.removeprefix("--").removeprefix(ENV_PREFIX): each for each in sorted(known)}
     word = name.removeprefix("--").removeprefix(ENV_PREFIX)
     near = difflib.get_close_matches(word, bare, n=1, cutoff=_LIKE)
@@ -77,19 +77,21 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
 def option(default: Any, help_text: str) -> Any:
-    """A config field with a default and a help text."""
+    """Returns a config field with a default and a help text."""
     if dataclasses.is_dataclass(default) and isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata={"help": help_text})
     return dataclasses.field(default=default, metadata={"help": help_text})
 
 
 def positive(default: float, help_text: str) -> Any:
-    """A config field for a number above 0."""
+    """Returns a config field for a number above 0."""
     return dataclasses.field(default=default, metadata={"help": help_text, "positive": True})
 
 
 def secret(help_text: str) -> Any:
-    """A text field that is never printed and comes from a file or the environment alone."""
+    """Returns a text field that is never printed and is read only from a file or the
+    environment.
+    """
     return dataclasses.field(default="", metadata={"help": help_text, "secret": True})
 
 
@@ -116,7 +118,7 @@ class Option:
 
 
 def options_of(config: type[Any]) -> list[Option]:
-    """All leaves of a config class, in order."""
+    """Returns all leaves of a config class, in order."""
     return list(_leaves(config, ()))
 
 
@@ -164,14 +166,14 @@ def _parse(option: Option, raw: Any, origin: str) -> Any:
 def _number(kind: Any, raw: Any) -> Any:
     value = kind(raw)
     if isinstance(raw, bool) or math.isnan(value) or (isinstance(raw, float) and value != raw):
-        raise ValueError(raw)  # what a file says is a number is not made another one
+        raise ValueError(raw)  # a number in a file is not rounded
     return value
 
 
 def _in_range(option: Option, value: Any, origin: str) -> Any:
     name = ".".join(option.path)
     if option.path[-1] == "port" or option.path[-1].endswith("_port"):
-        # A listener would take one modulo 65,536 and say nothing.
+        # A listener would silently use the port modulo 65,536.
         if not -1 <= value <= _LAST_PORT:
             raise ConfigError(f"{origin}: {name}: {value} is not a port")
         return value
@@ -224,7 +226,7 @@ def load_config(
     """Builds a config from all its sources.
 
     Raises:
-        ConfigError: an unknown key or a value of the wrong type; the message names the source.
+        ConfigError: a key is unknown or a value has the wrong type; the message names the source.
     """
     environ = os.environ if environ is None else environ
     options = options_of(config)
@@ -280,7 +282,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def format_config(config: Any) -> str:
-    """The config as TOML-like lines, secrets masked."""
+    """Returns the config as TOML-like lines with masked secrets."""
     lines: list[str] = []
 
     def walk(value: Any, path: tuple[str, ...]) -> None:
@@ -299,26 +301,26 @@ def format_config(config: Any) -> str:
 
 
 def without_password(text: str) -> str:
-    """A text as shown to people; the password in a URL is masked."""
+    """Returns a text with the password of each URL masked, to show to people."""
     return re.sub(r"(://[^/:@\s]*:)[^/\s]*@", r"\1***@", text)
 
 
 def environment(name: str, default: str = "") -> str:
-    """A single environment variable, for values that are not part of a service's config."""
+    """Returns an environment variable, for values that are not part of a service's config."""
     return os.environ.get(name, default)
 
 
 def own_environment() -> dict[str, str]:
-    """All variables that are named as ours."""
+    """Returns all environment variables that begin with `KVMESH_`."""
     return {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
 
 
 def default_environment(values: Mapping[str, str]) -> None:
-    """Sets variables that nobody has set, for a library that reads them when it is loaded."""
+    """Sets variables that are not set yet, for a library that reads them when it is loaded."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with additions, for a child process."""
+    """Returns this process's environment with additions, for a child process."""
     return {**os.environ, **extra}

@@ -1,8 +1,8 @@
 """Cores that this process may use: its affinity, and the CPU quotas of its control groups.
 
-A container with a quota sees all cores of its host. Linux stops its threads for the rest of a
-period (100 ms) once they have used the quota up, and threads that compute together then wait for
-those that are stopped. Tests: tests/unit/core/test_cores.py.
+A container with a quota sees all cores of its host. Once its threads have used the quota up, Linux
+stops them for the rest of the period (100 ms), and threads that compute together wait for the
+stopped ones. Tests: tests/unit/core/test_cores.py.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _UNBOUNDED = ("max", "-1")
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy, at least 1."""
+    """Returns the number of cores that this process may keep busy, at least 1."""
     seen = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return whole_cores(seen, cpu_quota())
 
 
 def whole_cores(seen: int, quota: float) -> int:
-    """Cores within a quota, rounded down: a thread more than it has time for stops all of them."""
+    """Returns the cores within a quota, rounded down: one thread too many would stop them all."""
     return max(1, int(min(seen, quota)))
 
 
 def cpu_quota(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> float:
-    """Cores' worth of time that this process's control groups leave it; infinite without a quota.
+    """Returns the CPU quota of this process's control groups in cores; infinite without a quota.
 
     Args:
-        groups: where control groups are mounted, those of version 1 below it by controller.
+        groups: mount point of the control groups; version 1 has a folder per controller below it.
         membership: the process's groups, as in /proc/self/cgroup (cgroups(7)).
     """
     try:
@@ -51,9 +51,9 @@ def cpu_quota(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> float:
 
 
 def _folders(mount: Path, path: str) -> list[Path]:
-    """A group and those above it, each of which has its own quota.
+    """Returns the folders of a group and of its parents, each of which has its own quota.
 
-    Those that a container does not see are not there: the mount is then its own group.
+    Inside a container the parents' folders do not exist, and the mount point is its own group.
     """
     parts = PurePosixPath(path).parts[1:]
     return [mount.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
@@ -67,10 +67,10 @@ def _read(folder: Path, *names: str) -> float:
 
 
 def quota_of(text: str) -> float:
-    """A quota in cores, from microseconds per period: `150000 100000` is 1.5.
+    """Returns a quota in cores, from microseconds per period: `150000 100000` is 1.5.
 
     Raises:
-        ValueError: it is no quota.
+        ValueError: the text is no quota.
     """
     allowed, period = text.split()
     return math.inf if allowed in _UNBOUNDED else int(allowed) / int(period)

@@ -1,4 +1,4 @@
-"""What people want to see of models, workers and links; workers with all that is known of them."""
+"""Details of models, workers and links for people, and workers with all that is known of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
 
 @dataclass(frozen=True, slots=True)
 class ModelDetail:
-    """What the scheduler's planner says about one model, for people.
+    """The state of the scheduler's planner for one model, for people.
 
     Attributes:
-        remote_cluster: that long prompts are sent to; empty: none.
-        threshold_tokens: longer uncached prompts go there; None without a remote cluster.
+        remote_cluster: name of the cluster that long prompts are sent to; empty: none.
+        threshold_tokens: prompts with more uncached tokens go there; None without a remote cluster.
     """
 
     model: str
@@ -23,29 +23,33 @@ class ModelDetail:
 
 
 GET = "get"
-"""The kind of channel under which links show what was read, whatever carried it."""
+"""Channel name of a link's reads, whichever transport carried them."""
 
 COPY = "copy"
-"""As `GET`, for planned copies: they give way to others, so their pace tells nobody."""
+"""Same as `GET`, for planned copies. They yield to other transfers, so their speed says nothing."""
 
 ASK, ANSWER = "ask", "answer"
-"""As `GET`, for questions to the other worker and for what it answered."""
+"""Same as `GET`, for remote queries sent to the other worker and for the answers to its queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDetail:
-    """A worker's way to another worker, for people.
+    """A worker's link to another worker, for people.
 
     Attributes:
-        channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other,
-            copy for what is read of it as planned, ask and answer for queries.
-        bytes_total: KV bytes that arrived since start; of ask and answer, of queries and attention.
-        queued_bytes: asked for and not ended.
-        busy_s: time with a transfer under way since start.
-        budget_bytes_s: bound on the link; 0 is none.
-        rtt_s: smoothed round trip; of answers, that of a question in one layer. 0 is not known.
-        pair_s: of answers, attention for each query token and token of a prefix in all layers.
-        failed_total: transfers that were refused or lost.
+        channel: kind of channel for sent KV: local, ipc, shm, nixl or tcp. Else `get` for reads
+            from the other worker, `copy` for planned copies from it, `ask` and `answer` for
+            remote queries.
+        bytes_total: KV bytes that arrived since start; for ask and answer, bytes of queries and
+            attention.
+        queued_bytes: bytes of requested transfers that have not ended.
+        busy_s: seconds since start with a transfer in flight.
+        budget_bytes_s: limit on the link's bandwidth; 0 is none.
+        rtt_s: smoothed round-trip time in seconds; for answer, of a query in one layer. 0 is not
+            known.
+        pair_s: for answer, seconds of attention per pair of query token and prefix token in all
+            layers.
+        failed_total: number of transfers that were refused or lost.
     """
 
     peer: WorkerId
@@ -62,13 +66,13 @@ class LinkDetail:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDetail:
-    """What people want to see of a worker. Decisions read of it the links alone.
+    """Details of a worker for people. Route decisions read only the links.
 
     Attributes:
-        cordoned: no new work is routed to it, by order of an operator.
-        blocks_cached: hold cached KV and are free to be taken.
-        prompt_tokens_total: looked up in the prefix cache since start.
-        cached_tokens_total: found there since start.
+        cordoned: whether an operator ordered that it gets no new work.
+        blocks_cached: number of blocks that hold cached KV and are free to be reused.
+        prompt_tokens_total: prompt tokens looked up in the prefix cache since start.
+        cached_tokens_total: prompt tokens found there since start.
     """
 
     cordoned: bool = False
@@ -83,17 +87,17 @@ class FleetWorker:
     """A worker with its load.
 
     Attributes:
-        reported: False until it reports: its load is a guess, its totals are not known. A worker
-            that serves for long is new to a scheduler that was restarted.
-        reported_at: when its load came, by the scheduler's clock.
-        health: a worker that is DEGRADED or DEAD is told to be draining, too.
-        fault: what is wrong with it, for people.
+        reported: False until its first report to this scheduler: until then its load is a guess and
+            its totals are not known. After a scheduler's restart this holds for old workers too.
+        reported_at: when its load arrived, in seconds of the scheduler's clock.
+        health: level of its fault; a DEGRADED or DEAD worker is also shown as draining.
+        fault: description of its fault, for people.
     """
 
     info: WorkerInfo
     load: WorkerLoad
     detail: WorkerDetail = WorkerDetail()
-    reported: bool = field(default=True, compare=False)  # not told to watchers
-    reported_at: float = field(default=0.0, compare=False)  # neither
+    reported: bool = field(default=True, compare=False)  # not sent to watchers
+    reported_at: float = field(default=0.0, compare=False)  # not sent either
     health: Health = Health.OK
     fault: str = ""

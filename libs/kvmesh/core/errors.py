@@ -4,12 +4,12 @@ KvMeshError
 ├── ConfigError            the service cannot start as configured
 ├── InvalidRequestError    400 / INVALID_ARGUMENT, names the field
 ├── ModelNotFoundError     404 / NOT_FOUND
-├── GoneError              410 / FAILED_PRECONDITION, a stream that nobody can go on with
-├── StructureError         400 / INVALID_ARGUMENT, output cannot follow the structure asked for
+├── GoneError              410 / FAILED_PRECONDITION, a stream that cannot be resumed
+├── StructureError         400 / INVALID_ARGUMENT, output cannot follow the requested structure
 ├── AuthenticationError    401 / UNAUTHENTICATED
 ├── RefusedError           429 or 503 / RESOURCE_EXHAUSTED or UNAVAILABLE, carries a Refusal
 ├── DeadlineError          504 / DEADLINE_EXCEEDED
-├── LostError              502 / UNAVAILABLE, work was lost by a failure below
+├── LostError              502 / UNAVAILABLE, a failure of another service lost work
 ├── ProtocolError          a peer broke the wire contract
 ├── OutOfBlocksError       the block pool cannot serve an allocation
 └── CheckpointError        a model folder cannot be loaded
@@ -23,7 +23,7 @@ from kvmesh.core.types import Refusal, RefusalReason
 
 
 class KvMeshError(Exception):
-    """Root of all our errors."""
+    """Base class of all KVMesh errors."""
 
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -58,7 +58,7 @@ class ModelNotFoundError(InvalidRequestError):
 
 
 class GoneError(InvalidRequestError):
-    """What is needed to go on with a stream is not there, or is not the caller's."""
+    """A stream's journal does not exist, or does not belong to the caller."""
 
     http_status = 410
     grpc_status = "FAILED_PRECONDITION"
@@ -68,7 +68,7 @@ class GoneError(InvalidRequestError):
 
 
 class StructureError(InvalidRequestError):
-    """Output cannot follow the structure that was asked for; the message says why."""
+    """Output cannot follow the requested structure; the message says why."""
 
 
 class AuthenticationError(KvMeshError):
@@ -79,7 +79,7 @@ class AuthenticationError(KvMeshError):
 
 
 class RefusedError(KvMeshError):
-    """A service said no; the refusal travels on to the client."""
+    """A service refused; the refusal is passed on to the client."""
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
@@ -103,7 +103,7 @@ class DeadlineError(KvMeshError):
 
 
 class LostError(KvMeshError):
-    """Work was lost by a failure below."""
+    """A failure of another service lost work."""
 
     http_status = 502
     grpc_status = "UNAVAILABLE"

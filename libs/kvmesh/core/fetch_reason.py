@@ -1,4 +1,4 @@
-"""Why routes let workers bring KV from others, in one word."""
+"""Why a route lets a worker fetch KV from another one, or does not, in one word."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ class FetchReason(enum.Enum):
     """Why a candidate fetches a prefix, or does not."""
 
     NOBODY = "nobody"
-    """Nobody holds any of the prompt, or nobody knows."""
+    """No worker is known to hold a part of the prompt."""
     HELD = "held"
-    """Nobody holds more than the candidate itself."""
+    """No worker holds more than the candidate itself."""
     SHORT = "short"
-    """What it lacks is computed before it could be asked for."""
+    """The missing part is too short: it is computed before a request for it could be sent."""
     SLOW = "slow"
-    """What it lacks is computed before it would be here."""
+    """The missing part is computed before its KV would arrive."""
     LOAD = "load"
-    """What it lacks in its pool lies in its own tiers, and nobody has it here sooner."""
+    """The part missing in its pool lies in its own tiers, and no other worker delivers it
+    sooner."""
     FETCH = "fetch"
-    """What it lacks is here before it would be computed."""
+    """The missing part's KV arrives before it would be computed."""
     ASK = "ask"
-    """What it lacks is with the worker that is to decode, and is asked for there sooner still."""
+    """The decode worker holds the missing part, and querying it there is faster than a fetch."""
     CHAIN = "chain"
-    """Other workers compute the beginning of what it lacks at the same time."""
+    """Other workers compute the beginning of the missing part at the same time."""

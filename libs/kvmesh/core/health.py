@@ -1,4 +1,4 @@
-"""Levels of faults. Who has which: `policy/health.py`."""
+"""Levels of faults. `policy/health.py` decides which worker has which level."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Health(enum.IntEnum):
 
     OK = 0
     SUSPECT = 1
-    """Tried last."""
+    """The worker is tried last."""
     DEGRADED = 2
-    """Takes nothing new; what runs there may end."""
+    """The worker gets no new requests; running ones may finish there."""
     DEAD = 3
-    """What runs there is lost, and goes on elsewhere at once."""
+    """The worker's running requests are lost, and continue on other workers at once."""

@@ -1,7 +1,7 @@
-"""Ctrl-C while a program still loads its modules.
+"""Handles Ctrl-C while a program still loads its modules.
 
-An import that is interrupted ends with a traceback of up to forty lines that tells nobody anything.
-Until it has begun its work a program that is interrupted just ends, as one in C would.
+An interrupted import ends with a useless traceback of up to forty lines. With these functions a
+program that is interrupted before its work begins just ends, like a C program.
 Tests: tests/integration/test_interrupts.py.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 
 def end_when_interrupted() -> None:
-    """Ctrl-C ends the process without a word (130 to a shell) until somebody handles it.
+    """Lets Ctrl-C end the process silently (130 to a shell) until a handler is installed.
 
-    For programs whose event loop handles it once it runs. Where interrupts are ignored, as in what
-    a shell started in the background, they stay ignored.
+    For programs whose event loop handles Ctrl-C once it runs. If interrupts are ignored, as in
+    background jobs of a shell, they stay ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -25,9 +25,9 @@ def end_when_interrupted() -> None:
 
 @contextlib.contextmanager
 def ended_when_interrupted() -> Iterator[None]:
-    """The same while modules load; afterwards Ctrl-C is `KeyboardInterrupt` again.
+    """Lets Ctrl-C end the process silently inside the context; after it, `KeyboardInterrupt` again.
 
-    Does nothing in other threads than the main one, which cannot change it.
+    Does nothing outside the main thread, because other threads cannot change signal handlers.
     """
     before = signal.getsignal(signal.SIGINT)
     if (

@@ -1,6 +1,6 @@
-"""Who starts and ends workers: `kvmesh up` on this machine, or an orchestrator.
+"""Interface of a launcher, which starts and ends workers: `kvmesh up` or an orchestrator.
 
-The one way by which the mesh grows, shrinks and replaces what hangs. Tests:
+The mesh grows, shrinks and replaces hanging workers only through it. Tests:
 tests/unit/cli/test_local_workers.py.
 """
 
@@ -19,12 +19,13 @@ class LaunchError(KvMeshError):
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What a worker is to be.
+    """Specification of a worker to start.
 
     Attributes:
-        scenario: whose group it joins; empty: that of any scenario.
-        checkpoint: folder or name of its model, as its machine sees it; empty: that of the others.
-        model: name under which it is served; empty: the launcher's first.
+        scenario: scenario of the group that it joins; empty: the general group.
+        checkpoint: folder or name of its model, as its machine sees it; empty: the launcher's
+            default.
+        model: name under which it is served; empty: the launcher's first model.
     """
 
     role: Role
@@ -35,43 +36,43 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A worker that a launcher keeps."""
+    """A worker that a launcher keeps running."""
 
     worker_id: WorkerId
     spec: LaunchSpec
 
 
 class Launcher(Protocol):
-    """Starts and ends workers. What it started, it keeps alive until it is told to stop it."""
+    """Starts and ends workers. It restarts a worker that ends until it is told to stop it."""
 
     async def start(self, spec: LaunchSpec) -> WorkerId:
-        """Starts a worker and returns its name before it has loaded its model.
+        """Starts a worker and returns its name, before the worker has loaded its model.
 
         Raises:
-            LaunchError: it cannot.
+            LaunchError: the launcher cannot start it.
         """
         ...
 
     async def stop(self, worker_id: WorkerId) -> None:
-        """Lets a worker finish what runs, ends it, and keeps it no more.
+        """Lets a worker finish its requests, ends it, and does not restart it.
 
         Raises:
-            LaunchError: it keeps no such worker.
+            LaunchError: the launcher keeps no such worker.
         """
         ...
 
     async def restart(self, worker_id: WorkerId) -> None:
-        """Kills a worker at once: it hangs. Its next life begins as after any end.
+        """Kills a hanging worker at once; it is started again as after any end.
 
         Raises:
-            LaunchError: it keeps no such worker.
+            LaunchError: the launcher keeps no such worker.
         """
         ...
 
     async def list(self) -> list[Launched]:
-        """The workers that it keeps, whether they run now or are about to be started again.
+        """Returns the workers that it keeps, both running ones and those about to restart.
 
         Raises:
-            LaunchError: it does not answer.
+            LaunchError: the launcher does not answer.
         """
         ...

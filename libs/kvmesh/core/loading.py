@@ -1,8 +1,8 @@
-"""Loads a service's modules without looking for garbage, and libraries without what they can do
-without.
+"""Speeds up a service's start: imports without the garbage collector, and libraries without their
+optional dependencies.
 
-Most of a start is imports, and they make objects that stay; the collector walks all of them again
-and again, which costs a tenth of the start. `run_service` turns it on when the service serves.
+Most of a start is imports. They create lasting objects that the collector scans again and again,
+which costs a tenth of the start. `run_service` turns the collector on when the service serves.
 Tests: tests/integration/test_app.py, tests/unit/runtime/test_loading.py.
 """
 
@@ -15,15 +15,15 @@ from contextlib import contextmanager
 
 
 def load_without_collector() -> None:
-    """Turns the cyclic garbage collector off until somebody calls `gc.enable`."""
+    """Turns the cyclic garbage collector off until `gc.enable` is called."""
     gc.disable()
 
 
 @contextmanager
 def without(*modules: str) -> Iterator[None]:
-    """What is imported here does not find these modules, and has to do without them.
+    """Hides modules from the imports inside the context, which then do without them.
 
-    Those that are loaded already stay.
+    Modules that are loaded already stay visible.
     """
     hidden = [name for name in modules if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: it is not there

@@ -1,6 +1,6 @@
-"""The secret that all services of one mesh share, and the proofs that are made with it.
+"""The secret that all services of one mesh share, and proofs made with it.
 
-The secret itself never leaves a process: a caller sends an HMAC of what it is about to do.
+The secret itself never leaves a process: a caller sends an HMAC of its request.
 Tests: tests/unit/core/test_mesh_secret.py.
 """
 
@@ -36,16 +36,16 @@ class MeshSecret:
         self._key = text.encode(errors="surrogateescape")
 
     def proof(self, purpose: str, content: bytes) -> bytes:
-        """The `PROOF_BYTES` bytes that only a holder of the secret can make.
+        """Returns the proof of `PROOF_BYTES` bytes, which only a holder of the secret can make.
 
         Args:
-            purpose: keeps a proof of one protocol from being valid in another; has no NUL.
-            content: what the proof is for.
+            purpose: name of the protocol, without NUL; a proof is invalid in another protocol.
+            content: the bytes that are proven.
         """
         return hmac.digest(self._key, purpose.encode() + b"\0" + content, "sha256")
 
     def accepts(self, proof: bytes, purpose: str, content: bytes) -> bool:
-        """Whether a proof is right; compared in constant time."""
+        """Whether a proof is valid; compared in constant time."""
         return hmac.compare_digest(proof, self.proof(purpose, content))
 
     def __repr__(self) -> str:
@@ -53,17 +53,18 @@ class MeshSecret:
 
 
 def new_secret() -> str:
-    """A random secret as text."""
+    """Returns a random secret as text."""
     return secrets.token_hex(_RANDOM_BYTES)
 
 
 def load_secret(file: str, text: str = "", name: str = "server.secret_file") -> MeshSecret | None:
-    """The configured secret; None without one.
+    """Returns the configured secret; None if there is none.
 
     Args:
-        file: holds the secret; blanks around it do not count. Wins over `text`.
+        file: path of the file with the secret, where blanks around it do not count; takes
+            precedence over `text`.
         text: the secret itself, from the environment.
-        name: of the option that names the file, for errors.
+        name: name of the option for the file, for errors.
 
     Raises:
         ConfigError: the file cannot be read, or the secret is too short.

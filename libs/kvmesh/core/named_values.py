@@ -1,4 +1,4 @@
-"""Options that are lists of NAME=VALUE. Tests: tests/unit/core/test_named_values.py."""
+"""Parses options that are lists of NAME=VALUE. Tests: tests/unit/core/test_named_values.py."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from kvmesh.core.errors import ConfigError
 
 
 def named_values(text: str, option: str, form: str) -> dict[str, str]:
-    """Reads such a list, comma-separated, in its order.
+    """Parses a comma-separated list of NAME=VALUE and keeps its order.
 
     Args:
-        option: its name, for errors.
-        form: what an entry looks like, for errors.
+        option: name of the option, for errors.
+        form: description of an entry, for errors.
 
     Raises:
-        ConfigError: it is malformed, or names one twice.
+        ConfigError: the list is malformed, or a name occurs twice.
     """
     found: dict[str, str] = {}
     for each in filter(None, (part.strip() for part in text.split(","))):

@@ -1,10 +1,10 @@
-"""The C++ libraries of this package: what they are made of, for which CPUs, and loading them.
+"""The C++ libraries of this package: their sources, their CPU levels, and loading them.
 
-They are built once, by `make setup` or into a wheel (scripts/build_native.py), never by a process
-that serves. Of each there is one file for every level of instructions, beside the Python file that
-loads it: `_NAME_LEVEL.so`. The best that this CPU can run is taken. A library carries the digest of
-what it was made from; where sources lie beside it that have changed since, it is not loaded: its
-functions may take other arguments by now. Tests: tests/unit/core/test_native_libraries.py.
+They are built once, by `make setup` or into a wheel (scripts/build_native.py), never by a serving
+process. Each library has one file per instruction level, `_NAME_LEVEL.so`, beside the Python file
+that loads it. The best level that this CPU can run is loaded. A library contains the digest of its
+sources. If the sources beside it have changed since, it is not loaded, because its functions may
+take other arguments. Tests: tests/unit/core/test_native_libraries.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Level:
-    """Instructions that a library may use.
+    """An instruction level that a library may be compiled for.
 
     Attributes:
         name: part of file names.
-        flags: for the compiler.
-        needs: what /proc/cpuinfo must list.
+        flags: compiler flags.
+        needs: CPU flags that /proc/cpuinfo must list.
     """
 
     name: str
@@ -47,18 +47,18 @@ LEVELS: dict[str, tuple[Level, ...]] = {
     ),
     "aarch64": (Level("neon", ("-march=armv8-a+crc",), frozenset({"asimd", "crc32"})),),
 }
-"""By machine, the best first."""
+"""Levels of each machine type, best first."""
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """One library.
+    """A native library and how it is built.
 
     Attributes:
-        name: with which its sources begin.
-        folder: where sources and libraries lie, from the package on.
-        units: sources that are compiled by themselves; headers are all of the folder.
-        flags: for the compiler, beside those of a level.
+        name: prefix of its source files' names.
+        folder: folder of its sources and libraries, relative to the package.
+        units: sources that are compiled; all headers of the folder belong to the library too.
+        flags: compiler flags besides those of the level.
     """
 
     name: str
@@ -67,17 +67,20 @@ class NativeLibrary:
     flags: tuple[str, ...]
 
     def file_name(self, level: Level) -> str:
-        """Of the library for that level."""
+        """Returns the library's file name for a level."""
         return f"_{self.name}_{level.name}.so"
 
     def sources(self, package: Path = _PACKAGE) -> list[Path]:
-        """Units and headers; empty where none are, as in a wheel."""
+        """Returns the units and headers; empty if there are none, as in a wheel."""
         folder = package / self.folder
         paths = [folder / unit for unit in self.units]
         return [*paths, *sorted(folder.glob("*.h"))] if all(map(Path.is_file, paths)) else []
 
     def digest(self, level: Level, package: Path = _PACKAGE) -> str:
-        """Of all that decides what is in the library but for the compiler; the library holds it."""
+        """Returns the digest of sources and flags that is stored in the library.
+
+        The compiler is not part of it.
+        """
         digest = hashlib.sha256(repr((self.flags, level.flags)).encode())
         for path in self.sources(package):
             digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
@@ -99,12 +102,12 @@ LIBRARIES = (HOST, TRANSFER)
 
 
 class NativeError(Exception):
-    """A library is not to be had; the message says why and what to do."""
+    """A library cannot be loaded; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A library in this process, and the level it was made for."""
+    """A loaded library, and the level that it was compiled for."""
 
     library: ctypes.CDLL
     level: str
@@ -112,7 +115,7 @@ class Loaded:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, by the kernel's names; empty where it does not say."""
+    """Returns the CPU's features by the kernel's names; empty if the kernel lists none."""
     if not _CPUINFO.is_file():
         return frozenset()
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
@@ -123,12 +126,12 @@ def cpu_flags() -> frozenset[str]:
 
 
 def machine_levels() -> tuple[Level, ...]:
-    """Levels of machines of this kind, the best first."""
+    """Returns the levels of this machine type, best first."""
     return LEVELS.get(platform.machine(), ()) if sys.platform == "linux" else ()
 
 
 def usable_levels(flags: frozenset[str] | None = None) -> tuple[Level, ...]:
-    """Levels that this CPU can run, the best first; or one with these flags."""
+    """Returns the levels that this CPU can run, or a CPU with these flags; best first."""
     had = cpu_flags() if flags is None else flags
     return tuple(level for level in machine_levels() if level.needs <= had)
 
@@ -136,12 +139,12 @@ def usable_levels(flags: frozenset[str] | None = None) -> tuple[Level, ...]:
 def find_library(
     wanted: NativeLibrary, level: str | None = None, package: Path = _PACKAGE
 ) -> tuple[Path, str]:
-    """The best library of those that are there, and its level.
+    """Returns the path of the best existing file of a library, and its level.
 
     Args:
-        wanted: which one.
-        level: this one alone; the CPU has to have it.
-        package: where folders of libraries lie.
+        wanted: the library.
+        level: the only level to accept; the CPU has to support it.
+        package: parent of the libraries' folders.
 
     Raises:
         NativeError: there is none for this CPU, or it is older than its sources.
@@ -165,10 +168,10 @@ def find_library(
 def load_library(
     wanted: NativeLibrary, level: str | None = None, package: Path = _PACKAGE
 ) -> Loaded:
-    """Loads what `find_library` finds.
+    """Loads the file that `find_library` returns.
 
     Raises:
-        NativeError: it finds none, or the system cannot load it.
+        NativeError: there is none, or the system cannot load it.
     """
     path, name = find_library(wanted, level, package)
     try:
@@ -178,7 +181,7 @@ def load_library(
 
 
 def is_made_from(path: Path, digest: str) -> bool:
-    """Whether the library holds this digest."""
+    """Whether the library contains this digest."""
     return digest.encode() in path.read_bytes()
 
 

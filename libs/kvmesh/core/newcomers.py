@@ -1,7 +1,7 @@
-"""Connections whose peers have not said yet who they are: few at a time, the oldest gives way.
+"""Limits the connections of one port whose peers have not identified themselves yet.
 
-Anybody who reaches a port can open connections and say nothing. Who has something to say does so at
-once: of too many silent ones the oldest is the one that is missed least. Pure.
+Any host that reaches a port can open connections and send nothing. A real peer sends at once, so
+beyond the limit the oldest silent connection is cut. Pure.
 Tests: tests/unit/core/test_newcomers.py.
 """
 
@@ -13,15 +13,16 @@ from typing import Generic, TypeVar
 NewcomerT = TypeVar("NewcomerT", bound=Hashable)
 
 MAX_NEWCOMERS = 128
-"""As many may be unknown at one port; a peer of the mesh is so for some milliseconds."""
+"""Maximum number of unidentified connections at one port; a peer of the mesh identifies itself
+within milliseconds."""
 
 
 class Newcomers(Generic[NewcomerT]):
-    """Those of one port.
+    """The unidentified connections of one port.
 
     Args:
-        cut: ends a connection; called when it has left, at most once for each.
-        limit: most of them at once.
+        cut: closes a connection; called after its removal, at most once for each.
+        limit: maximum number of connections at once.
     """
 
     def __init__(self, cut: Callable[[NewcomerT], object], limit: int = MAX_NEWCOMERS) -> None:
@@ -38,19 +39,19 @@ class Newcomers(Generic[NewcomerT]):
         return newcomer in self._waiting
 
     def enter(self, newcomer: NewcomerT) -> None:
-        """One more connection; the oldest is cut if there are too many."""
+        """Adds a connection; cuts the oldest if there are too many."""
         self._waiting[newcomer] = None
         if len(self._waiting) > self._limit:
             self.cut_oldest()
 
     def leave(self, newcomer: NewcomerT) -> None:
-        """It is known now, or has ended. May be called again."""
+        """Removes a connection that was identified or has ended; may be called again."""
         self._waiting.pop(newcomer, None)
 
     def cut_oldest(self) -> None:
-        """Ends the one that has waited longest; nothing without any."""
+        """Cuts the oldest connection, if there is one."""
         oldest = next(iter(self._waiting), None)
         if oldest is not None:
-            self._waiting.pop(oldest, None)  # where threads serve, it may just have left
+            self._waiting.pop(oldest, None)  # another thread may have just removed it
             self.num_cut += 1
             self._cut(oldest)

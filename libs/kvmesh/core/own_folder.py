@@ -1,7 +1,7 @@
-"""A folder beside temporary files that is this user's alone and outlives the process.
+"""A folder among the temporary files that only this user may enter and that outlives the process.
 
-What is found there is trusted: code is loaded from it, and peers who meet there let each other into
-their memory. Tests: tests/unit/core/test_own_folder.py.
+Its files are trusted: code is loaded from it, and processes that meet there share their memory.
+Tests: tests/unit/core/test_own_folder.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def own_temporary_folder() -> Path:
-    """The folder, made now if it is not there.
+    """Returns the folder; creates it if it does not exist.
 
     Raises:
-        OSError: it cannot be made, or somebody else was first, or may enter it.
+        OSError: it cannot be created, or another user owns it or may enter it.
     """
     folder = Path(tempfile.gettempdir()) / f"kvmesh-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,6 +1,6 @@
-"""How fast a worker's decode steps are, and what it can take of requests with limits on that.
+"""The speed of a worker's decode steps, and its room for requests with a TPOT limit.
 
-`kvmesh.policy.token_pace` decides by it. Tests: tests/unit/policy/test_token_pace.py.
+`kvmesh.policy.token_pace` decides by these values. Tests: tests/unit/policy/test_token_pace.py.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from kvmesh.core.values import quick
 
 NO_LIMIT_S = math.inf
-"""Of a request that accepts any time per token."""
+"""TPOT limit of a request that accepts any time per token, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """Seconds of a decode step: `constant_s + token_s * tokens of context`; zeros: not known."""
+    """Seconds of a decode step: `constant_s + token_s * context tokens`; both 0: not known."""
 
     constant_s: float = 0.0
     token_s: float = 0.0
 
     def of(self, context_tokens: float) -> float:
-        """Seconds of a step whose sequences have so many tokens together."""
+        """Returns the seconds of a step whose sequences have so many context tokens in total."""
         return self.constant_s + self.token_s * context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PaceRoom:
-    """What a decode worker has to offer to those with limits.
+    """A decode worker's room under the TPOT limits of its sequences.
 
     Attributes:
-        pace: of its decode steps.
-        context_tokens: of all sequences here, those included whose KV is awaited.
-        strictest_s: limit of the strictest of them; infinite: none has one.
-        spare_s: seconds of computing prompts for which hardly any of them is expected to miss its
-            limit.
+        pace: speed of its decode steps.
+        context_tokens: total context of its sequences, including those whose KV has not arrived.
+        strictest_s: smallest TPOT limit of these; infinite if none has a limit.
+        spare_s: seconds of prefill that it can add before more than a few of these are expected to
+            miss their limits (`token_pace.BEARABLE_MISSES`).
     """
 
     pace: StepPace = StepPace()
@@ -44,6 +44,6 @@ class PaceRoom:
     spare_s: float = math.inf
 
 
-# As in `core/types.py`: every load that a worker reports has one of each.
+# For speed, as in `core/types.py`: every load that a worker reports contains one of each.
 for _often_made in (StepPace, PaceRoom):
     quick(_often_made)

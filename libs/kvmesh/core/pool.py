@@ -1,4 +1,4 @@
-"""What workers and the kvmanager tell each other about the pool that the workers' caches form.
+"""Messages between workers and the kvmanager about the pool that the workers' caches form.
 
 Tests: tests/unit/rpc/test_convert_pool.py.
 """
@@ -16,12 +16,13 @@ class PoolReport:
     """A worker as a member of the pool.
 
     Attributes:
-        endpoint: where others lease blocks of it.
-        block_bytes: of one block, all layers.
-        room_blocks: empty blocks, and cached ones that nobody has read for a while.
-        read_blocks_total: cached blocks that requests used here instead of computing them, and that
-            other workers read.
-        leaving: it gets no new requests and will be gone; what it alone holds should go elsewhere.
+        endpoint: address at which other workers lease its blocks.
+        block_bytes: bytes of one block, all layers.
+        room_blocks: number of empty blocks, and of cached ones not read for a while.
+        read_blocks_total: number of cached blocks that requests used here instead of computing
+            them, and that other workers read.
+        leaving: whether it gets no new requests and will leave; blocks that it alone holds should
+            be copied elsewhere.
     """
 
     role: Role
@@ -37,8 +38,8 @@ class PoolMember:
     """A worker with its last report, as the planner sees it.
 
     Attributes:
-        namespace: blocks of different namespaces never match.
-        read_blocks: cached blocks that it read of late; faded like the heat of segments.
+        namespace: of its block hashes; blocks of different namespaces never match.
+        read_blocks: recent reads of cached blocks; faded like the heat of segments.
     """
 
     worker_id: WorkerId
@@ -51,12 +52,13 @@ class PoolMember:
 
 @dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """An order to bring a prefix into a worker's own cache.
+    """An order to a worker to copy a prefix into its own cache.
 
     Attributes:
-        source: who holds all of it, and which life of it.
-        endpoint: where `source` leases blocks.
-        hashes: of the whole prefix, from its first block.
+        source: the worker that holds all of it.
+        source_incarnation: incarnation of that worker.
+        endpoint: address at which `source` leases blocks.
+        hashes: block hashes of the whole prefix, from its first block.
     """
 
     order_id: str
@@ -68,10 +70,10 @@ class CopyOrder:
 
 @dataclass(frozen=True, slots=True)
 class EvictionHint:
-    """Blocks that leave a worker first when it needs room: others hold them too, nobody reads them.
+    """Blocks that a worker evicts first: no request reads them, and other workers hold them too.
 
     Attributes:
-        hashes: in the order of their prefix; the last one leaves first.
+        hashes: in the order of their prefix; the last one is evicted first.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -81,13 +83,13 @@ PoolOrder = CopyOrder | EvictionHint
 
 
 class CopyOutcome(enum.Enum):
-    """What became of a copy order, as a metric's label."""
+    """Outcome of a copy order, as a metric's label."""
 
     DONE = "done"
     REFUSED = "refused"
-    """The worker did not begin."""
+    """The worker did not start the copy."""
     FAILED = "failed"
-    """It began, and has less than was asked for."""
+    """The worker started, and has fewer blocks than ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class CopyResult:
 
     Attributes:
         reason: one word of a closed set, for metrics and logs.
-        num_blocks: that the worker has now because of the order.
-        num_bytes: that travelled.
+        num_blocks: number of blocks that the order added to the worker.
+        num_bytes: number of transferred bytes.
     """
 
     order_id: str

@@ -1,8 +1,8 @@
-"""Options in sections that several services have, each with others of its own.
+"""Options of config sections that several services have with different options.
 
-All services may have one environment: `kvmesh up` gives it to its children, an env file to
-containers. There the name of an option that only another service has is no mistake, while a name
-that no service has still is one. Tests: tests/unit/packaging/test_shared_sections.py.
+All services may share one environment: `kvmesh up` passes it to its children, and an env file to
+containers. So an environment variable for another service's option is no error, but one for an
+option that no service has is. Tests: tests/unit/packaging/test_shared_sections.py.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ SHARED_OPTIONS = frozenset(
     for section, names in (("LIMITS", _LIMITS), ("REDIS", _REDIS))
     for name in names
 )
-"""Environment names that are known to some service, in sections that differ between services."""
+"""Environment variables of all services' options, in the sections that differ between services."""

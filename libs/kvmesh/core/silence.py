@@ -30,10 +30,10 @@ SILENT_S = 3.0
 """Seconds without an answer, counted as above, after which a process hangs."""
 
 LOOK_S = 0.25
-"""How often a parent looks at a child that owes an answer."""
+"""Seconds between two looks of a parent at a child that owes an answer."""
 
 PULSE_S = 1.0
-"""Pause between an answer and the next question."""
+"""Seconds between an answer and the next question."""
 
 _UNKNOWN_FACTOR = 10
 _PROC = Path("/proc")
@@ -41,7 +41,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """What the kernel tells of one thread.
+    """The kernel's accounting of one thread.
 
     Attributes:
         state: letter of proc(5), such as R, S, D, T, t.
@@ -58,7 +58,7 @@ Threads = Mapping[int, ThreadTimes]
 
 
 def read_threads(pid: int) -> Threads:
-    """Threads of a process by id; empty if it has ended or the kernel does not tell."""
+    """Returns the threads of a process by id; empty if it has ended or there is no schedstat."""
     found = {}
     try:
         tasks = list((_PROC / str(pid) / "task").iterdir())
@@ -76,7 +76,9 @@ def read_threads(pid: int) -> Threads:
 
 
 def counted_share(pid: int, before: Threads, after: Threads, seconds: float) -> float:
-    """The share of the time between two looks in which the process could have answered, 0 to 1."""
+    """Returns the fraction of the time between two looks in which the process could answer,
+    0..1.
+    """
     main = after.get(pid)
     if main is not None and main.state in ("D", "t"):
         return 0.0
@@ -93,11 +95,11 @@ def counted_share(pid: int, before: Threads, after: Threads, seconds: float) -> 
 
 
 class Silence:
-    """How long one process has owed an answer.
+    """Counted seconds for which one process owes an answer.
 
     Args:
         pid: the process.
-        read: what the kernel tells of its threads.
+        read: returns the kernel's accounting of its threads.
         limit_s: counted seconds after which it hangs.
     """
 
@@ -115,14 +117,14 @@ class Silence:
         self.counted_s = 0.0
 
     def broken(self) -> None:
-        """Notes an answer: nothing is owed any more."""
+        """Records an answer: the count restarts with the next question."""
         self._looked_s = None
         self.counted_s = 0.0
 
     def look(self, now_s: float) -> bool:
-        """Counts the time since the last look; whether the process hangs.
+        """Counts the time since the last look; returns whether the process hangs.
 
-        To be called every `LOOK_S` while an answer is owed.
+        The caller calls it every `LOOK_S` while an answer is owed.
         """
         threads = self._read(self._pid)
         if self._looked_s is not None:

@@ -1,5 +1,6 @@
-"""Slots: one per continuous life of a publisher of blocks in the store that all kvmanagers share,
-the steps that such a life is told in, and what lookups find.
+"""Slots: one per uninterrupted connection of a publisher in the store that all kvmanagers share;
+the
+changes of a slot, and the result of lookups.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from typing import NewType
 from kvmesh.core.types import WorkerId
 
 Slot = NewType("Slot", str)
-"""Number of one publisher in the store, never used again: what a dead one left never matches."""
+"""Number of a publisher in the store. It is never reused, so blocks left by a dead one never match.
+"""
 
 SLOT_WIDTH = 14
-"""Characters of a slot, fixed, so that several slots can be joined."""
+"""Number of characters of a slot; fixed, so that several slots can be joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """A worker that tells which blocks it holds.
+    """A worker that publishes the blocks that it holds.
 
     Attributes:
-        incarnation: which life of the worker.
-        namespace: blocks of different namespaces never match.
+        incarnation: of the worker.
+        namespace: of its block hashes; blocks of different namespaces never match.
     """
 
     worker_id: WorkerId
@@ -33,24 +35,24 @@ class Publisher:
 
 
 class SlotState(enum.Enum):
-    """What a slot's blocks count for."""
+    """State of a slot: whether lookups find its blocks."""
 
     LOADING = "loading"
-    """Nothing yet: a snapshot is coming in."""
+    """Lookups do not find its blocks yet, because a snapshot is arriving."""
     LIVE = "live"
-    """Lookups see them; an earlier slot of the same worker ends."""
+    """Lookups find its blocks; an earlier slot of the same worker ends."""
     ENDED = "ended"
-    """Nothing any more."""
+    """Lookups no longer find its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotChange:
-    """A step in the life of a slot.
+    """One change of a slot.
 
     Attributes:
-        publisher: whose slot it is; with the first step.
-        state: from now on; None: as before.
-        stored, removed: joined hashes, 16 bytes each; `stored` comes first.
+        publisher: owner of the slot; given with the first change only.
+        state: new state; None: unchanged.
+        stored, removed: joined hashes, 16 bytes each; `stored` is applied first.
     """
 
     slot: Slot
@@ -62,10 +64,10 @@ class SlotChange:
 
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Steps in the order in which the store took them.
+    """Changes in the order of the store's log.
 
     Attributes:
-        position: in the store's log, after these.
+        position: position in the log after these changes.
     """
 
     position: str
@@ -77,7 +79,8 @@ class PrefixMatch:
     """Leading blocks of a request that one worker can resume from.
 
     Attributes:
-        host_blocks, disk_blocks: of these, blocks that are not in its pool, by the fastest tier.
+        num_blocks: number of these blocks.
+        host_blocks, disk_blocks: number of these blocks that are not in its pool, by fastest tier.
     """
 
     worker_id: WorkerId

@@ -1,6 +1,7 @@
-"""Summary statistics of reports: one definition of each, so that what the simulator says, what a
-load measured and what the console shows can be compared. Tests:
-tests/unit/core/test_summary_statistics.py.
+"""Summary statistics of reports, defined once, so that the simulator's results, load measurements
+and the console can be compared.
+
+Tests: tests/unit/core/test_summary_statistics.py.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of all lie below, in their unit; NaN of no values.
+    """Returns the value below which `percent` of all lie, in their unit; NaN without values.
 
-    Between the two nearest ranks it is interpolated linearly, as `numpy.percentile` does, with
-    which vLLM's and others' load generators report.
+    It interpolates linearly between the two nearest ranks, as `numpy.percentile` does, which vLLM's
+    and other load generators use.
 
     Args:
         values: in any order.
@@ -29,12 +30,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; 0 of no values."""
+    """Returns the arithmetic mean; 0 without values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def coefficient_of_variation(values: Sequence[float]) -> float:
-    """Standard deviation over mean; 0 when all are 0."""
+    """Returns standard deviation over mean; 0 if the mean is 0."""
     middle = mean(values)
     if middle == 0:
         return 0.0

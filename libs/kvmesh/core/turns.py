@@ -1,4 +1,4 @@
-"""Long work on the event loop, a part at a time: what else is due runs between two parts.
+"""Runs long work on the event loop in parts, so that other callbacks run between two parts.
 
 Tests: tests/unit/core/test_turns.py.
 """
@@ -12,14 +12,14 @@ from typing import TypeVar
 Made = TypeVar("Made")
 
 Parts = Generator[None, None, Made]
-"""Work that yields after each part and returns what it made."""
+"""Work that yields after each part and returns its result."""
 
 WORKERS_IN_A_TURN = 200
-"""Of a fleet are looked at in one part: half a millisecond, as a rule."""
+"""Number of a fleet's workers processed in one part, which takes about half a millisecond."""
 
 
 async def in_turns(work: Parts[Made]) -> Made:
-    """Does all of it."""
+    """Runs the work to its end and lets other callbacks run between the parts."""
     while True:
         try:
             next(work)
@@ -30,7 +30,7 @@ async def in_turns(work: Parts[Made]) -> Made:
 
 
 def at_once(work: Parts[Made]) -> Made:
-    """Does all of it where nothing else waits."""
+    """Runs the work to its end without a break, for callers outside an event loop."""
     while True:
         try:
             next(work)

@@ -26,7 +26,7 @@ BLOCK_HASH_BYTES = 16
 class FinishReason(enum.Enum):
     """How a request ended; values are OpenAI's words."""
 
-    __hash__ = object.__hash__  # that of `Enum` is Python and takes four times as long
+    __hash__ = object.__hash__  # `Enum.__hash__` is Python code and four times as slow
 
     STOP = "stop"
     LENGTH = "length"
@@ -35,11 +35,11 @@ class FinishReason(enum.Enum):
 
 
 FINISH_WORDS = {reason: reason.value for reason in FinishReason}
-"""`value` by reason: as an attribute it is a call of Python, and each request needs it twice."""
+"""`value` of each reason: as an attribute it is a slow Python call, needed twice per request."""
 
 
 class RefusalReason(enum.Enum):
-    """Why a service said no; the value is the machine-readable word that clients see."""
+    """Why a service refused; the value is the machine-readable word that clients see."""
 
     BUSY = "busy"
     NO_BLOCKS = "no_blocks"
@@ -57,7 +57,7 @@ class RefusalReason(enum.Enum):
 class RouteCause(enum.Enum):
     """What decided a route, in one word; operators and clients see the value."""
 
-    __hash__ = object.__hash__  # that of `Enum` is Python and takes four times as long
+    __hash__ = object.__hash__  # `Enum.__hash__` is Python code and four times as slow
 
     PREFIX = "prefix"
     """The prefill worker holds the start of the prompt."""
@@ -66,29 +66,29 @@ class RouteCause(enum.Enum):
     CHAIN = "chain"
     """Idle prefill workers compute the prompt together, each a part of it."""
     LOAD = "load"
-    """Nobody holds a prefix that counts; the least loaded worker."""
+    """No worker holds a prefix that counts, so the least loaded one is chosen."""
     ROTATION = "rotation"
-    """Whose turn it is."""
+    """The next worker in turn."""
     SHORT_PROMPT = "short_prompt"
-    """Little is left to compute and an idle decode worker does it, so no KV has to move."""
+    """Few tokens are left to compute and a decode worker computes them, so no KV has to move."""
     HELP = "help"
-    """A decode worker has the first token before any prefill worker would."""
+    """A decode worker would give the first token before any prefill worker."""
     LONG_PROMPT = "long_prompt"
-    """So much is left to compute that the remote cluster does it."""
+    """So many tokens are left to compute that the remote cluster computes them."""
     REMOTE_DOWN = "remote_down"
     """Long enough for the remote cluster, which takes no prompts."""
     LOCAL_DOWN = "local_down"
     """Short enough for the local cluster, which takes no prompts."""
     ASKED = "asked"
-    """The placement was asked for."""
+    """The request demanded this placement."""
     NO_PAIR = "no_pair"
-    """There is no prefill and decode worker to keep apart."""
+    """There is no pair of a prefill and a decode worker."""
     NO_SCHEDULER = "no_scheduler"
-    """A gateway decided alone."""
+    """A gateway decided without a scheduler."""
 
 
 class Role(enum.Enum):
-    """What a worker is used for."""
+    """What the scheduler uses a worker for."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -99,7 +99,7 @@ class Role(enum.Enum):
 class Placement(enum.Enum):
     """How prefill and decode of a request are placed."""
 
-    __hash__ = object.__hash__  # that of `Enum` is Python and takes four times as long
+    __hash__ = object.__hash__  # `Enum.__hash__` is Python code and four times as slow
 
     AUTO = "auto"
     DISAGGREGATED = "disaggregated"
@@ -108,11 +108,11 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A no with its reason.
+    """A refusal with its reason.
 
     Attributes:
-        work_done: computation had begun and was lost.
-        retry_after_ms: when trying again may help; 0 is unknown.
+        work_done: whether computation had begun and was lost.
+        retry_after_ms: milliseconds until a retry may succeed; 0 is unknown.
     """
 
     reason: RefusalReason
@@ -137,8 +137,8 @@ class HostRoute:
     """How processes of the same host reach a worker's data channel.
 
     Attributes:
-        host_id: identity of the running host; routes of another one are of no use.
-        socket_path: Unix socket, over which memory is handed over.
+        host_id: identity of the running host; routes of another host are useless.
+        socket_path: Unix socket over which memory is shared.
     """
 
     host_id: str
@@ -156,7 +156,7 @@ class StructureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What generated text must look like, as text of `kind`."""
+    """Required structure of the generated text, written in the language `kind`."""
 
     kind: StructureKind
     text: str
@@ -173,11 +173,11 @@ class SamplingParams:
             so that a stream that moved to another worker goes on with the same tokens.
         max_tokens: counted from the end of the client's prompt.
         num_logprobs: top log-probabilities per token; -1 returns none, 0 the chosen token's only.
-        logit_bias: (token, what is added to its logit).
-        allowed_token_ids: no other token is chosen; empty allows all.
+        logit_bias: pairs of a token and the value added to its logit.
+        allowed_token_ids: the only tokens that may be chosen; empty allows all.
         bad_words: token sequences that are not generated.
-        num_prompt_logprobs: as `num_logprobs`, for the prompt; its KV is then always computed.
-        structure: what the text must look like; None is free text.
+        num_prompt_logprobs: same as `num_logprobs`, for the prompt; its KV is then always computed.
+        structure: required structure of the text; None is free text.
     """
 
     temperature: float = 1.0
@@ -214,7 +214,7 @@ class TokenLogprobs:
     """Log-probabilities of one token, the top ones best first.
 
     Attributes:
-        rank: place of the token among all by log-probability, from 1; 0 is not told.
+        rank: rank of the token among all by log-probability, from 1; 0 is not given.
     """
 
     logprob: float
@@ -229,8 +229,8 @@ class SequenceSpec:
 
     Attributes:
         token_ids: the client's prompt, then tokens generated before (a stream that moved).
-        num_prompt_tokens: how many of them are the client's prompt.
-        root_hash: parent of the first block hash; model, tenant salt and adapter are in it.
+        num_prompt_tokens: number of these tokens that are the client's prompt.
+        root_hash: parent of the first block hash; it covers model, tenant salt and adapter.
         fingerprint: of the checkpoint that all its tokens come from; empty: any.
         adapter: LoRA adapter whose weights are added; empty: none.
     """
@@ -247,12 +247,12 @@ class SequenceSpec:
 class KvLayout:
     """Shape of KV memory: `(num_blocks, layers, 2, block_size, kv_heads, head_dim)` (FlowKV eq. 5).
 
-    Two workers transfer only if all of this agrees.
+    Two workers transfer KV only if all fields are equal.
 
     Attributes:
-        num_kv_heads: of a layer, in this part.
-        order: of the axes; see `kvmesh.core.kv_formats`.
-        tp_rank: which part of the heads it holds, of `tp_size` parts.
+        num_kv_heads: KV heads per layer in this tensor-parallel part.
+        order: order of the axes; see `kvmesh.core.kv_formats`.
+        tp_rank: index of this part of the heads, of `tp_size` parts.
     """
 
     model_fingerprint: str
@@ -280,12 +280,13 @@ class Reservation:
     Attributes:
         generation: attempt number; writers with an older one are refused.
         capability: secret that admits writes.
-        num_cached_blocks: leading blocks that the worker already holds; they are not sent.
-        num_blocks: blocks to write, in order, after the cached ones.
-        lease_ms: without renewal the reservation ends after this time.
-        host_route: the way for senders on the same host; None: by network only.
-        run_lengths: lengths of the runs of consecutive blocks that the blocks to write form, so
-            that the sender can align its own to them; empty: not told.
+        num_cached_blocks: number of leading blocks that the worker already holds; they are not
+            sent.
+        num_blocks: number of blocks to write, in order, after the cached ones.
+        lease_ms: milliseconds after which the reservation ends without renewal.
+        host_route: route for senders on the same host; None: by network only.
+        run_lengths: lengths of the runs of consecutive block ids among the blocks to write, so that
+            the sender can align its own runs to them (FlowKV 3.3); empty: not given.
     """
 
     reservation_id: int
@@ -303,15 +304,16 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker is; fixed for one incarnation.
+    """Properties of a worker, fixed for one incarnation.
 
     Attributes:
-        scenario: that its P/D group serves; empty: any.
-        publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
-        missing_native: libraries of native code that it runs without, slower.
-        start_s: from the start of its process until it could serve; 0: not told.
-        pair_share: work of attention to one position, as a share of a token's other work; 0: it
-            takes no part in prompts that several workers compute.
+        scenario: scenario that its P/D group serves; empty: any.
+        publishes: whether it publishes its blocks to a kvmanager; if not, no prefix is found there.
+        missing_native: native libraries that it runs without, which makes it slower.
+        start_s: seconds from the start of its process until it could serve; 0: not reported.
+        pair_share: work of attention to one position, as a fraction of a token's other work; 0: it
+            takes no part in prompts that several workers compute together.
+        adapters: names of the LoRA adapters that it serves.
     """
 
     worker_id: WorkerId
@@ -336,23 +338,24 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker is doing now: the indicators of FlowKV appendix B.2, and totals.
+    """A worker's present load: the indicators of FlowKV appendix B.2, and totals.
 
     Attributes:
-        prefill_sending: of `prefill_active`, those that are computed and whose KV is not taken yet.
+        prefill_sending: number of `prefill_active` that are computed and whose KV is not sent yet.
         pending_tokens: prompt tokens that are accepted and not computed.
-        budget_used: tokens of the last step as a share of its budget.
-        compute_used: share of the last second in steps with prompts, which are bound by compute.
-        memory_bandwidth_used: share spent in pure decode steps, which are bound by memory.
-        sent_bytes_total: KV that left this worker since its start.
-        sending_bytes: KV asked to leave that has not arrived.
-        sending_s_total: time since its start with KV on its way over TCP.
-        step_age_s: since the engine's running step began; 0: none runs.
-        step_expected_s: what steps like that have taken before; 0: not known.
-        slowdown: time of the latest steps over what such steps have taken before; 0: not known.
-        room: what it can take of requests that limit their time per token.
-        damaged_total: sequences of which the engine computed logits that are not numbers.
-        host_token_s, disk_token_s: until a token's KV is up from there; 0: not known.
+        budget_used: tokens of the last step as a fraction of its budget.
+        compute_used: fraction of the last second in steps with prompts, which are compute-bound.
+        memory_bandwidth_used: fraction of it in pure decode steps, which are memory-bound.
+        sent_bytes_total: KV bytes that left this worker since its start.
+        sending_bytes: KV bytes that wait to be sent or are in flight.
+        sending_s_total: seconds since its start with KV in flight over TCP.
+        step_age_s: seconds since the engine's running step began; 0: none runs.
+        step_expected_s: usual seconds of steps like the running one; 0: not known.
+        slowdown: time of the latest steps over the usual time of such steps; 0: not known.
+        room: room for requests with a TPOT limit.
+        damaged_total: number of sequences for which the engine computed logits that are not
+            numbers.
+        host_token_s, disk_token_s: seconds to bring up a token's KV from that tier; 0: not known.
     """
 
     prefill_active: int = 0
@@ -382,13 +385,13 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that holds more of a prompt than the one that is to compute it, or computes a part.
+    """A worker from which the prefill worker fetches a prefix, because it holds or computes it.
 
     Attributes:
-        num_blocks: leading blocks that it is said to hold.
-        computes: it holds them not: it is asked to compute them at the same time, layer by layer.
-        upstream: who computes the beginning of these blocks for it, in the same way.
-        before_load: it has them here sooner than the reader's own tiers.
+        num_blocks: number of leading blocks that it is said to hold.
+        computes: whether it does not hold them but computes them at the same time, layer by layer.
+        upstream: the worker that computes the beginning of these blocks for it in the same way.
+        before_load: whether it delivers them sooner than the reader's own tiers.
     """
 
     worker_id: WorkerId
@@ -405,11 +408,11 @@ class Candidate:
     """A worker to try for a request.
 
     Attributes:
-        source: whom it should fetch a prefix from before it computes the prompt.
-        fetch: why it should, or not; known where it was decided only.
-        saved_tokens: by which its first token comes sooner through the fetch; likewise.
-        host_tokens, disk_tokens: of `cached_tokens`, those that have to come up from there.
-        load_tokens: by which its first token comes later for that; likewise.
+        source: the worker that it fetches a prefix from before it computes the prompt.
+        fetch: why it fetches or not; only known by the service that decided.
+        saved_tokens: computed tokens by which the fetch brings its first token sooner; likewise.
+        host_tokens, disk_tokens: those of `cached_tokens` that lie in that tier.
+        load_tokens: computed tokens by which bringing these up delays its first token; likewise.
     """
 
     worker_id: WorkerId
@@ -426,15 +429,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """What the scheduler is asked.
+    """A gateway's question to the scheduler: where to run a request.
 
     Attributes:
-        num_tokens: tokens to prefill, generated ones of a moved stream included.
+        num_tokens: tokens to prefill, including generated ones of a moved stream.
         avoid: workers that just failed or refused this request.
-        waiting: requests of the asking gateway that look for workers now.
-        waiting_reserved: of these, those that wait for prefill, with a reservation or behind one.
-        lost: of the workers to avoid, those that lost work of this request.
-        fingerprint: of the checkpoint that is to serve it; empty: any of the model.
+        waiting: number of the gateway's requests that look for workers now.
+        waiting_reserved: number of these that wait for prefill, with a reservation or behind one.
+        lost: workers of `avoid` that lost work of this request.
+        fingerprint: of the checkpoint that must serve it; empty: any of the model.
         tpot_s: longest mean time per token that the client accepts.
     """
 
@@ -459,11 +462,11 @@ class RoutePlan:
     """Where to run a request, and why.
 
     Attributes:
-        prefill: to be tried in this order.
-        decode: to be tried in this order; empty when aggregated (the prefill worker decodes).
-        cache_known: False when the plan was made without cache knowledge.
-        reason: a sentence.
-        cause: a word.
+        prefill: candidates in the order in which they are tried.
+        decode: candidates in that order; empty when aggregated (the prefill worker decodes).
+        cache_known: whether it was known which workers hold a prefix.
+        reason: the reason in a sentence.
+        cause: the reason in a word.
     """
 
     placement: Placement
@@ -489,7 +492,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-# Not as a decorator: a class with one that mypyc does not know is no native one.
+# Not a decorator: mypyc does not compile a class with an unknown decorator to a native class.
 for _often_made in (
     *(Candidate, Endpoint, PrefixSource, RoutePlan, RouteQuery),
     *(SamplingParams, SequenceSpec, Usage, WorkerLoad),

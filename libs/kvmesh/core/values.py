@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are made for every request.
+"""Faster construction of frozen dataclasses that are created for every request.
 
 Tests: tests/unit/core/test_values.py.
 """
@@ -17,12 +17,12 @@ _ABSENT = object()
 def quick(cls: ClassT) -> ClassT:
     """Gives a frozen dataclass with slots an `__init__` that takes about half the time.
 
-    The one that `dataclass` makes looks up `object.__setattr__` and the field's slot for every
-    field, 0.2 us each; a request makes a hundred of them. This one calls the slots themselves. What
-    it takes and what it does is the same.
+    The `__init__` of `dataclass` looks up `object.__setattr__` and the slot for every field, which
+    takes 0.2 us each, and a request creates about a hundred values. This one calls the slots
+    directly. Its arguments and its effect are the same.
 
     Args:
-        cls: the class that `@dataclass(frozen=True, slots=True)` made; it is changed in place.
+        cls: a class made by `@dataclass(frozen=True, slots=True)`; it is changed in place.
     """
     fields = [field for field in dataclasses.fields(cls) if field.init]
     assert len(fields) == len(dataclasses.fields(cls)), "all fields are arguments"
@@ -45,7 +45,7 @@ def quick(cls: ClassT) -> ClassT:
         lines.append(f"    _set_{name}(self, {value})\n")
     if hasattr(cls, "__post_init__"):
         lines.append("    self.__post_init__()\n")
-    # As dataclasses do; nothing in it comes from outside.
+    # `exec` as in `dataclasses`; the source contains no external input.
     source = f"def __init__({', '.join(arguments)}):\n{''.join(lines) or '    pass'}"
     exec(source, names)
     made, plain = names["__init__"], cls.__dict__["__init__"]
@@ -56,7 +56,7 @@ def quick(cls: ClassT) -> ClassT:
 
 
 def changed(value: ValueT, **changes: Any) -> ValueT:
-    """What `dataclasses.replace` gives, for a value of a `quick` class, in a tenth of its time."""
+    """Same as `dataclasses.replace`, for a value of a `quick` class, in a tenth of the time."""
     made: ValueT = value._changed(**changes)  # type: ignore[attr-defined]
     return made
 

@@ -1,7 +1,7 @@
-"""Which tokens the next step computes: pure continuous batching with chunked prefill.
+"""Chooses the tokens of the next step: continuous batching with chunked prefill. Pure.
 
-Decode tokens come first, each sequence one; what is left of the budget goes to prompts, oldest
-first, in chunks. Tests: tests/unit/policy/test_batching.py.
+Decode tokens come first, one per sequence. The rest of the token budget goes to prompts in chunks,
+oldest first. Tests: tests/unit/policy/test_batching.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class BatchLimits:
     Attributes:
         max_tokens: tokens computed in one step, decode tokens included.
         max_sequences: sequences in one step.
-        mixed_tokens: as `max_tokens`, of a step in which some sequence decodes; None is the same.
-            Long chunks use a device best, but every running answer waits for them.
+        mixed_tokens: same as `max_tokens`, for a step in which a sequence decodes; None: equal to
+            `max_tokens`. Long chunks use a device best, but every running answer waits for them.
     """
 
     max_tokens: int = 512
@@ -38,12 +38,11 @@ def plan_batch(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]
     """Divides the step's budget.
 
     Args:
-        remaining: per sequence, oldest first, the tokens without KV; 1 is a decode step.
+        remaining: per sequence, oldest first, the number of tokens without KV; 1 is a decode step.
 
     Returns:
-        One entry per sequence that takes part, in the order of the list. A prompt gets its turn
-        as soon as decode leaves budget, so decode cannot starve while a long prompt runs, and a
-        prompt cannot starve unless decode alone fills the budget.
+        One entry per sequence that takes part, in the order of the list. Decode comes first, so a
+        long prompt cannot starve it. A prompt starves only if decode alone fills the budget.
     """
     budget = limits.max_tokens
     shares: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""How much of the devices the pool's attention will take from the batches to come.
+"""Predicts the fraction of the devices that the pool's attention takes from the next batches.
 
 Source: TokenLake 6.1. Tests: tests/unit/policy/test_cache_load.py.
 """
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolHardware:
-    """All workers of a pool, which are alike.
+    """The identical workers of a pool.
 
     Attributes:
-        memory_bytes_per_s: B_mem, of one worker.
-        flops: F, of one worker.
+        num_workers: N.
+        memory_bytes_per_s: B_mem, memory bandwidth of one worker.
+        flops: F, FLOP/s of one worker.
         hidden_size: d.
     """
 
@@ -36,7 +37,9 @@ class CachedRequest:
 def cache_load(
     requests: Sequence[CachedRequest], compute_s: float, hardware: PoolHardware
 ) -> float:
-    """Share 0..1 of every device that queries to the pool take; the same on all, since it is even.
+    """Returns L, the fraction 0..1 of each device that queries to the pool take (6.1).
+
+    It is the same on all devices, because the pool's load is balanced.
 
     Args:
         compute_s: T_r, the least time of the requests with all devices fully used.

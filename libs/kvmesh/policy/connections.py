@@ -1,4 +1,4 @@
-"""A gateway's own view of the prefill workers, for policies that offer by it.
+"""A gateway's own count of its requests at each prefill worker, for policies that offer by it.
 
 Source: P/D-Serve 3.5 (least SSE connections, one batch filled after the other). The order itself
 is `forwarding.offer_order`. Tests: tests/unit/policy/test_connections.py,
@@ -18,30 +18,32 @@ BY_CONNECTIONS = frozenset({"pdserve"})
 
 
 class Connections:
-    """Requests that each prefill worker has of this gateway, and whose batch is being filled."""
+    """This gateway's requests at each prefill worker, and the worker whose batch is being
+    filled.
+    """
 
     def __init__(self) -> None:
         self._open: Counter[WorkerId] = Counter()
         self._filling: WorkerId | None = None
 
     def order(self, names: Sequence[WorkerId]) -> list[WorkerId]:
-        """The order in which to offer (P/D-Serve 3.5)."""
+        """Returns the workers in the order of offers (P/D-Serve 3.5)."""
         return offer_order(
             [PrefillPeer(name, self._open[name], name == self._filling) for name in names]
         )
 
     def accepted(self, name: WorkerId) -> None:
-        """The worker took an offer; the connection stays until the answer ends."""
+        """Records that a worker accepted an offer; the connection lasts until the answer ends."""
         self._open[name] += 1
         self._filling = name
 
     def rejected(self, name: WorkerId) -> None:
-        """The worker is busy."""
+        """Records that a worker refused an offer because it is busy."""
         if name == self._filling:
             self._filling = None
 
     def ended(self, name: WorkerId) -> None:
-        """A request of the worker is over."""
+        """Records that a request of the worker ended."""
         assert self._open[name] > 0, f"nothing is open at {name}"
         self._open[name] -= 1
         if not self._open[name]:
@@ -49,5 +51,5 @@ class Connections:
 
     @property
     def num_open(self) -> int:
-        """Requests under way."""
+        """Number of requests in flight."""
         return self._open.total()

@@ -1,8 +1,8 @@
-"""Whether a request that comes now can still be served in time, or is better refused at once.
+"""Admission control: decides whether a new request can still be served in time, or is refused now.
 
-Requests that wait for the workers of a group leave its queue at the pace at which these take them.
-Where more of one tenant wait than can leave within a request's patience, one more would only wait
-to be refused, and cost the gateway the time that the others need.
+Requests that wait for a group's workers leave its queue at the pace at which these accept them. If
+more requests of one tenant wait than can leave within the patience of a new one, the new one would
+only wait for its refusal and cost the gateway time that the others need.
 Tests: tests/unit/policy/test_crowd.py.
 """
 
@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import Counter
 
 MIN_WAITING = 64
-"""With fewer waiting, the pace says more about who comes than about who is served."""
+"""Minimum number of waiting requests for a measurement of pace: with fewer, the pace reflects
+arrivals more than service."""
 
 MIN_LAG_S = 0.25
-"""Less than this is a busy moment and no reason to refuse, however short a patience is."""
+"""Seconds of event-loop lag up to which no request is refused, however short its patience: a busy
+moment."""
 
 _GAIN = 1 / 16
 _LAG_GAIN = 1 / 4
-# Noted twenty times a second, a peak is down to half after a second.
+# With twenty samples a second a peak falls to half after a second.
 _PEAK_KEPT = 0.97
 
 
@@ -26,8 +28,8 @@ class Lag:
     """Event-loop lag of one process.
 
     Attributes:
-        now_s: smoothed.
-        peak_s: the largest of the last second or so.
+        now_s: smoothed lag in seconds.
+        peak_s: largest lag of about the last second, in seconds.
     """
 
     def __init__(self) -> None:
@@ -35,20 +37,20 @@ class Lag:
         self.peak_s = 0.0
 
     def note(self, seconds: float) -> None:
-        """Something was done so long after it was due."""
+        """Adds a sample: the seconds by which a due callback ran late."""
         self.now_s += _LAG_GAIN * (seconds - self.now_s)
         self.peak_s = max(seconds, _PEAK_KEPT * self.peak_s)
 
     def is_hopeless(self, patience_s: float) -> bool:
-        """Whether the process alone makes a request late."""
+        """Whether the lag alone makes a request late."""
         return self.now_s > max(patience_s, MIN_LAG_S)
 
 
 class Crowd:
-    """The requests of one group that wait, and how fast they are served; learned while many wait.
+    """The waiting requests of one group, and their pace of service, measured while many wait.
 
     Attributes:
-        num_waiting: requests that look for workers now.
+        num_waiting: number of requests that look for workers now.
     """
 
     def __init__(self) -> None:
@@ -58,16 +60,16 @@ class Crowd:
         self._last_busy_at: float | None = None
 
     def enter(self, tenant: str) -> None:
-        """A request begins to look for workers."""
+        """Adds a request that begins to look for workers."""
         self._waiting[tenant] += 1
         self.num_waiting += 1
 
     def leave(self, tenant: str, now: float, *, placed: bool) -> None:
-        """It has ended its search.
+        """Removes a request that ended its search.
 
         Args:
-            now: seconds on any clock that only goes forward.
-            placed: workers took it.
+            now: seconds on any monotonic clock.
+            placed: whether workers accepted it.
         """
         busy = self.num_waiting >= MIN_WAITING
         self._waiting[tenant] -= 1
@@ -80,12 +82,12 @@ class Crowd:
             self._last_busy_at = now if busy else None
 
     def wait_s(self, tenant: str, count: int = 1) -> float:
-        """How long more requests of a tenant would wait, at least; 0 while nobody knows.
+        """Returns the minimum wait of further requests of a tenant in seconds; 0 while not known.
 
-        Only the tenant's own requests count: those of others may be many and still come later.
+        Only the tenant's own requests count: others may be many and still be served later.
 
         Args:
-            count: come together; it is the last one's time.
+            count: number of requests that arrive together; the wait is that of the last one.
         """
         num_waiting = self._waiting[tenant]
         if num_waiting < MIN_WAITING:
@@ -93,7 +95,7 @@ class Crowd:
         return (num_waiting + count - 1) * self._interval_s
 
     def is_hopeless(self, tenant: str, patience_s: float, count: int = 1) -> bool:
-        """Whether one of so many more requests would not be served within its patience."""
+        """Whether the last of `count` further requests would exceed its patience."""
         return self.wait_s(tenant, count) > patience_s
 
     def _pace(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""How a cost grows with a length: seconds of prefill, bytes of KV. Read from profiles.
+"""Curves of a cost over a length, such as seconds of prefill or bytes of KV, read from profiles.
 
 Tests: tests/unit/policy/test_curves.py.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Curve = Callable[[float], float]
-"""Tokens to seconds or bytes."""
+"""Function from tokens to seconds or bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpolated:
-    """Straight lines through measured points; the outer ones go on beyond the ends.
+    """Linear interpolation of measured points; the outer lines extrapolate beyond the ends.
 
     Attributes:
         points: (tokens, value), at least two, tokens strictly rising.
@@ -30,8 +30,8 @@ class Interpolated:
             raise ValueError(f"a curve needs two or more points of rising length, not {lengths}")
 
     def __call__(self, length: float) -> float:
-        """The value at `length`; never negative."""
-        # The segment that holds the length, or the outermost one.
+        """Returns the value at `length`; never negative."""
+        # The segment that contains the length, or the outermost one.
         index = bisect_right(self.points, (length, float("inf")))
         index = min(max(index, 1), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[index - 1], self.points[index]
@@ -40,12 +40,12 @@ class Interpolated:
 
 @dataclass(frozen=True, slots=True)
 class Quadratic:
-    """`constant + linear * l + square * l**2`: what attention makes of prefill time."""
+    """`constant + linear * l + square * l**2`: the shape that attention gives to prefill time."""
 
     constant: float
     linear: float
     square: float = 0.0
 
     def __call__(self, length: float) -> float:
-        """The value at `length`."""
+        """Returns the value at `length`."""
         return self.constant + length * (self.linear + length * self.square)

@@ -1,4 +1,4 @@
-"""On which worker each batch of a step runs, so that the least KV and queries travel.
+"""Assigns the batches of a step to workers so that the fewest bytes of KV and queries travel.
 
 Source: TokenLake 5 (bipartite matching). Tests: tests/unit/policy/test_dispatch.py,
 tests/property/test_policy_properties.py.
@@ -15,11 +15,12 @@ from kvmesh.policy.matching import least_total
 
 @dataclass(frozen=True, slots=True)
 class BatchTraffic:
-    """What a batch reads and writes; a batch run by k workers is k of these.
+    """Reads and writes of a batch; a batch on k workers is k of these (sub-batches of section 5).
 
     Attributes:
-        query_workers: Q(u), workers that hold segments the batch reads.
-        put_tokens: N_p(u, v), tokens of new KV by the worker that will store them.
+        query_workers: Q(u), workers that hold segments that the batch reads.
+        put_tokens: N_p(u, v), tokens of new KV by the worker that will store them; its keys are
+            P(u).
     """
 
     query_workers: frozenset[WorkerId]
@@ -31,7 +32,7 @@ class Dispatch:
     """One worker per batch, in the order of the batches.
 
     Attributes:
-        volume_bytes: per layer, that travels in total.
+        volume_bytes: total bytes per layer that travel.
     """
 
     workers: tuple[WorkerId, ...]
@@ -39,7 +40,9 @@ class Dispatch:
 
 
 def volume(batch: BatchTraffic, worker: WorkerId, hidden_size: int) -> int:
-    """Bytes per layer that travel when the batch runs on `worker`: -e(u, v) of section 5."""
+    """Returns the bytes per layer that travel if the batch runs on `worker`: -e(u, v), section
+    5.
+    """
     queries = len(batch.query_workers - {worker})
     puts = sum(tokens for target, tokens in batch.put_tokens.items() if target != worker)
     return 4 * hidden_size * (queries + puts)
@@ -48,10 +51,10 @@ def volume(batch: BatchTraffic, worker: WorkerId, hidden_size: int) -> int:
 def dispatch(
     batches: Sequence[BatchTraffic], workers: Sequence[WorkerId], hidden_size: int
 ) -> Dispatch:
-    """The assignment of least total volume, O(n^3).
+    """Returns the assignment of least total volume, in O(n^3) (Hungarian method, section 5).
 
     Args:
-        workers: live ones, each takes at most one batch; at least as many as batches.
+        workers: live workers, at least as many as batches; each takes at most one batch.
     """
     assert len(batches) <= len(workers), f"{len(batches)} batches for {len(workers)} workers"
     if not batches:

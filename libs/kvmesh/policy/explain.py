@@ -1,4 +1,4 @@
-"""What a route was decided from, as values that people and programs can read afterwards.
+"""Records the inputs of a route decision as values that people and programs can read afterwards.
 
 Tests: tests/unit/policy/test_explain.py.
 """
@@ -26,21 +26,21 @@ from kvmesh.policy.ranking import RankFunction, RoutePolicy, Standing
 from kvmesh.policy.view import FleetView, WorkerView
 
 MAX_EXPLAINED = 4
-"""Candidates of each side that are described; who comes later is hardly ever asked."""
+"""Maximum number of described candidates per side; later ones are hardly ever asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateFacts:
-    """A candidate and the numbers that put it in its place.
+    """A candidate and the numbers that determine its rank.
 
     Attributes:
         score: the policy's rank; smaller is better, and the first entry that differs decides.
         pending_tokens: prompt tokens that it has accepted and not computed.
         fetch: why it fetches a prefix, or does not: a `FetchReason`.
-        source: whom it fetches from; empty: nobody.
-        saved_tokens: of `score`, by the fetch.
-        host_tokens, disk_tokens: of `cached_tokens`, those that have to come up from there.
-        load_tokens: of `score`, for that.
+        source: the worker that it fetches from; empty if it fetches nothing.
+        saved_tokens: part of `score` that the fetch saves.
+        host_tokens, disk_tokens: those of `cached_tokens` that lie in host memory and on disk.
+        load_tokens: part of `score` that bringing these up costs.
     """
 
     worker_id: WorkerId
@@ -65,20 +65,21 @@ class DecisionFacts:
     """One route decision.
 
     Attributes:
-        reason: a `RouteCause` of a plan, a `RefusalReason` of a refusal: the closed set.
-        detail: the sentence that goes with it.
+        reason: a plan's `RouteCause` or a refusal's `RefusalReason`: a closed set.
+        detail: the sentence that explains it.
         prefill, decode: the first candidates in order; `decode` is empty when aggregated.
-        threshold_tokens: of the choice of cluster; None where there is no remote cluster.
-        compared_tokens: uncached tokens that were compared with it, 0 where there was no choice.
-        num_seen: workers that were known.
-        scenario: of the request.
-        group: P/D group that serves it, and why that one; None where workers have no scenario.
-        joint_reason: what became of it among requests that it was decided with; None where
-            requests are decided one by one.
-        num_asked: these requests, with it.
-        turn: of their prompts, those that the same worker computes before this one.
-        brought_tokens: of this prompt, that come from another worker's cache.
-        lookup: how it was found out who holds leading blocks, or why it was not: a word of the
+        threshold_tokens: threshold of the choice of cluster; None without a remote cluster.
+        compared_tokens: uncached tokens that were compared with it; 0 where there was no choice.
+        num_seen: number of known workers.
+        scenario: scenario of the request.
+        group, group_reason: P/D group that serves it, and why that one; empty and None where
+            workers have no scenario.
+        joint_reason: what a joint decision changed for the request; None where requests are decided
+            one by one.
+        num_asked: number of requests decided together, this one included.
+        turn: number of their prompts that the same worker computes before this one.
+        brought_tokens: tokens of this prompt that are fetched from another worker's cache.
+        lookup: how the holders of leading blocks were looked up, or why not: a value of the
             scheduler's `Lookup`.
     """
 
@@ -113,7 +114,7 @@ def describe_decision(
     *,
     lookup: str = "",
 ) -> DecisionFacts:
-    """The facts of a decision that was made from these arguments."""
+    """Returns the facts of a decision that was made from these arguments."""
     is_finite = bool(offload.remote) and math.isfinite(offload.threshold_tokens)
     about = DecisionFacts(
         request_id=query.request_id,

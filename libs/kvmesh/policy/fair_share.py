@@ -1,9 +1,9 @@
-"""Whose turn it is among the requests that wait for a worker: fair between tenants, by weight.
+"""Orders the requests that wait for a worker: fair between tenants, by weight.
 
 Start-time fair queueing over prompt tokens: each tenant has a virtual time that advances by
-cost / weight with every request that was placed; the waiting request with the smallest start goes
-first. A tenant that waits for the first time starts at the present virtual time, so that rest is
-not saved up. Who leaves without being placed has cost nothing. Higher priorities go first.
+cost / weight with every request that is placed. The waiting request with the smallest start time
+goes first. A tenant that begins to wait starts at the present virtual time, so that idle time is
+not saved up. A request that leaves without being placed costs nothing. Higher priorities go first.
 
 Source: Goyal, Vin, Cheng, "Start-time Fair Queuing", SIGCOMM 1996. For LLM requests: "Fairness in
 Serving Large Language Models", OSDI 2024 (VTC). Tests: tests/unit/policy/test_fair_share.py.
@@ -20,7 +20,7 @@ from kvmesh.core.values import quick
 
 MIN_HEADS = 4
 MAX_HEADS = 64
-"""Bounds of how many requests look for workers at once while prefill is scarce."""
+"""Bounds of the number of requests that look for workers at once while prefill is scarce."""
 
 
 @quick
@@ -29,11 +29,11 @@ class Claim:
     """A request that wants a worker.
 
     Attributes:
-        tenant: who shares; empty is a tenant too.
-        cost: in any unit that all use, more than zero; prompt tokens.
+        tenant: name of the tenant; the empty name is a tenant too.
+        cost: prompt tokens, or another unit common to all claims; above 0.
         weight: the tenant's share.
-        priority: of the tenant; higher goes first, whatever the shares are.
-        rank: within the tenant, lower goes first; equal ones in the order of arrival.
+        priority: of the tenant; a higher one goes first, whatever the shares are.
+        rank: order within the tenant; lower goes first, equal ones in the order of arrival.
     """
 
     tenant: str
@@ -48,10 +48,10 @@ Entry = tuple[int, int, Hashable]
 
 
 class FairQueue:
-    """Waiting requests; `heads` are those that may look for a worker now.
+    """Waiting requests; the `heads` may look for a worker now.
 
-    The number of heads adapts: it grows while heads are placed and shrinks while they look in vain,
-    so that little is asked in vain when all is full, and freed workers find takers when it is not.
+    The number of heads grows while heads are placed and shrinks while workers refuse them. So few
+    requests ask in vain when all workers are full, and freed workers get requests when not.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class FairQueue:
         return len(self._claims)
 
     def add(self, name: Hashable, claim: Claim) -> None:
-        """A request begins to wait."""
+        """Adds a request that begins to wait."""
         assert name not in self._claims, f"{name} waits already"
         assert claim.cost > 0, "a request costs something"
         assert claim.weight > 0, "a tenant has a share"
@@ -77,7 +77,7 @@ class FairQueue:
         insort(self._queues.setdefault((-claim.priority, claim.tenant), []), entry, key=_order)
 
     def placed(self, name: Hashable) -> None:
-        """A waiting request found its workers: its tenant pays."""
+        """Removes a request that found its workers, and charges its tenant."""
         claim, _ = self._claims[name]
         start = self._start(claim.tenant)
         self._virtual = start
@@ -86,23 +86,23 @@ class FairQueue:
         self.left(name)
 
     def missed(self) -> None:
-        """A head looked for workers in vain."""
+        """Records that a head found no workers."""
         self._width = max(MIN_HEADS, self._width - 1)
 
     def left(self, name: Hashable) -> None:
-        """A request does not wait any more; by itself this costs nothing."""
+        """Removes a request that no longer waits, without a charge."""
         claim, entry = self._claims.pop(name)
         key = (-claim.priority, claim.tenant)
         entries = self._queues[key]
         del entries[bisect_left(entries, _order(entry), key=_order)]
         if not entries:
             del self._queues[key]
-        if not self._claims:  # what was used in the past is nobody's advantage now
+        if not self._claims:  # an empty queue forgets past usage
             self._finish.clear()
             self._virtual = 0.0
 
     def heads(self) -> list[Hashable]:
-        """The requests whose turn it is, best first; never empty while any waits."""
+        """Returns the requests whose turn it is, best first; not empty while any waits."""
         found: list[Hashable] = []
         for level in sorted({level for level, _ in self._queues}):
             if len(found) < self._width:
@@ -110,7 +110,7 @@ class FairQueue:
         return found
 
     def _in_order(self, level: int, count: int) -> list[Hashable]:
-        """The first `count` requests of one priority, by virtual start and arrival."""
+        """Returns the first `count` requests of one priority, by virtual start and arrival."""
         merged = [
             (self._start(tenant), entries[0][1], tenant, 0)
             for (its_level, tenant), entries in self._queues.items()

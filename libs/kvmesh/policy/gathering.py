@@ -1,10 +1,13 @@
-"""Requests that wait for each other's route, so that they are decided together: who waits, and
-until when. The scheduler drives it by its event loop, the simulator in virtual time. Pure.
+"""Gathers requests that are routed together, and says until when they wait for each other. The
+scheduler drives it by its event loop, the simulator in virtual time. Pure.
 
-The first that has its prefixes waits for those that are being looked up for others when it has
-them, not for later ones: under load there is always another one. Where its prompt would wait
-anyway it waits for the window, too; whoever comes meanwhile is decided with it. So one that comes
-alone while a worker is idle waits for nothing. Tests: tests/unit/policy/test_gathering.py.
+A request is ready when its prefixes were looked up. The first ready request waits for the lookups
+in
+progress at that moment, not for later ones: under load there is always another one. If its prompt
+would wait anyway, it also waits for the window. All requests that become ready meanwhile are
+decided
+with it. So a request that arrives alone while a worker is idle does not wait.
+Tests: tests/unit/policy/test_gathering.py.
 """
 
 from __future__ import annotations
@@ -18,18 +21,18 @@ from kvmesh.policy.joint import MAX_JOINT
 T = TypeVar("T")
 
 Seat = NewType("Seat", int)
-"""A request in a gathering, from its question on."""
+"""Number of a request in a gathering, from its arrival on."""
 
 LOOKUP_S = 0.02
-"""Longest time that one with its prefixes waits for those of others."""
+"""Maximum seconds that a ready request waits for the lookups of others."""
 
 
 class Gathering(Generic[T]):
-    """Requests of one model that wait now. Every `now` is on one clock that never goes back.
+    """Waiting requests of one model. Every `now` is on one monotonic clock.
 
     Args:
-        hold_s: how long a request that has all it needs should wait for others to come. Called
-            only where nobody's lookup is waited for: the answer costs a decision.
+        hold_s: returns the seconds that a ready request should wait for others to arrive. Called
+            only when no lookup is awaited, because each call costs a route decision.
     """
 
     def __init__(self, hold_s: Callable[[T], float]) -> None:
@@ -43,12 +46,12 @@ class Gathering(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their decision, or for what it reads."""
+        """Number of requests that wait for their decision or for their lookup."""
         return len(self._looking) + len(self._ready)
 
     @property
     def closes_at(self) -> float | None:
-        """When those that wait are to be decided on; None: there is nobody yet."""
+        """Time at which the ready requests are decided; None: there are none."""
         if not self._ready:
             return None
         if len(self._ready) >= MAX_JOINT:
@@ -56,14 +59,18 @@ class Gathering(Generic[T]):
         return self._since + LOOKUP_S if self._awaited else self._held_until
 
     def arrive(self) -> Seat:
-        """A request asks; what its decision reads is looked up from now on."""
+        """Adds a request whose lookup begins now."""
         self._num_seats += 1
         seat = Seat(self._num_seats)
         self._looking.add(seat)
         return seat
 
     def ready(self, seat: Seat, item: T, now: float) -> None:
-        """A request that arrived has all that its decision reads."""
+        """Marks a request as ready: its lookup has ended.
+
+        Args:
+            item: the inputs of its decision.
+        """
         assert seat in self._looking, f"seat {seat} did not arrive, or has left"
         self._looking.discard(seat)
         self._awaited.discard(seat)
@@ -75,9 +82,9 @@ class Gathering(Generic[T]):
             self._hold(item, now)
 
     def leave(self, seat: Seat) -> None:
-        """A request has its decision, has hung up, or could not look up what it needs.
+        """Removes a request that has its decision, hung up, or failed its lookup.
 
-        Those who waited for it alone wait no more than if it had never come.
+        Requests that waited only for its lookup wait no longer than if it had never arrived.
         """
         self._looking.discard(seat)
         self._ready.pop(seat, None)
@@ -87,7 +94,7 @@ class Gathering(Generic[T]):
             self._hold(next(iter(self._ready.values())), self._since)
 
     def take(self, now: float) -> list[T]:
-        """Those whose time has come, in the order in which they were ready; empty before that."""
+        """Returns the requests to decide now, in the order of becoming ready; empty before that."""
         closes_at = self.closes_at
         if closes_at is None or now < closes_at:
             return []
@@ -97,6 +104,6 @@ class Gathering(Generic[T]):
         return taken
 
     def _hold(self, item: T, since: float) -> None:
-        # Where the question fails, those who wait with the one it was about are due.
+        # If `hold_s` raises, the requests that wait with this one are due at once.
         held_until, self._held_until = self._held_until, since
         self._held_until = min(held_until, since + self._hold_s(item))

@@ -18,19 +18,19 @@ from kvmesh.policy.view import FleetView, WorkerView
 def restrict_to_group(
     view: FleetView, query: RouteQuery, remote: str = ""
 ) -> tuple[FleetView, GroupChoice | None]:
-    """The workers among which the route policy chooses.
+    """Returns the workers among which the route policy chooses (P/D-Serve 3.2).
 
-    A group is who shares a checkpoint, a scenario and a cluster; workers without a scenario serve
-    any that has no group of its own. A group counts if someone in it takes new requests and can
-    hold this one.
+    The workers of a group share a checkpoint, a scenario and a cluster. Workers without a scenario
+    serve any scenario that has no group of its own. A group counts if one of its workers accepts
+    new requests and fits this one.
 
     Args:
         remote: name of the offload cluster, whose workers prefill for all groups.
 
     Returns:
-        The group's part of the view and why it was chosen. The whole view if nobody serves the
-        scenario: better an answer from elsewhere than none. None where no worker has a label.
-        Workers of another checkpoint than the one asked for are never among them.
+        The group's part of the view, and the choice of the group. If no group serves the scenario,
+        the whole view: an answer from elsewhere is better than none. The choice is None if no
+        worker has a scenario. Workers of another checkpoint than the requested one are left out.
     """
     view = _of_checkpoint(view, query)
     for worker in view.workers:
@@ -73,7 +73,7 @@ def _takes(worker: WorkerView, query: RouteQuery) -> bool:
 
 
 def _busy_share(workers: Iterable[WorkerView]) -> float:
-    """Prefill slots in use among those that prefill."""
+    """Returns the used fraction of the prefill slots of a group."""
     prefills = [worker for worker in workers if worker.info.role is not Role.DECODE]
     slots = sum(worker.info.prefill_slots for worker in prefills)
     return sum(worker.prefill_used for worker in prefills) / max(slots, 1)

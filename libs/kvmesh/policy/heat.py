@@ -1,10 +1,10 @@
-"""How often each segment of the pool is read of late, in bounded memory.
+"""Counts recent reads of each segment of the pool, in bounded memory.
 
-A segment is named by the hash of its last block and knows its own blocks and the segment before it,
-so a table needs as much room for a long prompt as the prompt has segments, however many requests
-share its beginning. Reading a segment reads all before it: a parent's count is never below a
-child's, what is dropped for want of room has no children left, and what `hottest` gives is closed
-under parents. Source: TokenLake 4.3. Tests: tests/unit/policy/test_heat.py.
+A segment's name is the hash of its last block. The segment stores its own blocks and its parent's
+name, so requests with a common prefix share its entries. Reading a segment reads all before it.
+Therefore a parent's count is never below a child's, a segment is dropped only after its children,
+and `hottest` returns each segment together with its parents. Source: TokenLake 4.3.
+Tests: tests/unit/policy/test_heat.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 
 FADED_READS = 0.05
-"""A segment read less than so often of late is forgotten."""
+"""Number of recent reads below which a segment is dropped."""
 
 KEPT_SHARE = 3 / 4
-"""Part of the table that stays when it is full."""
+"""Fraction of a full table that is kept when the coldest segments are dropped."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class SegmentHeat:
     """A segment and its reads.
 
     Attributes:
-        parent: the segment before it; None for the first of a prefix.
+        parent: name of the segment before it; None for the first of a prefix.
         blocks: its own block hashes, joined.
-        depth: segments before it.
-        reads: of late; see `HeatTable.fade`.
+        depth: number of segments before it.
+        reads: recent reads; see `HeatTable.fade`.
     """
 
     name: BlockHash
@@ -42,11 +42,12 @@ class SegmentHeat:
 
 @dataclass(frozen=True, slots=True)
 class CooledPrefix:
-    """A prefix whose end is not read any more.
+    """A prefix whose end is no longer read.
 
     Attributes:
         prefix: its block hashes, joined.
-        own_blocks: of its end; what is before them is read still, or belongs to another one.
+        own_blocks: number of blocks at its end that are cold; the blocks before them are still
+            read, or belong to another cooled prefix.
     """
 
     prefix: bytes
@@ -54,7 +55,7 @@ class CooledPrefix:
 
     @property
     def name(self) -> BlockHash:
-        """Of its last segment."""
+        """Name of its last segment."""
         return BlockHash(self.prefix[-BLOCK_HASH_BYTES:])
 
 
@@ -62,9 +63,9 @@ class HeatTable:
     """Reads by segment.
 
     Args:
-        segment_blocks: blocks per segment; what fills none is not counted.
-        max_segments: bound of the table; beyond it the least read quarter is dropped, and deeper
-            segments before those that they follow.
+        segment_blocks: blocks per segment; an incomplete last segment is not counted.
+        max_segments: maximum size of the table; beyond it the least read quarter is dropped, deeper
+            segments before their parents.
     """
 
     def __init__(self, segment_blocks: int, max_segments: int) -> None:
@@ -78,14 +79,15 @@ class HeatTable:
         return len(self._segments)
 
     def get(self, name: BlockHash) -> SegmentHeat | None:
-        """The segment, if it was read of late."""
+        """Returns the segment; None if it was not read recently."""
         return self._segments.get(name)
 
     def note(self, prefix: bytes, weight: float = 1.0) -> None:
         """Counts a read of a prefix.
 
         Args:
-            prefix: hashes of the blocks that were found, joined, from the first one.
+            prefix: joined hashes of the found blocks, from the first one.
+            weight: number of reads to add.
         """
         size, segments = self._segment_bytes, self._segments
         parent: BlockHash | None = None
@@ -102,7 +104,7 @@ class HeatTable:
             self._drop_coldest()
 
     def merge(self, segments: Iterable[SegmentHeat]) -> None:
-        """Adds what another table gave as `hottest`."""
+        """Adds the counts of another table's `hottest`."""
         for other in segments:
             mine = self._segments.get(other.name)
             if mine is not None:
@@ -115,7 +117,7 @@ class HeatTable:
             self._drop_coldest()
 
     def fade(self, factor: float) -> None:
-        """Multiplies all counts, and forgets what is hardly read any more."""
+        """Multiplies all counts by a factor, and drops segments below `FADED_READS`."""
         kept: dict[BlockHash, SegmentHeat] = {}
         for name, segment in self._segments.items():
             segment.reads *= factor
@@ -124,8 +126,8 @@ class HeatTable:
         self._segments = kept
 
     def hottest(self, count: int) -> list[SegmentHeat]:
-        """The `count` most read segments; each comes after its parent."""
-        # Plain numbers first: comparing whole segments would take as long as all else together.
+        """Returns the `count` most read segments; each comes after its parent."""
+        # Plain numbers first: comparing whole segments would take as long as the rest together.
         reads = heapq.nlargest(count, [each.reads for each in self._segments.values()])
         least = reads[-1] if reads else 0.0
         found = [each for each in self._segments.values() if each.reads >= least]
@@ -133,12 +135,12 @@ class HeatTable:
         return found[:count]
 
     def cooled(self, low: float, high: float, limit: int) -> list[CooledPrefix]:
-        """Prefixes whose end was read at least `low` and less than `high` times of late.
+        """Returns the prefixes whose end has at least `low` and less than `high` recent reads.
 
-        With the factor of `fade` between the two, a segment that nobody reads is among them once.
+        If `low` / `high` is the factor of `fade`, a segment without reads is returned once.
 
         Args:
-            limit: of the answer; the longest prefixes are left out.
+            limit: maximum number of prefixes; the longest are left out.
         """
         cool = {name for name, each in self._segments.items() if low <= each.reads < high}
         parents = {self._segments[name].parent for name in cool}
@@ -159,7 +161,7 @@ class HeatTable:
         return found
 
     def prefix(self, name: BlockHash) -> bytes:
-        """Hashes of all blocks up to the end of a segment of the table, joined."""
+        """Returns the joined hashes of all blocks up to the end of a segment of the table."""
         parts: list[bytes] = []
         at: BlockHash | None = name
         while at is not None:
@@ -169,7 +171,7 @@ class HeatTable:
         return b"".join(reversed(parts))
 
     def _drop_coldest(self) -> None:
-        """Drops a quarter of the table, and with the least cold of it all that is as cold."""
+        """Drops the coldest quarter of the table, and all segments that tie with its hottest."""
         ranks = sorted(map(_rank, self._segments.values()))
         limit = ranks[len(ranks) - int(self._max_segments * KEPT_SHARE) - 1]
         self._segments = {
@@ -178,10 +180,10 @@ class HeatTable:
 
 
 def _rank(segment: SegmentHeat) -> float:
-    """Grows with the reads; of two segments of a prefix the first is always above the second."""
+    """Returns a sort key that grows with the reads; a parent's is always above its child's."""
     return segment.reads - segment.depth * 1e-7
 
 
 def _heat_order(segment: SegmentHeat) -> tuple[float, int, bytes]:
-    # Of equal counts the parent comes first; the name makes equal tables give equal answers.
+    # Parents come first among equal counts; the name makes the order deterministic.
     return -segment.reads, segment.depth, segment.name

@@ -1,4 +1,4 @@
-"""The most read segments of the pool, found without a walk over all of it.
+"""Finds the most read segments of the pool without a walk over all of it.
 
 Source: TokenLake 4.3. Tests: tests/unit/policy/test_segment_tree.py.
 """
@@ -12,15 +12,15 @@ from kvmesh.policy.segment_tree import Segment, SegmentTree
 
 
 def num_heavy_hitters(num_workers: int) -> int:
-    """O(N log N): so many copies bound the imbalance of N workers with high probability."""
+    """Returns N log2 N: so many copies bound the imbalance of N workers with high probability."""
     return max(math.ceil(num_workers * math.log2(max(num_workers, 2))), 1)
 
 
 def heavy_hitters(tree: SegmentTree, count: int) -> list[Segment]:
-    """The `count` most read segments, most read first.
+    """Returns the `count` most read segments, most read first (the search from the roots of 4.3).
 
-    A child is never read more than its parent, so a search from the roots that always opens the
-    most read segment finds them in order and looks at their children only.
+    A child is never read more than its parent. So a search from the roots that always opens the
+    most read segment finds the segments in order and visits only their children.
     """
     found: list[Segment] = []
     # The name breaks ties, so that equal trees give equal answers.

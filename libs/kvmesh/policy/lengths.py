@@ -1,5 +1,5 @@
-"""Distributions of prompt lengths, as throughput models need them: shares and means of the parts
-above and below a threshold. Tests: tests/unit/policy/test_lengths.py.
+"""Distributions of prompt lengths for throughput models: fractions and means above and below a
+threshold. Tests: tests/unit/policy/test_lengths.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from statistics import NormalDist
 
 
 class LengthDistribution:
-    """Equally likely lengths, in tokens.
+    """Empirical distribution: equally likely lengths in tokens.
 
     Raises:
-        ValueError: there are none, or one is negative.
+        ValueError: there is no length, or one is negative.
     """
 
     def __init__(self, lengths: Iterable[float]) -> None:
@@ -28,14 +28,14 @@ class LengthDistribution:
     def log_normal(
         cls, mu: float, sigma: float, low: float, high: float, num_points: int = 20_000
     ) -> LengthDistribution:
-        """A log-normal distribution cut to [low, high], as the means of equal shares of it.
+        """Returns a log-normal distribution cut to [low, high], as its midpoint quantiles.
 
         Args:
-            mu, sigma: of the logarithm of the length in tokens.
-            num_points: more follow the curve closer.
+            mu, sigma: mean and deviation of the logarithm of the length in tokens.
+            num_points: number of quantiles; more follow the curve closer.
 
         Raises:
-            ValueError: the bounds leave nothing.
+            ValueError: the bounds are wrong, or no probability lies between them.
         """
         if not 0 < low < high:
             raise ValueError(f"bounds must rise and be positive, not {low} and {high}")
@@ -56,22 +56,22 @@ class LengthDistribution:
         return self._sums[-1] / len(self._sorted)
 
     def quantile(self, share: float) -> float:
-        """The length that `share` (0..1) of all lengths do not exceed."""
+        """Returns the length that a fraction `share` (0..1) of all lengths do not exceed."""
         index = min(int(share * len(self._sorted)), len(self._sorted) - 1)
         return self._sorted[index]
 
     def share_above(self, threshold: float) -> float:
-        """P(L > threshold)."""
+        """Returns P(L > threshold)."""
         return 1.0 - self._count_to(threshold) / len(self._sorted)
 
     def mean_above(self, threshold: float) -> float:
-        """E[L | L > threshold]; 0 when nothing is above."""
+        """Returns E[L | L > threshold]; 0 if no length is above."""
         count = self._count_to(threshold)
         above = len(self._sorted) - count
         return (self._sums[-1] - self._sums[count]) / above if above else 0.0
 
     def mean_to(self, threshold: float) -> float:
-        """E[L | L <= threshold]; 0 when nothing is there."""
+        """Returns E[L | L <= threshold]; 0 if there is no such length."""
         count = self._count_to(threshold)
         return self._sums[count] / count if count else 0.0
 

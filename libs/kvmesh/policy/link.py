@@ -9,15 +9,15 @@ from kvmesh.core.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """What one sender knows of its way to one receiver.
+    """One sender's measurements of its link to one receiver.
 
     Attributes:
         channel: kind of channel: local, ipc, shm, nixl or tcp.
-        goodput_bytes_s: KV bytes per second while something was under way; 0 is not known yet.
-        rtt_s: smoothed round trip; 0 is not known.
-        retransmits: TCP segments sent again since start.
-        queued_bytes: asked for and not answered yet.
-        transferred_bytes: since start.
+        goodput_bytes_s: KV bytes per second while any transfer was in flight; 0 is not known yet.
+        rtt_s: smoothed round-trip time in seconds; 0 is not known.
+        retransmits: TCP segments retransmitted since start.
+        queued_bytes: bytes to send that are not acknowledged yet.
+        transferred_bytes: bytes sent since start.
     """
 
     peer: WorkerId
@@ -29,7 +29,7 @@ class LinkView:
     transferred_bytes: int = 0
 
     def estimate_s(self, num_bytes: int) -> float | None:
-        """Seconds until so many more bytes would be there; None while the link is unknown."""
+        """Returns the seconds until so many more bytes would arrive; None: no measurement yet."""
         if self.goodput_bytes_s <= 0:
             return None
         return self.rtt_s + (self.queued_bytes + num_bytes) / self.goodput_bytes_s

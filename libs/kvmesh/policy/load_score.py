@@ -1,8 +1,8 @@
-"""FlowKV's load score: twelve indicators of a worker become one number per role, and the fleet's
-numbers become one of three regimes.
+"""FlowKV's load score: twelve indicators of a worker give one score per side, and the fleet's mean
+scores give one of three regimes.
 
-Source: FlowKV appendix B.2 and Algorithm 1. Weights and thresholds are ours, the paper leaves them
-open. Tests: tests/unit/policy/test_load_score.py.
+Source: FlowKV appendix B.2 and Algorithm 1. The paper leaves weights and thresholds open; they are
+ours. Tests: tests/unit/policy/test_load_score.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Queues:
     """Queue lengths of one side of a worker.
 
     Attributes:
-        sending: prefill done, KV not yet taken over.
+        sending: requests whose prefill is done and whose KV the decode worker has not got yet.
     """
 
     running: float = 0.0
@@ -32,11 +32,14 @@ class Queues:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """The vector S_i; the last four are shares 0..1 of the whole worker.
+    """The vector S_i of B.2; the last four entries are fractions 0..1 of the whole worker.
 
     Attributes:
-        budget_used: tokens of the step's budget in use. The paper's T_b is the budget itself, where
-            more is freer; its use grows with load as all other entries do.
+        budget_used: fraction of the step's token budget in use. The paper's T_b is the budget
+            itself, which falls with load; its use grows with load, as all other entries do.
+        blocks_used: KV_u.
+        compute_used: G_u.
+        memory_bandwidth_used: MB_u.
     """
 
     prefill: Queues
@@ -49,7 +52,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a queue length is divided by, so that 1 is a full side of any worker."""
+    """Divisors of the queue lengths, so that 1 is a full side of any worker."""
 
     prefill_slots: int
     decode_slots: float
@@ -57,7 +60,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much each indicator says about one side; scores are relative to `full`."""
+    """Weights w of the indicators for one side; scores are relative to `full`."""
 
     running: float
     waiting: float
@@ -70,7 +73,7 @@ class Weights:
 
     @property
     def full(self) -> float:
-        """The weighted sum of a worker that is full and healthy: it neither queues nor swaps."""
+        """Weighted sum of a full, healthy worker: it neither queues nor swaps."""
         return self.running + self.budget + self.blocks + self.compute + self.memory_bandwidth
 
 
@@ -84,7 +87,7 @@ PREFILL_WEIGHTS = Weights(
     compute=1.0,
     memory_bandwidth=0.0,
 )
-"""Prefill is bound by compute; what waits counts more than what runs."""
+"""Weights for prefill, which is bound by compute; waiting requests weigh more than running ones."""
 
 DECODE_WEIGHTS = Weights(
     running=1.0,
@@ -96,19 +99,19 @@ DECODE_WEIGHTS = Weights(
     compute=0.0,
     memory_bandwidth=1.0,
 )
-"""Decode is bound by memory, its bandwidth and its blocks."""
+"""Weights for decode, which is bound by memory: its bandwidth and its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """C_i^p and C_i^d: 0 when idle, about 1 when everything is in use, more when requests wait."""
+    """C_i^p and C_i^d: 0 when idle, about 1 when all is in use, more when requests wait."""
 
     prefill: float
     decode: float
 
 
 def score(state: LoadState, capacity: Capacity) -> Score:
-    """Weighs the normalised indicators of one worker."""
+    """Returns C_i^p and C_i^d of one worker, from its normalised indicators (B.2)."""
     return Score(
         prefill=_weigh(state, state.prefill, capacity.prefill_slots, PREFILL_WEIGHTS),
         decode=_weigh(state, state.decode, capacity.decode_slots, DECODE_WEIGHTS),
@@ -134,12 +137,12 @@ def _weigh(state: LoadState, queues: Queues, slots: float, weights: Weights) -> 
 class ScoreWindow:
     """Means of a worker's scores over the last seconds, so that a burst does not count as a trend.
 
-    The first sample of a worker stands alone: nothing else is known of it, and to wait would leave
-    a fleet that starts full as it is. A burst that it hits costs one turn of help, which ends after
-    `SwitchLimits.min_cycles` when it was a mistake.
+    The first sample of a worker counts alone, because waiting for more would leave a fleet that
+    starts full unbalanced. If it hits a burst, that costs one turn of help, which ends after
+    `SwitchLimits.min_cycles`.
 
     Args:
-        window_s: samples older than this are dropped.
+        window_s: length of the window in seconds; older samples are dropped.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -147,14 +150,14 @@ class ScoreWindow:
         self._samples: deque[tuple[float, Score]] = deque()
 
     def add(self, sample: Score, now: float) -> None:
-        """Takes a sample; `now` never goes back."""
+        """Adds a sample; `now` is monotonic."""
         self._samples.append((now, sample))
         while self._samples[0][0] <= now - self._window_s:
             self._samples.popleft()
 
     @property
     def mean(self) -> Score:
-        """Mean of the samples in the window; zero without any."""
+        """Mean of the samples in the window; 0 without samples."""
         count = len(self._samples) or 1
         prefill = decode = 0.0
         for _, sample in self._samples:
@@ -182,7 +185,7 @@ class RegimeLimits:
 
 
 def classify(fleet: Score, limits: RegimeLimits | None = None) -> Regime:
-    """The branch that Algorithm 1 takes for the fleet's mean scores."""
+    """Returns the branch of Algorithm 1 for the fleet's mean scores C^p and C^d."""
     limits = limits or RegimeLimits()
     prefill, decode = abs(fleet.prefill), abs(fleet.decode)
     if prefill <= limits.prefill_low and decode <= limits.decode_low:
@@ -197,7 +200,7 @@ class ScoredWorker:
     """A worker with its smoothed score.
 
     Attributes:
-        prefills: which side it is on now.
+        prefills: whether it is on the prefill side now.
     """
 
     worker_id: WorkerId
@@ -211,7 +214,7 @@ class ScoredWorker:
 
 
 def fleet_score(workers: Sequence[ScoredWorker]) -> Score:
-    """C^p over the prefill side, C^d over the decode side; 0 for a side without workers."""
+    """Returns C^p over the prefill side and C^d over the decode side; 0 without workers."""
     prefill = [worker.own_score for worker in workers if worker.prefills]
     decode = [worker.own_score for worker in workers if not worker.prefills]
     return Score(mean(prefill), mean(decode))

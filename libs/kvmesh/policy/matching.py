@@ -1,5 +1,5 @@
-"""The assignment of least total cost, one column for each row. Pure, without numpy: the scheduler's
-image has none, and its matrices are small.
+"""Solves the assignment problem: one column for each row at the least total cost. Pure, without
+numpy: the scheduler's image has none, and its matrices are small.
 
 Source: the Hungarian method with potentials (Kuhn 1955, Munkres 1957).
 Tests: tests/unit/policy/test_matching.py.
@@ -15,11 +15,11 @@ def least_total(costs: Sequence[Sequence[float]]) -> list[int]:
     """Chooses a column for every row, no column twice, O(rows^2 columns).
 
     Args:
-        costs: a matrix with at least as many columns as rows; no NaN. Infinite ones are chosen
-            only where nothing else is left.
+        costs: a matrix with at least as many columns as rows, without NaN. Infinite entries are
+            chosen only where no other is left.
 
     Returns:
-        Of each row its column.
+        The column of each row.
     """
     num_rows = len(costs)
     if not num_rows:
@@ -40,7 +40,7 @@ def least_total(costs: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _finite(costs: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Infinite costs as numbers that outweigh all others together."""
+    """Replaces infinite costs by a number that outweighs all finite ones together."""
     listed = [list(row) for row in costs]
     largest = max((abs(cost) for row in listed for cost in row if cost < math.inf), default=0.0)
     never = (largest + 1.0) * 4 * len(listed)

@@ -1,4 +1,4 @@
-"""How fast a fleet prefills and decodes, from the totals that its workers report.
+"""Measures how fast a fleet prefills and decodes, from the totals that its workers report.
 
 Stands in for the offline profile of PrfaaS 3.4.3 point 1.
 Tests: tests/unit/policy/test_measurement.py.
@@ -15,15 +15,16 @@ from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.prfaas import ServingProfile
 
 KEEP = 0.98
-"""What is left of a sample after each cycle: with one per second about the last minute counts."""
+"""Factor on the weight of older samples per cycle: with a cycle per second about the last minute
+counts."""
 
 MIN_BUSY_S = 1.0
-"""Less work than this says nothing about speed."""
+"""Minimum seconds of work for a measurement of speed."""
 
 
 @dataclass(slots=True)
 class _Speed:
-    """Tokens, and the busy time that they took, both fading."""
+    """Number of tokens and their busy time, both with exponential forgetting."""
 
     tokens: float = 0.0
     busy_s: float = 0.0
@@ -55,12 +56,12 @@ class ServingMeter:
         self._token_bytes = 0.0
 
     def observe(self, workers: Iterable[FleetWorker], num_requests: int, elapsed_s: float) -> None:
-        """Takes the loads of one cycle.
+        """Adds the loads of one cycle.
 
         Args:
-            workers: of the model.
-            num_requests: routed since the last cycle.
-            elapsed_s: since the last cycle.
+            workers: all workers of the model.
+            num_requests: number of requests routed since the last cycle.
+            elapsed_s: seconds since the last cycle.
         """
         for speed in (self._far, self._near, self._decode):
             speed.fade()
@@ -97,7 +98,7 @@ class ServingMeter:
 
     @property
     def prompt_token_s(self) -> float | None:
-        """Seconds to compute a token of a prompt at home, else anywhere; None while unknown."""
+        """Seconds to compute a prompt token at home, else remotely; None while unknown."""
         return self._near.token_s or self._far.token_s
 
     @property
@@ -107,9 +108,9 @@ class ServingMeter:
 
     @property
     def serving(self) -> ServingProfile | None:
-        """The throughput model's view; None until prefill and decode were both seen at work.
+        """The profile for the throughput model; None until prefill and decode were both measured.
 
-        Prefill is taken as linear in its tokens, a decode step as no longer in a full batch.
+        Prefill time is assumed linear in its tokens, and a decode step no longer in a full batch.
         """
         near, decode_s = self._near.token_s, self._decode.token_s
         if near is None or decode_s is None or self.output_tokens is None:

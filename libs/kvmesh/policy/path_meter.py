@@ -1,4 +1,4 @@
-"""How fast KV travels inside and between clusters, from the links that workers show.
+"""Measures how fast KV travels inside and between clusters, from the links that workers report.
 
 Tests: tests/unit/policy/test_path_meter.py.
 """
@@ -14,18 +14,18 @@ from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
 
 MIN_BYTES = 1 << 20
-"""Fewer say more about waiting than about the way."""
+"""Minimum number of bytes for a measurement: fewer reflect waiting more than the path."""
 
 
 @dataclass(slots=True)
 class _Carried:
-    """Bytes, and the time in which they were under way, both fading."""
+    """Bytes and their time in flight, both with exponential forgetting."""
 
     bytes: float = 0.0
     busy_s: float = 0.0
 
     def token_s(self, token_bytes: float) -> float:
-        """Seconds that the KV of a token travels; 0 while unknown."""
+        """Returns the seconds that a token's KV travels; 0 while unknown."""
         if self.bytes < MIN_BYTES:
             return 0.0
         return token_bytes * self.busy_s / self.bytes
@@ -35,7 +35,7 @@ _LinkName = tuple[WorkerId, int, WorkerId, str]
 
 
 class PathMeter:
-    """Measures one model's workers, by handoffs and fetches alike."""
+    """Measures the links of one model's workers; handoffs and fetches both count."""
 
     def __init__(self) -> None:
         self._seen: dict[_LinkName, tuple[int, float]] = {}
@@ -44,7 +44,7 @@ class PathMeter:
         self._asked = (0.0, 0.0)
 
     def observe(self, workers: Sequence[FleetWorker]) -> None:
-        """Takes what the links carried since the last call, and how fast questions are answered."""
+        """Adds the bytes that the links carried since the last call, and the speed of queries."""
         asked: list[tuple[float, float]] = []
         for carried in (self._inside, self._between):
             carried.bytes *= KEEP
@@ -56,16 +56,16 @@ class PathMeter:
             self._token_bytes = info.layout.block_bytes / info.layout.block_size
             for link in worker.detail.links:
                 same = clusters.get(link.peer) == info.cluster
-                # Routes price questions within a cluster only: a far answer says nothing of those.
+                # Routes price queries within a cluster only, so remote ones do not count.
                 if link.channel == ANSWER and same and link.rtt_s:
                     asked.append((link.rtt_s * info.layout.num_layers, link.pair_s))
                 name = (info.worker_id, info.incarnation, link.peer, link.channel)
                 self._seen[name] = (link.bytes_total, link.busy_s)
-                # A copy gives way to all others: a prefix that a prompt waits for is sooner here.
+                # Copies do not count: they yield to all other transfers, fetches are faster.
                 if link.peer in clusters and link.channel not in (ASK, ANSWER, COPY):
                     self._add(self._inside if same else self._between, link, before.get(name))
 
-        # The middle one: which holder a route will find is not known here.
+        # The median, because the holder that a route will find is not known here.
         self._asked = sorted(asked)[len(asked) // 2] if asked else (0.0, 0.0)
 
     def _add(self, carried: _Carried, link: LinkDetail, before: tuple[int, float] | None) -> None:
@@ -74,10 +74,10 @@ class PathMeter:
         carried.busy_s += max(link.busy_s - last_busy_s, 0.0)
 
     def pace(self, token_s: float | None) -> FetchPace:
-        """What routes read.
+        """Returns the measured times for routes.
 
         Args:
-            token_s: to compute a token of a prompt; None while unknown.
+            token_s: seconds to compute a prompt token; None while unknown.
         """
         inside, between = (
             each.token_s(self._token_bytes) for each in (self._inside, self._between)

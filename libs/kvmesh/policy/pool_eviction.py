@@ -1,8 +1,9 @@
-"""Which copies leave the pool when a worker needs room: the least recently read ones, leaves first.
+"""Chooses the copies to evict when a worker needs room: least recently read first, leaves first.
 
-Source: TokenLake 4.4 (global LRU over copies). Leaf first is ours: a segment whose prefix is gone
-cannot be read. Both agree, because whoever reads a segment reads its prefix too: what depends on
-the oldest segment of a worker is at least as old, on whichever worker it lies.
+Source: TokenLake 4.4 (global LRU over copies). Evicting leaves first is ours: a segment whose
+prefix
+is gone cannot be read. Both orders agree. A read of a segment reads its prefix too, so all segments
+that depend on a worker's oldest one are at least as old, on any worker.
 Tests: tests/unit/policy/test_segment_tree.py.
 """
 
@@ -28,20 +29,20 @@ def plan_eviction(
     count: int,
     pinned: Collection[BlockHash] = frozenset(),
 ) -> list[Drop]:
-    """Copies to drop, in this order, until `holder` has room for `count` segments more.
+    """Plans which copies to drop so that `holder` has room for `count` more segments.
 
-    A copy goes alone if others hold the segment too; the last one takes along what needs it as a
-    prefix, on all workers.
+    A copy is dropped alone if other workers hold the segment too. With the last copy all segments
+    that follow it are dropped, on all workers.
 
     Args:
-        pinned: segments that a plan in progress reads or writes; they and their prefixes stay.
+        pinned: segments that a running plan reads or writes; they and their prefixes stay.
 
     Returns:
-        Fewer than `count` copies of `holder` when the rest is pinned; a little more of them when
-        the last segment chosen has many children.
+        The copies in the order of dropping. They include fewer than `count` of `holder` if the rest
+        is pinned, and a few more if the last chosen segment has many children.
     """
     held = [segment for segment in tree if holder in segment.copies]
-    # Of segments read at the same moment the deepest goes first, so that no more than needed goes.
+    # Among segments read at the same time the deepest goes first, so that no extra copies go.
     held.sort(key=lambda segment: (segment.copies[holder], -segment.depth, segment.name))
     drops: dict[Drop, None] = {}
     freed = 0
@@ -68,7 +69,7 @@ def plan_eviction(
 
 
 def _leaves_first(top: Segment) -> Iterator[Segment]:
-    """A segment and all that depends on it, children before parents."""
+    """Returns a segment and all that follow it, children before parents."""
     order = [top]
     for segment in order:
         order.extend(segment.children.values())

@@ -1,9 +1,10 @@
-"""What the kvmanager orders for the pool of the workers' caches: copies of hot prefixes to less
-loaded workers and away from leaving ones, and hints which copies of cold ones may leave first.
+"""The kvmanager's plans for the pool of the workers' caches.
 
-A worker can use a block only if it has all before it, so what is copied is a whole prefix, less
-what the target has. `plan_copies` and `plan_eviction` decide over runs (`hot_runs.py`) as they do
-over segments in the simulator.
+It orders copies of hot prefixes to less loaded workers and away from leaving ones, and hints which
+copies of cold prefixes to evict first. A worker can use a block only with all blocks before it, so
+a
+copy is a whole prefix without the part that the target holds. `plan_copies` and `plan_eviction`
+decide over runs (`hot_runs.py`) as they do over segments in the simulator.
 Source: TokenLake 4.3, 4.4. Tests: tests/unit/policy/test_pool_plan.py.
 """
 
@@ -26,8 +27,8 @@ class PrefixCopy:
     """A prefix to copy.
 
     Attributes:
-        run: name of the run that ends it.
-        num_blocks: that the target lacks.
+        run: name of the run at its end.
+        num_blocks: blocks that the target lacks.
     """
 
     run: BlockHash
@@ -43,9 +44,9 @@ class CopyLimits:
     """Bounds of one plan.
 
     Attributes:
-        budget_bytes: copies are planned while less than this is spent; the last may exceed it.
+        budget_bytes: copies are planned while less than this is spent; the last one may exceed it.
         overload: see `plan_copies`.
-        max_copies: of one plan.
+        max_copies: maximum number of copies in one plan.
     """
 
     budget_bytes: float
@@ -54,7 +55,7 @@ class CopyLimits:
 
 
 class _CopyPlan:
-    """Copies planned so far, and what they leave of room and budget."""
+    """Copies planned so far, and the room and budget left after them."""
 
     def __init__(
         self,
@@ -74,16 +75,18 @@ class _CopyPlan:
         self._planned: set[tuple[BlockHash, WorkerId]] = set()
 
     def is_reader(self, member: PoolMember) -> bool:
-        """Whether a worker is among those that are compared."""
+        """Whether a worker's load is compared with the others'."""
         return member.worker_id in self._readers
 
     def full_holders(self, run: HotRun) -> list[PoolMember]:
-        """Members that hold all of a run's prefix."""
+        """Returns the members that hold all of a run's prefix."""
         full = (w for w, length in self._held[run.name].items() if length >= run.num_blocks)
         return [self._holders[worker] for worker in full if worker in self._holders]
 
     def missing(self, name: BlockHash, worker: WorkerId) -> int:
-        """Blocks that a worker lacks when the copies planned so far are made."""
+        """Returns the blocks of a run's prefix that a worker lacks after the copies planned so
+        far.
+        """
         run = self._runs[name]
         has = self._held[name].get(worker, 0)
         if run.parent is not None and (run.parent, worker) in self._planned:
@@ -101,7 +104,7 @@ class _CopyPlan:
         num_blocks = self.missing(name, target)
         if not sources or self._left <= 0 or not 0 < num_blocks <= self._room[target]:
             return
-        # Who is leaving reads least, and may not lend any more: only if nobody else can.
+        # A leaving worker reads least, but may stop lending: it is the source only if no other can.
         source = min(sources, key=lambda m: (m.report.leaving, m.read_blocks, m.worker_id))
         num_bytes = num_blocks * self._readers[target].report.block_bytes
         self._left -= num_bytes
@@ -120,14 +123,17 @@ def plan_prefix_copies(
     ordered: Collection[tuple[BlockHash, WorkerId]],
     limits: CopyLimits,
 ) -> list[PrefixCopy]:
-    """Copies of hot prefixes: from workers about to leave that hold the last copy, and from
-    overloaded workers to less loaded ones.
+    """Plans copies of hot prefixes (TokenLake 4.3).
+
+    Prefixes whose last copies lie on leaving workers are copied first, then those of overloaded
+    workers to less loaded ones.
 
     Args:
         runs: most read first.
-        readers: workers that do the same work: they are compared, and get copies.
-        holders: workers that may be read from, `readers` among them; the least loaded is.
-        ordered: runs and targets of copies on their way; they count as held.
+        held: blocks of each run's prefix that each worker holds.
+        readers: workers that do the same work: their loads are compared, and they get copies.
+        holders: workers that may be read from, including `readers`; the least loaded is the source.
+        ordered: runs and targets of copies in flight; they count as held.
     """
     plan = _CopyPlan(runs, held, readers, holders, limits)
     loads = {
@@ -139,7 +145,7 @@ def plan_prefix_copies(
         if (
             any(plan.is_reader(member) for member in last)
             and all(member.report.leaving for member in last)
-            and not any(worker in loads for worker in segment.copies)  # none is on its way
+            and not any(worker in loads for worker in segment.copies)  # no copy is in flight
         ):
             free = [worker for worker in loads if plan.fits(segment, worker)]
             if free:
@@ -155,7 +161,7 @@ def _as_segment(
     held: Mapping[WorkerId, int],
     ordered: Collection[tuple[BlockHash, WorkerId]],
 ) -> Segment:
-    """A run as `plan_copies` reads it; what a read of it costs grows with its blocks."""
+    """Returns a run in the form that `plan_copies` takes; its reads are weighted by its blocks."""
     copies = {worker: 0.0 for worker, length in held.items() if length >= run.num_blocks}
     copies.update({worker: 0.0 for name, worker in ordered if name == run.name})
     return Segment(run.name, None, run.reads * run.own_blocks, copies=copies)
@@ -164,11 +170,11 @@ def _as_segment(
 def plan_hints(
     runs: Sequence[HotRun], held: Held, members: Sequence[PoolMember]
 ) -> dict[WorkerId, list[BlockHash]]:
-    """Runs that each worker should evict first: all but one copy of each, leaves first.
+    """Returns the runs that each worker should evict first: all but one copy of each, leaves first.
 
     Args:
-        runs: that are read no more; parents before children.
-        members: the fullest ones give their copies up first; those about to leave do not count.
+        runs: runs that are no longer read; parents before children.
+        members: fuller ones give up their copies first; leaving ones do not count.
     """
     members = [member for member in members if not member.report.leaving]
     live = {member.worker_id for member in members}
@@ -191,5 +197,5 @@ def plan_hints(
 
 
 def reads_cv(members: Sequence[PoolMember]) -> float:
-    """Coefficient of variation of what workers read of late; 0 without reads."""
+    """Returns the coefficient of variation of the workers' recent reads; 0 without reads."""
     return coefficient_of_variation([member.read_blocks for member in members])

@@ -1,8 +1,9 @@
-"""Whether queries travel to a prefix on another worker, or the prefix comes here. Pure.
+"""Decides whether a worker queries a remote prefix, fetches it or recomputes it. Pure.
 
-A query costs one round trip per layer and chunk, and the holder's time for its attention; bytes on
-the way grow with the new tokens. Bringing the prefix costs its bytes, computing it again its
-tokens; both grow with the prefix. So few new tokens behind a long prefix are asked.
+A remote query costs one round trip per layer and chunk, and the holder's time for its attention;
+its
+bytes grow with the new tokens. A fetch costs the prefix's bytes and recomputing its tokens; both
+grow with the prefix. So queries pay for few new tokens behind a long prefix.
 Source: TokenLake 4.2, whose rule for the length of segments compares the same two times.
 Tests: tests/unit/policy/test_query_cost.py.
 """
@@ -19,22 +20,25 @@ _MOST_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class QuerySpeed:
-    """What one holder was measured at; the defaults are one processor core's over a local network.
+    """Measured speed of one holder; the defaults are those of one CPU core over a local network.
 
     Attributes:
-        round_trip_s: of a question without its attention.
-        unit_s: per query, head, position and element of a head.
+        round_trip_s: seconds of a query without its attention.
+        unit_s: seconds of attention per query token, head, position and element of a head.
     """
 
     round_trip_s: float = 0.001
     unit_s: float = 2.5e-10
 
     def estimate_s(self, num_questions: int, num_units: int) -> float:
-        """Seconds that so many questions with so much attention in all take."""
+        """Returns the seconds of so many queries with so much attention in total."""
         return num_questions * self.round_trip_s + num_units * self.unit_s
 
     def with_sample(self, num_units: int, seconds: float) -> QuerySpeed:
-        """After one more measured question: what made most of the estimate moves most."""
+        """Returns the speed after one more measured query.
+
+        The larger part of the estimate is corrected more.
+        """
         work_s = num_units * self.unit_s
         expected_s = self.round_trip_s + work_s
         ratio = min(max(seconds / expected_s, 1 / _MOST_RATIO), _MOST_RATIO)
@@ -50,11 +54,12 @@ class QueryTask:
     """A prompt whose prefix another worker holds.
 
     Attributes:
-        new_tokens: computed here in any case.
-        remote_tokens: of the prefix, with their KV elsewhere.
-        num_layers, num_heads, head_dim: of the model; heads of queries.
-        num_chunks: steps that the new tokens are computed in.
-        later_tokens: that may be generated with the prefix still elsewhere; each asks for itself.
+        new_tokens: tokens that are computed here in any case.
+        remote_tokens: tokens of the prefix, whose KV is on the other worker.
+        num_layers, num_heads, head_dim: of the model; query heads.
+        num_chunks: number of steps that compute the new tokens.
+        later_tokens: tokens that may be generated while the prefix is still remote; each is one
+            query per layer.
     """
 
     new_tokens: int
@@ -67,7 +72,7 @@ class QueryTask:
 
     @property
     def num_questions(self) -> int:
-        """One per layer and step."""
+        """Number of queries: one per layer and step."""
         return self.num_layers * (self.num_chunks + self.later_tokens)
 
     @property
@@ -80,7 +85,7 @@ class QueryTask:
 
 @dataclass(frozen=True, slots=True)
 class QueryDecision:
-    """Whether to ask, and why."""
+    """Whether to query the prefix remotely, and why."""
 
     query: bool
     reason: str
@@ -89,11 +94,11 @@ class QueryDecision:
 def choose_query(
     task: QueryTask, speed: QuerySpeed, *, compute_token_s: float, fetch_s: float | None = None
 ) -> QueryDecision:
-    """The cheapest of asking, computing again and, where it can be had, fetching.
+    """Chooses the cheapest of querying, recomputing and, if possible, fetching.
 
     Args:
         compute_token_s: seconds per prompt token on this worker; 0 is not known yet.
-        fetch_s: until the prefix would be here; None: it cannot be fetched.
+        fetch_s: seconds until a fetched prefix would be here; None: it cannot be fetched.
     """
     query_s = speed.estimate_s(task.num_questions, task.num_units)
     if compute_token_s == 0:

@@ -1,5 +1,6 @@
-"""PrfaaS's slow time scale: when to turn a local instance from prefill to decode or
-back, and which one.
+"""PrfaaS's long-term reallocation: when to turn a local instance from prefill to decode or back,
+and
+which one.
 
 Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_prfaas.py,
 tests/unit/policy/test_reallocation.py.
@@ -15,7 +16,7 @@ from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.prfaas import OperatingPoint
 
 MIN_GAIN = 0.05
-"""Smaller gains are left alone, so that noise does not turn instances to and fro."""
+"""Minimum relative gain of a change, so that noise does not move instances back and forth."""
 
 
 class ReallocationReason(enum.Enum):
@@ -30,10 +31,10 @@ class ReallocationReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reallocation:
-    """One instance to turn; the threshold is searched anew after every change.
+    """One instance that changes its role; the threshold is searched anew after every change.
 
     Attributes:
-        to_role: None leaves all as they are.
+        to_role: the new role; None: no change.
         gain: rate of the best split over the rate now, minus one.
     """
 
@@ -44,7 +45,7 @@ class Reallocation:
 
 @dataclass(frozen=True, slots=True)
 class StageQueues:
-    """Requests that waited for an instance of each stage, mean since the last evaluation."""
+    """Mean number of requests that waited per instance of each stage since the last evaluation."""
 
     prefill: float
     decode: float
@@ -53,14 +54,14 @@ class StageQueues:
 def plan_reallocation(
     now: OperatingPoint, best: OperatingPoint, queues: StageQueues
 ) -> Reallocation:
-    """Compares the running split with the best one and moves one instance towards it.
+    """Compares the running split with the best one and moves one instance towards it (points 4-5).
 
-    The model knows means only, so the queues have to agree: a stage gets an instance only if
-    requests wait for it more than for the other.
+    The model uses means only, so the queues have to agree: a stage gets an instance only if more
+    requests wait for it than for the other stage.
 
     Args:
-        now: the model at the running threshold and split, with the lengths of late.
-        best: the optimum for the same lengths.
+        now: the model at the running threshold and split, with the recent lengths.
+        best: the optimum for the same lengths (eqs. 7-8).
     """
     gain = best.rate / now.rate - 1.0 if now.rate > 0 else float("inf")
     if best.num_prefill == now.num_prefill:
@@ -79,9 +80,9 @@ def plan_reallocation(
 def choose_giver(
     workers: Iterable[tuple[WorkerInfo, WorkerLoad]], to_role: Role
 ) -> WorkerId | None:
-    """The worker that is to take a role for good: the least used one of the other role.
+    """Returns the worker that changes to a role for good: the least used one of the other role.
 
-    None if that is its last one, which stays. Hybrid workers have no other role.
+    None if that is the last of its role, which stays. Hybrid workers are not considered.
     """
     givers = [
         (_used_share(info, load), info.worker_id)

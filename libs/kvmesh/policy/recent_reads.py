@@ -1,9 +1,9 @@
-"""How much of each worker's cache was read of late. Plain bookkeeping, without clock or I/O.
+"""Counts recent reads of each worker's cache. Plain bookkeeping, without clock or I/O.
 
-A load says who is busy now. While nobody is, all holders of a prefix look alike, and chance reads
-one of them more than another; one that alone holds a second prefix is read for that, too. Who was
-read less is the better one of several that are otherwise equal (TokenLake 4.3: of the replicas, the
-less loaded). Age is counted in reads, not seconds: what was read before so many others counts half.
+Load says which workers are busy now. While none is, all holders of a prefix look equal, and chance
+reads one more often than another; the only holder of a second prefix is read for that too. Among
+otherwise equal holders, routes choose the one with fewer recent reads (TokenLake 4.3: the less
+loaded replica). Age is counted in reads, not seconds: a read's weight halves every `HALF_READS`.
 Tests: tests/unit/policy/test_recent_reads.py.
 """
 
@@ -16,25 +16,26 @@ from kvmesh.policy.holders import held_by
 from kvmesh.policy.view import WorkerView
 
 HALF_READS = 256
-"""After so many reads one counts half: long enough to even out what is read of few holders, short
-enough to forget who held what is no longer asked for."""
+"""Number of later reads after which a read counts half: enough to even out the reads of few
+holders,
+few enough to forget holders of prefixes that are no longer requested."""
 
 _GROWTH = 2.0 ** (1.0 / HALF_READS)
 _MOST_WEIGHT = 1e30
 _FORGOTTEN = 1e-6
-"""A millionth of a token is nothing."""
+"""Tokens of recent reads below which a worker is dropped."""
 
 
 class RecentReads:
-    """Tokens of cached prefixes that routes had read, by worker, older ones counting less."""
+    """Tokens of cached prefixes that routes read on each worker; older reads weigh less."""
 
     def __init__(self) -> None:
-        # New reads weigh more instead of old ones less, so that a read touches one number.
+        # New reads get more weight instead of old ones less, so that a read changes one number.
         self._sums: dict[WorkerId, float] = {}
         self._weight = 1.0
 
     def note(self, plan: RoutePlan, block_size: int) -> None:
-        """Takes in what a plan's first candidate reads: its own cache and the one it fetches from.
+        """Counts the reads of a plan's first candidate: of its own cache and of its fetch's source.
 
         Args:
             block_size: of the candidate's layout.
@@ -48,16 +49,16 @@ class RecentReads:
             self._add(source.worker_id, max(brought, 0))
 
     def of(self, worker_id: WorkerId) -> float:
-        """Tokens that were read there; 0 for one that is not known."""
+        """Returns the tokens read recently on a worker; 0 for an unknown one."""
         return self._sums.get(worker_id, 0.0) / self._weight
 
     def among(
         self, workers: Sequence[WorkerView], matches: Mapping[WorkerId, int] | None
     ) -> dict[WorkerId, float]:
-        """Of the workers that hold something, what was read there: a view's `reads`.
+        """Returns the recent reads of the workers that hold a part of the prompt: a view's `reads`.
 
         Args:
-            matches: leading blocks that workers hold; None when nobody knows.
+            matches: number of leading blocks that each worker holds; None: not known.
         """
         if not matches:
             return {}
@@ -75,7 +76,7 @@ class RecentReads:
         self._weight *= _GROWTH
         self._sums[worker_id] = self._sums.get(worker_id, 0.0) + num_tokens * self._weight
         if self._weight > _MOST_WEIGHT:
-            # Those that are gone go, too: nothing has been read there for long.
+            # Workers that left are dropped as well: nothing was read there for long.
             scaled = {name: sums / self._weight for name, sums in self._sums.items()}
             self._sums = {name: sums for name, sums in scaled.items() if sums > _FORGOTTEN}
             self._weight = 1.0

@@ -42,17 +42,17 @@ def plan_copies(
     max_copies: int = 64,
     fits: Callable[[Segment, WorkerId], bool] = _anywhere,
 ) -> list[Copy]:
-    """Copies heavy hitters of overloaded workers to the least loaded ones that have none.
+    """Copies heavy hitters of overloaded workers to the least loaded ones without a copy (4.3).
 
-    Each planned copy is counted as if reads were spread over all copies already, so that one call
-    does not send everything to one worker.
+    Each planned copy is counted as if reads already spread over all copies, so that one call does
+    not send everything to one worker.
 
     Args:
         hitters: most read first.
-        loads: reads of every live worker of late, in the unit of the segments' counts.
-        overload: a worker above this many times the mean is overloaded.
-        max_copies: bounds the traffic that one call causes.
-        fits: whether a worker has room for a segment.
+        loads: recent reads of every live worker, in the unit of the segments' counts.
+        overload: factor over the mean load above which a worker is overloaded.
+        max_copies: maximum number of copies per call; bounds the traffic.
+        fits: says whether a worker has room for a segment.
     """
     if not loads:
         return []
@@ -73,8 +73,8 @@ def plan_copies(
             continue
         target = min(free, key=lambda worker: (expected[worker], worker))
         gap = expected[source] - expected[target]
-        # Whoever reads takes the less loaded of two copies, so the new one gets no more than evens
-        # them out.
+        # Readers take the less loaded of two copies, so the new copy gets at most enough reads to
+        # even both out.
         moved = min(_spread(segment, holders, expected), gap / 2)
         if gap <= 0:
             continue
@@ -88,22 +88,22 @@ def plan_copies(
 def _spread(
     segment: Segment, holders: Sequence[WorkerId], expected: Mapping[WorkerId, float]
 ) -> float:
-    """Reads that a new copy takes over from the old ones."""
+    """Returns the reads that a new copy takes over from the old ones."""
     share = segment.accesses / (len(holders) + 1)
-    # Counts and loads fade on their own; a holder cannot give more than it has.
+    # Counts and loads fade separately; a holder cannot give away more reads than it has.
     return min(share, sum(expected[holder] for holder in holders) / len(holders))
 
 
 def choose_copy(
     segment: Segment, loads: Mapping[WorkerId, float], rng: random.Random
 ) -> WorkerId | None:
-    """The copy to read: of two at random, the one on the less loaded worker.
+    """Returns the holder to read from: the less loaded of two random ones (4.3).
 
     Args:
-        loads: of every live worker; copies elsewhere are not read.
+        loads: load of every live worker; copies elsewhere are not read.
 
     Returns:
-        None when no live worker holds a copy.
+        The worker; None if no live worker holds a copy.
     """
     holders = [holder for holder in segment.copies if holder in loads]
     if len(holders) > 2:

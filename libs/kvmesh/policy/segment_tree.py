@@ -1,7 +1,7 @@
-"""The prefix tree of segments in the pool: who holds a copy, how often and when it was last read.
+"""The prefix tree of segments in the pool: the holders of each copy, its reads, and its last read.
 
-Bookkeeping of the pool's decisions (`heavy_hitters`, `replication`, `pool_eviction`). A segment is
-read only if its prefix is, so a parent's count is never below a child's.
+It is the bookkeeping for the pool's decisions (`heavy_hitters`, `replication`, `pool_eviction`). A
+segment is read only with its prefix, so a parent's count is never below a child's.
 Source: TokenLake 3 (`get_prefix_tree`), 4.3. Tests: tests/unit/policy/test_segment_tree.py.
 """
 
@@ -18,10 +18,10 @@ class Segment:
     """A node of the tree.
 
     Attributes:
-        parent: None for the first segment of a prefix.
-        accesses: reads, faded by `SegmentTree.fade`.
-        depth: segments before it in its prefix.
-        copies: holders with the time that each copy was last read.
+        parent: the segment before it; None for the first segment of a prefix.
+        accesses: number of reads, faded by `SegmentTree.fade`.
+        depth: number of segments before it in its prefix.
+        copies: its holders, with the time at which each copy was last read.
     """
 
     name: BlockHash
@@ -46,11 +46,11 @@ class SegmentTree:
         return iter(self._segments.values())
 
     def get(self, name: BlockHash) -> Segment | None:
-        """The segment, if it has a copy."""
+        """Returns the segment; None if no copy of it exists."""
         return self._segments.get(name)
 
     def match(self, names: Sequence[BlockHash]) -> list[Segment]:
-        """The longest prefix of `names` that the pool holds."""
+        """Returns the longest prefix of `names` that the pool holds."""
         found: list[Segment] = []
         for name in names:
             segment = self._segments.get(name)
@@ -60,7 +60,7 @@ class SegmentTree:
         return found
 
     def add(self, name: BlockHash, parent: Segment | None, holder: WorkerId, now: float) -> Segment:
-        """Notes a copy; the parent is in the tree already."""
+        """Adds a copy and returns its segment; the parent must be in the tree already."""
         segment = self._segments.get(name)
         if segment is None:
             assert parent is None or self._segments.get(parent.name) is parent, "an orphan"
@@ -77,7 +77,7 @@ class SegmentTree:
         segment.copies[holder] = now
 
     def drop(self, segment: Segment, holder: WorkerId) -> None:
-        """Forgets a copy, and the segment with its last one; then it must be a leaf."""
+        """Removes a copy. With its last copy the segment goes too; it must then be a leaf."""
         del segment.copies[holder]
         if not segment.copies:
             assert not segment.children, "children of a segment that is gone cannot be read"
