@@ -1,4 +1,4 @@
-"""LoRA adapters in folders as PEFT writes them: what can be said before one is loaded. Torch-free.
+"""LoRA adapters in PEFT folders: checks and identity, without loading them. Torch-free.
 
 Tests: tests/unit/engine/test_adapters.py.
 """
@@ -23,8 +23,8 @@ class Adapter:
     """One adapter.
 
     Attributes:
-        name: that clients use as a model.
-        rank: of its matrices.
+        name: model name by which clients use it.
+        rank: rank of its matrices.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Adapter:
 
 
 def read_adapters(text: str) -> tuple[Adapter, ...]:
-    """Reads what `engine.lora` names, in the order of the names.
+    """Reads the adapters named in `engine.lora`, sorted by name.
 
     Raises:
-        ConfigError: it is malformed, or names one twice.
+        ConfigError: the text is malformed, or repeats a name.
         CheckpointError: a folder holds no adapter.
     """
     folders = named_values(text, "engine.lora", "NAME=FOLDER")
@@ -56,7 +56,7 @@ def _read(name: str, folder: Path) -> Adapter:
 
 
 def adapters_identity(adapters: Sequence[Adapter]) -> str:
-    """Part of a checkpoint's identity: workers with other adapters are other workers."""
+    """Returns the adapters' part of a checkpoint's identity, which differs between adapter sets."""
     return " ".join(f"{each.name}={_identity(each)}" for each in adapters)
 
 

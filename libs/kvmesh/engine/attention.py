@@ -1,4 +1,4 @@
-"""Attention over keys and values: its projections, norms and rotation, read by their usual names.
+"""Attention over keys and values: projections, norms and rotation, read by usual tensor names.
 
 Tests: tests/integration/test_transformers_equality.py.
 """
@@ -55,13 +55,14 @@ class SelfAttention:
     """Attention with its projections.
 
     Attributes:
-        qkv: to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
-        place: in the KV pool.
-        rotation: which of those of `Step`.
-        gate: to one factor per head, or per value of its output, before its sigmoid; or None.
-        wide_norm: of queries and keys before they are heads, or None.
-        has_factors: queries are multiplied by those of `Step`.
-        call: computes decode rows on the CPU; None where that takes several calls.
+        qkv: projection to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
+        place: place of its keys and values in the KV pool.
+        rotation: key of its rotary embedding in `Step.ropes`.
+        gate: projection to one factor per head, or per value of its output, before its sigmoid;
+            or None.
+        wide_norm: norm of queries and keys before they are split into heads, or None.
+        has_factors: whether queries are multiplied by `Step.query_factors`.
+        call: native call for decode rows on the CPU; None if several calls are needed.
     """
 
     qkv: Linear
@@ -98,7 +99,7 @@ class SelfAttention:
         return step.ropes[self.rotation]
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         attention = step.memory.attention[self.place.group]
         rope = step.ropes[self.rotation]
         if self.call is not None and keep is None and takes(h):
@@ -133,7 +134,7 @@ def load_attention(
 
     Args:
         sinks: [heads], see `attention_reference.decode_attention`.
-        norm_offset: added to the weights of the norms of queries and keys.
+        norm_offset: value added to the norm weights of queries and keys.
         gated: the query projection holds a gate beside each head's query.
 
     Raises:
@@ -169,7 +170,7 @@ def load_attention(
 def _projections(
     weights: LayerWeights, config: ModelConfig, order: list[int] | None, *, gated: bool
 ) -> tuple[Tensor, Linear | None]:
-    """Weights of queries, keys and values as one, and the gate."""
+    """Returns the stacked weights of queries, keys and values, and the gate."""
     hidden, head_dim = config.hidden_size, config.head_dim
     parts = [(f"self_attn.{name}_proj.weight", rows) for name, rows in _qkv_rows(config)]
     if not gated and order is None:
@@ -198,7 +199,7 @@ def _qkv_bias(weights: LayerWeights, config: ModelConfig, order: list[int] | Non
 def _head_norms(
     weights: LayerWeights, config: ModelConfig, order: list[int] | None, offset: float
 ) -> Tensor:
-    """Weights of the norms of each head, [heads + kv_heads, head_dim]."""
+    """Returns the norm weights of each head, [heads + kv_heads, head_dim]."""
     q, k = (
         weights.vector(f"self_attn.{name}_norm.weight", config.head_dim, offset) for name in "qk"
     )
@@ -218,7 +219,7 @@ def _wide_norm(weights: LayerWeights, config: ModelConfig, order: list[int] | No
 
 
 def _head_order(config: ModelConfig) -> list[int] | None:
-    """Order of a head's elements where it is another than that of the files."""
+    """Returns the order of a head's elements; None if it is that of the files."""
     if not (config.rotary_dim or config.interleaved):
         return None
     rotated = config.rotary_dim or config.head_dim
@@ -226,7 +227,7 @@ def _head_order(config: ModelConfig) -> list[int] | None:
 
 
 def _reordered(rows: Tensor, order: list[int] | None) -> Tensor:
-    """The rows of every head in another order."""
+    """Reorders the rows of every head."""
     if order is None:
         return rows
     heads = rows.view(-1, len(order), *rows.shape[1:])
@@ -234,10 +235,10 @@ def _reordered(rows: Tensor, order: list[int] | None) -> Tensor:
 
 
 def rotated_halves(head_dim: int, rotary_dim: int, *, interleaved: bool = False) -> list[int]:
-    """Order of a head's elements in which rotated pairs lie half a head apart.
+    """Returns an order of a head's elements in which rotated pairs lie half a head apart.
 
-    Only the first `rotary_dim` elements of a head are rotated in the files. In this order the
-    others form pairs too, whose angle is 0, so that one kernel serves all (`rope_table`).
+    In the files only the first `rotary_dim` elements of a head are rotated. In this order the
+    others form pairs too, with angle 0, so that one kernel serves all (`rope_table`).
 
     Args:
         interleaved: pairs are neighbours in the files, not half of the rotated elements apart.

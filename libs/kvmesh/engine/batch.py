@@ -1,4 +1,4 @@
-"""Turns the chunks of a step into rows: tokens, positions, the attention batch, rows to sample.
+"""Flattens the chunks of a step into rows: tokens, positions, attention batch, rows to sample.
 
 Tests: tests/unit/engine/test_batch.py.
 """
@@ -20,18 +20,18 @@ from kvmesh.kv.groups import HOLE, first_visible, num_blocks_of
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step, flattened.
+    """One step, flattened to rows.
 
     Attributes:
         token_ids, positions: [rows] int64, host memory.
-        groups: per token group the rows' sequences, those with one row first and longest first.
+        groups: per token group the rows' sequences, single-row ones first and longest first.
             Blocks that no query sees are left out, so contexts of a window start late.
-        states: for each sequence in the same order its blocks, where there are linear layers.
+        states: blocks of each sequence's states in the same order, if there are linear layers.
         sample_rows: rows whose logits are wanted.
         sample_chunks: for each of them, the index of its chunk in the step.
         scored: (index of the chunk, its first row) of chunks with prompt tokens to score.
-        remote_chunks, remotes: indexes of the chunks with a remote prefix, and the prefixes; their
-            sequences come last, and contexts and tables are without it.
+        remote_chunks, remotes: indexes of the chunks with a remote prefix, and the prefixes. Their
+            sequences come last, and their contexts and tables exclude the prefix.
     """
 
     token_ids: Tensor
@@ -51,8 +51,8 @@ def build_batch(
     """Flattens a step.
 
     Args:
-        chunks: not empty.
-        windows: of the token groups.
+        chunks: chunks of the step, at least one.
+        windows: windows of the token groups.
     """
     assert chunks, "a step has a chunk"
     for chunk in chunks:
@@ -61,7 +61,7 @@ def build_batch(
     local = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.remote is None]
     single = [index for index, chunk in local if chunk.end - chunk.start == 1]
     longer = [index for index, chunk in local if chunk.end - chunk.start > 1]
-    # Neighbours of similar length share a gather (`decode_buckets`).
+    # Neighbours of similar length share one gather (`decode_buckets`).
     single.sort(key=lambda index: -chunks[index].end)
     order = single + longer + remote
 
@@ -132,7 +132,7 @@ def _num_elsewhere(chunk: SequenceChunk) -> int:
 
 
 def _table(chunk: SequenceChunk, group: int, begin: int, end: int) -> Sequence[int]:
-    """Blocks that hold a chunk's context here."""
+    """Returns the blocks of a chunk's context on this worker."""
     table = chunk.tables[group]
     if chunk.remote is None:
         return table[begin:end]

@@ -1,12 +1,12 @@
-"""Blocks in one preallocated file, with an index that outlives the process.
+"""Blocks in one preallocated file, with an index that survives the process.
 
-    header      what the blocks are of; a file of something else is begun anew
+    header      identity of the blocks; a file with another identity is started anew
     records     64 bytes per place: key, sum of the block, number of the write, sum of the record
     blocks      block_bytes per place
 
 A record is cleared before its block is overwritten and written after it, so a process that dies in
-between leaves an empty place. After a loss of power sums tell what was not written. One process at
-a time; nobody else reads the file. Tests: tests/unit/engine/test_block_file.py.
+between leaves an empty place. After a power loss the checksums reveal unwritten blocks. One process
+at a time uses the file. Tests: tests/unit/engine/test_block_file.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = event_logger(__name__)
 _MAGIC = b"kvmesh tier 1\n"
 _PAGE = 4096
 _KEY_BYTES = 40
-_MAX_VIEWS = 512  # in one call of the system; IOV_MAX is 1024
+_MAX_VIEWS = 512  # per system call; IOV_MAX is 1024
 _RECORD = np.dtype(
     [
         ("key", f"V{_KEY_BYTES}"),
@@ -46,15 +46,16 @@ _RECORD = np.dtype(
 
 
 class BlockFile:
-    """Places on a disk.
+    """Places of a tier in a file.
 
     Args:
-        path: of the file; its folder is made.
-        identity: of what the blocks are of: checkpoint, shape, kinds of blocks.
-        num_places: the file has room for so many from the start.
+        path: path of the file; its folder is created.
+        identity: identity of the blocks: checkpoint, shape, kinds of blocks.
+        num_places: number of places, for which the file has room from the start.
 
     Raises:
-        ConfigError: the file cannot be made, does not fit the disk, or belongs to a running worker.
+        ConfigError: the file cannot be created, does not fit the disk, or belongs to a running
+            worker.
     """
 
     def __init__(self, path: Path, identity: str, block_bytes: int, num_places: int) -> None:
@@ -111,7 +112,7 @@ class BlockFile:
         return [place for place, each in records if _sum_of(each) != int(each["record_sum"])]
 
     def kept(self) -> list[Copy]:
-        """What the file holds, oldest first; of two copies of a block the younger one."""
+        """Returns the intact copies, oldest first; of two copies of a block only the newer one."""
         places = np.flatnonzero(self._records["number"])
         found: dict[BlockHash, int] = {}
         for place in places[np.argsort(self._records["number"][places])]:
@@ -125,7 +126,7 @@ class BlockFile:
         """Writes blocks into places; in any thread, one call at a time.
 
         Returns:
-            Of each, whether it is there.
+            Per copy, whether it was written.
         """
         records = np.zeros(len(copies), _RECORD)
         for record, copy, block in zip(records, copies, blocks, strict=True):
@@ -159,10 +160,10 @@ class BlockFile:
             )
 
     def read(self, places: Sequence[int], blocks: Sequence[memoryview]) -> list[bool]:
-        """Reads places; in any thread, beside other reads and writes of other places.
+        """Reads places; in any thread, concurrent with reads and writes of other places.
 
         Returns:
-            Of each, whether it is what was written.
+            Per place, whether the block is intact.
         """
         good: list[bool] = []
         for first, count in _runs(places):
@@ -182,7 +183,7 @@ class BlockFile:
         return good
 
     def close(self) -> None:
-        """Gives the file up; nobody reads or writes. May be called again."""
+        """Closes the file; no read or write may be under way. May be called again."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -199,7 +200,7 @@ def _all_of(num_written: int, num_bytes: int) -> None:
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
-    """Index and number of places that follow each other, at most as many as one call takes."""
+    """Returns (index, count) of consecutive places, at most as many as one call takes."""
     runs: list[tuple[int, int]] = []
     for index, place in enumerate(places):
         first, count = runs[-1] if runs else (0, 0)

@@ -1,4 +1,4 @@
-"""The chat template of a model folder: where it stands. `template_sandbox` compiles it.
+"""Finds the chat template of a model folder; `template_sandbox` compiles it.
 
 Tests: tests/unit/engine/test_chat_template.py.
 """
@@ -17,10 +17,10 @@ SETTINGS_FILE = "tokenizer_config.json"
 
 
 def read_chat_template(folder: Path) -> str:
-    """Jinja text: of its own file, else of the tokenizer's settings; empty if the model has none.
+    """Returns the Jinja text of the template file, else of the tokenizer's settings, else "".
 
     Raises:
-        CheckpointError: the file that it stands in cannot be read.
+        CheckpointError: the file that contains it cannot be read.
     """
     file = folder / TEMPLATE_FILE
     if file.is_file():

@@ -1,6 +1,6 @@
-"""Reads the architecture of a checkpoint from the files that Hugging Face folders hold.
+"""Reads the architecture of a checkpoint from a Hugging Face folder.
 
-What a family makes of its keys is in families/. Tests: tests/unit/engine/test_config.py.
+The files in families/ interpret a family's own keys. Tests: tests/unit/engine/test_config.py.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def parse_model_config(
     """Turns the parsed JSON files into a config.
 
     Args:
-        origin: named in errors.
+        origin: file name for error messages.
 
     Raises:
-        CheckpointError: a key is missing, has the wrong type, or asks for what is not supported.
+        CheckpointError: a key is missing, has the wrong type, or requests an unsupported feature.
     """
     name = raw.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -101,7 +101,7 @@ def parse_model_config(
 
 
 def _unsupported(name: object) -> str:
-    """One line about a family that is none of the 80 and more, which no line could list."""
+    """Returns one line about an unknown family, with similar names instead of all 80 and more."""
     if not isinstance(name, str):
         return f"model_type is {name!r} and names no family of models; take another copy of it"
     near = difflib.get_close_matches(name, FAMILIES, n=3)
@@ -113,7 +113,7 @@ def _unsupported(name: object) -> str:
 
 
 def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
-    """Refuses what the file asks for and the family does not compute."""
+    """Refuses features of the file that the family does not compute."""
     origin, name = fields.origin, config.family
     types = fields.layer_types(config.num_layers) or ()
     linear = config.linear
@@ -139,7 +139,7 @@ def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
 
 
 def _refuse_impossible_experts(fields: Fields, moe: MoeConfig | None) -> None:
-    """Refuses a choice of experts that no row could make."""
+    """Refuses expert settings that no row could satisfy."""
     if moe is None:
         return
     origin, experts, groups = fields.origin, moe.num_experts, moe.num_groups

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 RowFactors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
-"""By name of a layer's tensor, runs of rows and what those are multiplied by; 0 rows for all."""
+"""By name of a layer's tensor: runs of rows (0 for all rows) with their factors."""
 
 
 class Rotation(Enum):
-    """Which rotary embedding a layer has."""
+    """Rotary embedding of a layer."""
 
     USUAL = "usual"
     LOCAL = "local"
@@ -23,14 +23,15 @@ class RopeConfig:
 
     Attributes:
         kind: "default", "dynamic", "linear", "llama3", "longrope", "proportional" or "yarn".
-        factor: how far "linear", "llama3", "proportional" and "yarn" stretched the context.
-        low_freq_factor, high_freq_factor: of "llama3" only.
-        original_max_positions: of "llama3", "longrope" and "yarn".
-        beta_fast, beta_slow, truncate: of "yarn", whose ramp lies between those many turns.
-        scale: factor of cosines and sines; 1 but for "longrope" and "yarn".
-        pair_factors: of "longrope", what the frequency of each pair is divided by.
-        long_factors: the same for lengths above the original one; none once one is chosen.
-        share: of "proportional", of the pairs that are rotated, the fastest ones.
+        factor: factor by which "linear", "llama3", "proportional" and "yarn" extend the context.
+        low_freq_factor, high_freq_factor: for "llama3" only.
+        original_max_positions: for "llama3", "longrope" and "yarn".
+        beta_fast, beta_slow, truncate: for "yarn", whose ramp lies between these numbers of turns.
+        scale: factor of cosines and sines; 1 except for "longrope" and "yarn".
+        pair_factors: for "longrope", the divisor of each pair's frequency.
+        long_factors: for "longrope", the divisors beyond the original length; empty once
+            `for_length` has chosen.
+        share: for "proportional", fraction of the pairs that are rotated, the fastest ones.
     """
 
     theta: float
@@ -48,10 +49,10 @@ class RopeConfig:
     share: float = 1.0
 
     def for_length(self, length: int) -> RopeConfig:
-        """The one embedding that serves sequences of up to `length` positions.
+        """Returns the embedding that serves sequences of up to `length` positions.
 
-        "longrope" has one for the original length and one for all that is longer. Cached keys are
-        rotated, so a cache holds those of one of them.
+        "longrope" has one for the original length and one for longer sequences. Cached keys are
+        rotated, so a cache can hold keys of only one of them.
         """
         if not self.long_factors:
             return self
@@ -62,11 +63,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries far behind the beginning are longer: by a share for each e-fold of the distance.
+    """Query scaling by position: queries grow by a fraction for each e-fold of the distance.
 
     Attributes:
-        share: of a query's length; 0 for none.
-        length: positions before which queries stay as they are.
+        share: growth as a fraction of a query's length; 0 for none.
+        length: number of leading positions whose queries are not scaled.
     """
 
     share: float
@@ -75,14 +76,14 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What attention layers keep of one position: keys and values of so many heads."""
+    """Heads of the keys and values that an attention layer keeps per position."""
 
     num_kv_heads: int
     head_dim: int
 
     @property
     def values(self) -> int:
-        """Of keys and values."""
+        """Number of values in keys and values of one position."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -91,14 +92,14 @@ class MoeConfig:
     """Mixture of experts.
 
     Attributes:
-        intermediate_size: of one expert.
-        normalize: weights of the chosen experts sum to 1.
-        sparse_layers: layers that have experts; the others have one dense MLP.
-        shared_size: of the expert that all rows take; 0 for none.
-        num_groups, top_groups: experts are chosen from the best groups only.
-        scale: factor of the chosen ones' weights.
-        biased_choice: a stored bias takes part in the choice.
-        latent_size: of what chosen experts read and give; 0 for the model's own size.
+        intermediate_size: intermediate size of one expert.
+        normalize: the weights of the chosen experts sum to 1.
+        sparse_layers: layers with experts; the others have one dense MLP.
+        shared_size: intermediate size of the shared expert; 0 for none.
+        num_groups, top_groups: number of expert groups, and of the best ones to choose from.
+        scale: factor of the chosen experts' weights.
+        biased_choice: a stored bias is added to the scores for the choice.
+        latent_size: input and output size of routed experts; 0 for the hidden size.
     """
 
     num_experts: int
@@ -119,11 +120,11 @@ class LatentConfig:
     """Attention over a compressed KV that all heads share (MLA).
 
     Attributes:
-        query_rank: of the compressed queries; 0 when they are not.
-        rank: of the compressed keys and values.
-        rope_dim: rotated elements of a query and of the one key beside the latent.
+        query_rank: size of the compressed queries; 0 if they are not compressed.
+        rank: size of the compressed keys and values.
+        rope_dim: rotated elements of a query, and of the shared key beside the latent.
         nope_dim: elements of a query that are not rotated.
-        value_dim: of a head's values.
+        value_dim: size of a head's values.
         interleaved: rotated pairs are neighbours in the files.
     """
 
@@ -136,18 +137,18 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Values kept per position."""
+        """Number of values kept per position."""
         return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Layers that carry a state instead of keeping positions.
+    """Linear layers, which carry a state instead of keeping positions.
 
     Attributes:
-        layers: which they are.
-        conv_kernel: inputs that the convolution before the recurrence spans; 1 for none.
-        key_dim: of queries and keys; 0 where there is a convolution and no recurrence.
+        layers: indexes of the linear layers.
+        conv_kernel: number of inputs of the convolution before the recurrence; 1 for none.
+        key_dim: size of queries and keys; 0 for a convolution without recurrence.
     """
 
     layers: frozenset[int]
@@ -159,17 +160,17 @@ class LinearConfig:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether a state is what a convolution saw last, and nothing else."""
+        """Whether the state is only the latest inputs of a convolution."""
         return not self.key_dim
 
     @property
     def conv_channels(self) -> int:
-        """Queries, keys and values of one position."""
+        """Number of values in queries, keys and values of one position."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def state_values(self) -> int:
-        """Values that one layer carries on: its matrix, and inputs of the convolution."""
+        """Number of values of one layer's state: its matrix, and inputs of the convolution."""
         matrix = self.num_value_heads * self.key_dim * self.value_dim
         return matrix + self.conv_channels * (self.conv_kernel - 1)
 
@@ -179,52 +180,50 @@ class ModelConfig:
     """Shape of a decoder.
 
     Attributes:
-        rope: of layers with full attention, and of all when `local_rope` is None.
-        qkv_bias, output_bias: of the attention projections.
+        rope: rotary embedding of layers with full attention, and of all if `local_rope` is None.
+        qkv_bias, output_bias: the attention projections have a bias.
         qk_norm: queries and keys are normalised per head.
-        dtype: of the weights in the files.
-        eos_token_ids: of generation_config.json and config.json together.
+        dtype: dtype of the weights in the files.
+        eos_token_ids: union of generation_config.json and config.json.
         attention_scale: factor of the scores.
-        windows: per layer, latest positions that a query sees; 0 for all.
-        local_rope: of layers with a window, when they have their own.
+        windows: per layer, number of latest positions that a query sees; 0 for all.
+        local_rope: rotary embedding of layers with a window, if they have their own.
         moe: None for a dense model.
-        swiglu_alpha, swiglu_limit: of gpt-oss's activation.
-        rotary_dim: leading elements of a head that are rotated; 0 for all.
-        latent: of attention layers that keep a compressed KV.
-        linear: of layers that keep a state.
-        residual_factors: of the stream and of what is added to it, where a family scales them: by
-            attention, by linear attention, by the MLP.
-        decay_bound: logarithm of the fastest decay of a state, where a family bounds it; or 0.
-        double_shares: a position may take back twice what a state holds for its key.
+        swiglu_alpha, swiglu_limit: parameters of gpt-oss's activation.
+        rotary_dim: number of leading elements of a head that are rotated; 0 for all.
+        latent: attention layers that keep a compressed KV.
+        linear: layers that keep a state.
+        residual_factors: factors of the stream and of the addition to it, in families that scale
+            them: for attention, linear attention, and the MLP.
+        decay_bound: logarithm of the fastest decay of a state, in families that bound it; or 0.
+        double_shares: beta goes up to 2: a position may remove twice its key's content of a state.
         wide_qk_norm: queries are normalised over all heads at once, and so are keys.
         interleaved: rotated pairs are neighbours in the files.
-        unrotated: layers with attention whose queries and keys are not rotated.
+        unrotated: attention layers whose queries and keys are not rotated.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits.
-        attention_cap, logit_cap: scores and logits are bent to stay within; 0 for not.
-        query_growth: of all layers, where a family has it.
-        state_norm_eps: of norms within Mamba layers; 0 where these have none.
-        states_beside: layers that carry a state have attention too.
-        weight_factors: of what layers read.
-        layer_norm: norms take the mean out and add a bias.
+        attention_cap, logit_cap: bounds of soft-capping of scores and logits; 0 for none.
+        query_growth: query scaling by position of all layers, in families that have it.
+        state_norm_eps: epsilon of norms within Mamba layers; 0 if they have none.
+        states_beside: layers with a state have attention, too.
+        weight_factors: factors of weight rows, applied when the weights are read.
+        layer_norm: norms are LayerNorms: they subtract the mean and add a bias.
         parallel: attention and MLP read the same stream.
-        norm_each: then each of them has a norm of its own, where a family has both ways.
-        part_norms: what attention and MLP give has a norm, where a family has both ways.
-        head_gate: attention has a gate for each head, where a family has both ways.
+        norm_each: with `parallel`, each of them has its own norm, in families with both variants.
+        part_norms: outputs of attention and MLP are normalised, in families with both variants.
+        head_gate: attention has a gate per head, in families with both variants.
         gated_mlp: dense MLPs have a gate.
-        mlp_bias: of MLPs without one.
-        head_bias: logits have one.
-        full_heads: of layers with full attention, where theirs are others.
-        full_keys_as_values: those layers have no projection of values: they are what keys are
-            projected to.
-        kv_sources: per layer, the layer whose keys and values it reads; empty where all have their
-            own.
-        wide_readers: layers that read another's have an MLP of twice the size.
-        layer_input_size: of what each layer is told of a token besides the stream; 0 for nothing.
-        layer_input_vocab: tokens that it is told something of.
-        mlp_only: layers that are an MLP and nothing else; where there are some, others have none.
-        positions_before: rows of the table of learned positions in front of the first one; None
-            where there is no such table.
+        mlp_bias: MLPs without a gate have a bias.
+        head_bias: logits have a bias.
+        full_heads: heads of layers with full attention, if they differ.
+        full_keys_as_values: those layers have no value projection; they use the projected keys.
+        kv_sources: per layer, the layer whose keys and values it reads; empty if all layers have
+            their own.
+        wide_readers: layers that read another layer's KV have an MLP of twice the size.
+        layer_input_size: size of a layer's per-layer embedding; 0 for none.
+        layer_input_vocab: number of tokens that have per-layer embeddings.
+        mlp_only: layers that consist of an MLP; if there are any, the other layers have no MLP.
+        positions_before: index of position 0 in the table of learned positions; None without one.
     """
 
     family: str
@@ -285,13 +284,13 @@ class ModelConfig:
     positions_before: int | None = None
 
     def for_length(self, length: int) -> ModelConfig:
-        """The config with the rotary embeddings of sequences of up to `length` positions."""
+        """Returns the config with rotary embeddings for sequences of up to `length` positions."""
         local = self.local_rope and self.local_rope.for_length(length)
         return replace(self, rope=self.rope.for_length(length), local_rope=local)
 
     @property
     def num_parameters(self) -> int:
-        """Weights in the matrices; norms and biases are left out."""
+        """Number of weights in matrices; norms and biases are left out."""
         attention = sum(self._mixer_parameters(layer) for layer in range(self.num_layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         if self.positions_before is not None:
@@ -300,7 +299,7 @@ class ModelConfig:
 
     @property
     def _layer_input_parameters(self) -> int:
-        # One projection for all layers, and for each a gate and a way back.
+        # One projection for all layers, and per layer a gate and an output projection.
         inputs = self.num_layers * self.layer_input_size
         return inputs * (self.layer_input_vocab + 3 * self.hidden_size)
 
@@ -309,7 +308,7 @@ class ModelConfig:
             return 0
         if self.linear is not None and self.is_linear(layer):
             values = self.linear.num_value_heads * self.linear.value_dim
-            # A convolution alone has a gate on either side.
+            # A convolution without recurrence has a gate on its input and on its output.
             others = 3 if self.linear.is_convolution else 2
             own = self.hidden_size * (self.linear.conv_channels + others * values)
             return own + (self._attention_parameters(layer) if self.states_beside else 0)
@@ -324,7 +323,7 @@ class ModelConfig:
         query = self.num_heads * (latent.nope_dim + latent.rope_dim)
         inner = latent.query_rank or self.hidden_size
         queries = inner * query + latent.query_rank * self.hidden_size
-        # The up-projection is there twice: as it is, and absorbed.
+        # The up-projection is stored twice: as it is, and absorbed.
         up = 2 * latent.rank * self.num_heads * (latent.nope_dim + latent.value_dim)
         output = self.num_heads * latent.value_dim * self.hidden_size
         return queries + up + output + latent.width * self.hidden_size
@@ -348,42 +347,42 @@ class ModelConfig:
 
     @property
     def kv_values(self) -> int:
-        """Values that one attention layer keeps per position, those of `full_heads` apart."""
+        """Number of values that an attention layer keeps per position, except for `full_heads`."""
         if self.latent is not None:
             return self.latent.width
         return 2 * self.num_kv_heads * self.head_dim
 
     def head_shape(self, layer: int) -> HeadShape:
-        """Heads of keys and values of a layer with attention."""
+        """Returns the KV heads of an attention layer."""
         if self.full_heads is not None and not self.sliding(layer):
             return self.full_heads
         return HeadShape(self.num_kv_heads, self.head_dim)
 
     def kv_source(self, layer: int) -> int:
-        """The layer whose keys and values a layer with attention reads: itself, mostly."""
+        """Returns the layer whose keys and values an attention layer reads, usually itself."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
     def has_attention(self, layer: int) -> bool:
-        """Whether the layer has attention."""
+        """Returns whether the layer has attention."""
         if layer in self.mlp_only:
             return False
         return self.states_beside or not self.is_linear(layer)
 
     @property
     def state_values(self) -> int:
-        """Values that one linear layer carries on."""
+        """Number of values of one linear layer's state."""
         return 0 if self.linear is None else self.linear.state_values
 
     def is_linear(self, layer: int) -> bool:
-        """Whether the layer carries a state."""
+        """Returns whether the layer carries a state."""
         return self.linear is not None and layer in self.linear.layers
 
     def sliding(self, layer: int) -> bool:
-        """Whether the layer sees a window only."""
+        """Returns whether the layer sees only a window."""
         return self.windows[layer] > 0
 
     def rotation(self, layer: int) -> Rotation:
-        """The rotary embedding of a layer with attention."""
+        """Returns the rotary embedding of an attention layer."""
         if layer in self.unrotated:
             return Rotation.NONE
         own = self.local_rope is not None and self.sliding(layer)

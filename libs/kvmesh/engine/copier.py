@@ -1,4 +1,4 @@
-"""Who makes copies that are too long for the event loop, and says when they are made.
+"""Copies that are too long for the event loop, with a callback when they are made.
 
 Tests: tests/unit/engine/test_copier.py.
 """
@@ -18,7 +18,7 @@ class Copier(Protocol):
     def start(self, copy: Callable[[], None], done: Callable[[], None]) -> None:
         """Runs `copy` in any thread, and `done` on the event loop afterwards.
 
-        What `copy` reads and writes must belong to it until then.
+        Until then no one else may use the memory that `copy` reads and writes.
         """
         ...
 
@@ -33,14 +33,14 @@ class InlineCopier:
 
 
 class ThreadCopier:
-    """Copies in a thread of its own, while the event loop and the engine's thread go on."""
+    """Copies in a thread of its own, while the event loop and the engine's thread continue."""
 
     def __init__(self, name: str = "swap") -> None:
         self._jobs: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._wake = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self.on_done: Callable[[], None] | None = None
-        """Told after each `done`."""
+        """Called after each `done`."""
 
     def start(self, copy: Callable[[], None], done: Callable[[], None]) -> None:
         """See `Copier.start`."""
@@ -55,7 +55,7 @@ class ThreadCopier:
                 self._wake.clear()
                 while self._jobs:
                     copy, done = self._jobs.popleft()
-                    # A cancelled await leaves the thread at work; it is waited for below.
+                    # A cancelled await leaves the copy running; the shutdown below waits for it.
                     await asyncio.shield(loop.run_in_executor(self._executor, copy))
                     done()
                     if self.on_done is not None:

@@ -1,8 +1,9 @@
-"""Bookkeeping of a worker's engine: sequences, blocks, what each step computes. No torch, no I/O.
+"""Bookkeeping of a worker's engine: sequences, blocks, the content of steps. No torch, no I/O.
 
-Everything here runs on the event loop; only `ModelRunner.execute` runs in another thread. So
-nothing needs a lock, but memory that a step in flight uses must not be released before the step
-is back: `release` defers for sequences in flight. Tests: tests/unit/engine/test_core.py and
+All of it runs on the event loop; only `ModelRunner.execute` runs in another thread. So nothing
+needs
+a lock, but memory that a step in flight uses must not be released before the step has ended:
+`release` defers for sequences in flight. Tests: tests/unit/engine/test_core.py and
 tests/property/test_engine_core.py.
 """
 
@@ -55,12 +56,12 @@ class EngineCore:
 
     Args:
         spec: the model.
-        num_blocks: KV blocks of the runner.
-        limits: of one step.
-        growth_tokens: room for generated tokens that admission to decode asks for at once.
-        state_interval_tokens: between saved states of linear layers; 0 for the cost rule.
-        constrain: makes the constraint of a structure; without it structures are refused.
-        swap: host memory for preempted sequences; without it they are computed again.
+        num_blocks: number of KV blocks of the runner.
+        limits: limits of one step.
+        growth_tokens: generated tokens for which admission to decode takes blocks in advance.
+        state_interval_tokens: tokens between saved states of linear layers; 0 for the cost rule.
+        constrain: creates the constraint of a structure; None refuses structures.
+        swap: host memory for preempted sequences; None recomputes them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EngineCore:
         self.spec = spec
         self.block_size = spec.layout.block_size
         self._limits = limits or BatchLimits()
-        # Alone on the worker, a sequence of this length fits; so preemption always ends.
+        # A sequence of this length fits if it is alone on the worker, so preemption always ends.
         fitting = longest_sequence(
             spec.groups, num_blocks, self._limits.max_tokens, self.block_size
         )
@@ -87,7 +88,7 @@ class EngineCore:
         self._growth_tokens = growth_tokens
         self._constrain = constrain
         self.on_sealed: Callable[[Sequence, int], None] | None = None
-        """Told of a sequence and the index of the first block that others can share now."""
+        """Called with a sequence and the index of the first block that others can share now."""
         self._next_id = 1
         self._held: set[Sequence] = set()
         self._swap = swap
@@ -110,7 +111,7 @@ class EngineCore:
         first token.
 
         Args:
-            held: it runs when the caller says so.
+            held: the sequence waits for the caller's `run`.
         """
         sequence = self._admit(spec, None)
         if isinstance(sequence, Sequence):
@@ -120,7 +121,7 @@ class EngineCore:
         return sequence
 
     def admit_decode(self, spec: SequenceSpec) -> Sequence | Refusal:
-        """Takes blocks for a prompt that is computed elsewhere (or here later) and for growth.
+        """Takes blocks for a prompt computed elsewhere (or later here), and for growth.
 
         The sequence is HELD until `start_decode` or `run`.
         """
@@ -131,7 +132,7 @@ class EngineCore:
         return self._admit(spec, growth)
 
     def _admit(self, spec: SequenceSpec, growth_tokens: int | None) -> Sequence | Refusal:
-        """Takes the blocks of a prompt; `growth_tokens` is None for one that is computed here."""
+        """Takes the blocks of a prompt; `growth_tokens` is None if it is computed here."""
         refusal = self._check_fit(spec)
         if refusal is not None:
             return refusal
@@ -198,37 +199,37 @@ class EngineCore:
         return Refusal(RefusalReason.NO_BLOCKS, text, retry_after_ms=50)
 
     def begin_fill(self, sequence: Sequence) -> PrefixFill:
-        """Lets a prefix from another worker into a sequence that has not started to compute."""
+        """Prepares a sequence that has computed nothing for a prefix from another worker."""
         return self.fills.begin_for(sequence, len(self.reusable_hashes(sequence)))
 
     def reusable_hashes(self, sequence: Sequence) -> SequenceOf[BlockHash]:
-        """Hashes of the leading blocks that a sequence that computes nothing yet may be given."""
+        """Returns the hashes of leading blocks that a sequence may take over before it computes."""
         reusable = 0 if sequence.scores_prompt else self._num_reusable(len(sequence.tokens))
         return sequence.chain.hashes[:reusable]
 
     def _num_reusable(self, num_tokens: int) -> int:
-        # The last token is always computed, or there would be no logits to sample from.
+        # The last token is always computed, since its logits are needed for sampling.
         return (num_tokens - 1) // self.block_size
 
     # --- movement ----------------------------------------------------------------------------
 
     def run(self, sequence: Sequence) -> None:
-        """Computes what the sequence has no KV for, from the next step on."""
+        """Computes the sequence's missing KV, from the next step on."""
         assert sequence.state is SequenceState.HELD, sequence.state
         self._held.discard(sequence)
         self._running.add(sequence)
 
     def start_decode(self, sequence: Sequence, first_token: int) -> None:
-        """The prompt's KV is complete (it was written by a prefill worker): generation goes on."""
+        """Starts generation after a prefill worker has written all of the prompt's KV."""
         assert sequence.state is SequenceState.HELD, sequence.state
         sequence.num_computed = len(sequence.tokens)
-        sequence.scores_prompt = False  # the prefill worker did
+        sequence.scores_prompt = False  # the prefill worker has scored it
         self._settle(sequence)
         self._append(sequence, first_token)
         self.run(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Ends a sequence, again if need be; its blocks are free after the step in flight."""
+        """Ends a sequence, if it has not ended; its blocks are free after the step in flight."""
         if sequence.state is SequenceState.GONE:
             return
         self._leave(sequence)
@@ -249,17 +250,17 @@ class EngineCore:
             self._preempted.discard(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        """Frees what a sequence that is GONE had, when neither a step nor a writer uses it."""
+        """Frees the blocks of a sequence that is GONE, once no step and no writer uses them."""
         if sequence in self._in_flight:
             self._released_in_flight.append(sequence)
         elif not self.fills.defers(sequence):
             self._cache.release(sequence.kv, sequence.chain.hashes)
 
     def arriving_blocks(self, sequence: Sequence, num_cached: int) -> list[ArrivingBlock]:
-        """The blocks of a sequence's prompt that a handoff moves, in the order of the protocol.
+        """Returns the blocks of a prompt that a handoff moves, in the order of the protocol.
 
         Args:
-            num_cached: leading block indices that the receiver has.
+            num_cached: number of leading block indices that the receiver has.
         """
         num_tokens = len(sequence.spec.token_ids)
         span = range(num_cached, num_blocks_of(num_tokens, self.block_size))
@@ -271,13 +272,13 @@ class EngineCore:
     # --- steps -------------------------------------------------------------------------------
 
     def plan_step(self) -> list[SequenceChunk]:
-        """What the runner computes next; empty when there is nothing to do.
+        """Returns the chunks of the next step; empty if there is nothing to do.
 
         Every call that returns chunks must be followed by `finish_step`.
         """
         assert not self._in_flight, "the step before is not finished"
         planned = self._running.plan()
-        # States are saved where blocks are left when every sequence has those that it needs.
+        # Saved states take only blocks that are left after every sequence has the blocks it needs.
         for sequence, end in planned:
             prompt = len(sequence.spec.token_ids)
             hashes = sequence.chain.hashes
@@ -286,7 +287,7 @@ class EngineCore:
         return [self._chunk(sequence, end) for sequence, end in planned]
 
     def take_gone(self) -> list[int]:
-        """Ids for `ModelRunner.forget` before the step that was planned, each told once."""
+        """Returns ids for `ModelRunner.forget` before the planned step, each once."""
         gone, self._gone = self._gone, []
         return gone
 
@@ -314,12 +315,12 @@ class EngineCore:
 
     def _num_reusable_again(self, sequence: Sequence) -> int:
         reusable = self._num_reusable(len(sequence.tokens))
-        if sequence.scores_prompt:  # goes on where it has scored all before
+        if sequence.scores_prompt:  # continue after the last scored position
             reusable = min(reusable, len(sequence.prompt_logprobs) // self.block_size)
         return reusable
 
     def finish_step(self, chunks: SequenceOf[SequenceChunk], result: StepResult) -> None:
-        """Takes the runner's result over and tells the sequences' listeners."""
+        """Records the runner's result and notifies the sequences' listeners."""
         assert len(chunks) == len(result.tokens)
         members = {sequence.sequence_id: sequence for sequence in self._in_flight}
         self._in_flight = frozenset()
@@ -334,7 +335,7 @@ class EngineCore:
                 come_back(sequence, self.block_size)
             if index in result.lost:
                 continue
-            known = len(sequence.prompt_logprobs) - chunk.start  # computed again after preemption
+            known = len(sequence.prompt_logprobs) - chunk.start  # recomputed after preemption
             sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
             if sequence.state is not SequenceState.RUNNING:
                 continue
@@ -345,17 +346,17 @@ class EngineCore:
         released, self._released_in_flight = self._released_in_flight, []
         for sequence in released:
             self._free_blocks(sequence)
-        # Listeners come last: they may admit and release, and then all must be in order.
+        # Listeners come last: they may admit and release, which needs consistent records.
         for call in notify:
             call()
 
     def _settle_upstream(self, sequence: Sequence, *, came: bool) -> None:
-        """A step ended beside which another worker computed the beginning of a prompt."""
+        """Ends a step during which another worker computed the beginning of the prompt."""
         upstream, sequence.upstream = sequence.upstream, None
         assert upstream is not None
         sequence.in_one_step = False
         if not came and sequence.state is SequenceState.RUNNING:
-            # A writer may still be in its blocks: who takes care of that lets it run again.
+            # A writer may still be in its blocks: `settle` runs the sequence again after that.
             self._running.discard(sequence)
             sequence.state = SequenceState.HELD
             self._held.add(sequence)
@@ -383,16 +384,16 @@ class EngineCore:
             self._running.discard(sequence)
             sequence.state = SequenceState.HELD
             self._held.add(sequence)
-        # Bound now: a listener may be exchanged while the calls before it run.
+        # Bound now: the calls before it may replace the listener.
         listener = sequence.on_emission
         return [lambda: listener(emission)]
 
     def _damage(self, sequence: Sequence) -> list[Callable[[], None]]:
-        """Ends a sequence that the engine computed wrongly, and forgets its KV."""
+        """Ends a sequence with damaged logits and evicts its cached KV."""
         self._damaged += 1
         self.release(sequence)
         cached = self.pool.evict_first(sequence.chain.hashes)
-        # States are cached by other hashes: where there are some, all that is cached goes.
+        # States are cached under other hashes: with states, the whole cache is cleared.
         self.pool.clear_cached(cached if self.spec.groups.is_plain else None)
         reason, position = FinishReason.ERROR, len(sequence.tokens)
         emission = Emission(0, position, None, reason, _NOT_NUMBERS, damaged=True)
@@ -404,9 +405,9 @@ class EngineCore:
         sequence.chain.append((token_id,))
 
     def _settle(self, sequence: Sequence) -> None:
-        """Lets others share what became complete, and gives back what is behind a window."""
+        """Registers completed blocks for sharing, and gives back blocks before a window."""
         if sequence.remote is not None:
-            return  # blocks behind a hole are found by nobody
+            return  # no match can reach the blocks after a hole
         num_sealed = sequence.kv.num_sealed
         self._cache.finish_step(sequence.kv, sequence.num_computed, sequence.chain.hashes)
         if self.on_sealed is not None and sequence.kv.num_sealed > num_sealed:
@@ -431,28 +432,28 @@ class EngineCore:
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens that one step may compute (the chunk budget)."""
+        """Maximum number of tokens that one step computes (the chunk budget)."""
         return self._limits.max_tokens
 
     @property
     def token_totals(self) -> tuple[int, int]:
-        """Tokens computed and tokens generated since start."""
+        """Numbers of tokens computed and generated since start."""
         return self._computed_tokens, self._generated_tokens
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens that wait to be computed; the one that each decode step computes does not."""
+        """Number of prompt tokens to compute; the single token of a decode step does not count."""
         waiting = (each.num_remaining for each in (*self._running, *self._preempted))
         return sum(count for count in waiting if count > 1)
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan_step` may return something."""
+        """Whether `plan_step` may return chunks."""
         return bool(self._running or self._preempted)
 
     @property
     def is_idle(self) -> bool:
-        """No sequence is here and no block is referenced."""
+        """Whether there is no sequence and no referenced block."""
         return not (
             self._held
             or self._running
@@ -462,7 +463,7 @@ class EngineCore:
         )
 
     def statistics(self) -> EngineStatistics:
-        """Counters and gauges."""
+        """Returns counters and gauges."""
         return EngineStatistics(
             num_running=len(self._running),
             num_held=len(self._held),
@@ -479,7 +480,7 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when bookkeeping is broken."""
+        """Raises AssertionError if the records contradict each other."""
         self.pool.check_integrity()
         self._preempted.check_integrity()
         everyone = [*self._held, *self._running, *self._preempted]

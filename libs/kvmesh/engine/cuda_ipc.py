@@ -1,7 +1,7 @@
-"""CUDA memory of other processes of the host, by the driver's own calls.
+"""CUDA memory of other processes of the host, through the CUDA driver API.
 
-The driver and not torch: its tensors travel between processes by pickling and with counters in
-files. Not tried on a device so far; a stand-in for the driver checks what it is called with.
+torch cannot be used: its tensors travel between processes by pickling and with counters in files.
+Not tried on a device so far; a stand-in for the driver checks the calls.
 Tests: tests/unit/engine/test_cuda_ipc.py, tests/gpu/test_device_ipc.py.
 """
 
@@ -37,8 +37,8 @@ class CudaIpc:
         """Loads the driver, which torch has started.
 
         Args:
-            ordinal: of the device, among those that this process sees.
-            library: the driver's.
+            ordinal: number of the device among those that this process sees.
+            library: file name of the driver library.
 
         Raises:
             LostError: there is no driver, or no such device.
@@ -52,12 +52,12 @@ class CudaIpc:
         device = ctypes.c_int()
         self._check("cuDeviceGet", ctypes.byref(device), ordinal)
         self._device = device.value
-        # An allocation is opened once, whatever the number of its users: some drivers refuse more.
+        # Each allocation is opened once for all of its users: some drivers refuse a second time.
         self._opened: dict[bytes, _Opened] = {}
         self._lock = threading.Lock()
 
     def export(self, address: int, num_bytes: int) -> tuple[bytes, int]:
-        """Handle of the allocation that memory lies in, and the memory's offset in it.
+        """Returns the handle of the allocation that contains memory, and the memory's offset in it.
 
         Raises:
             LostError: this kind of memory cannot be shared.
@@ -72,10 +72,10 @@ class CudaIpc:
         return bytes(handle), offset
 
     def open(self, handle: bytes, num_bytes: int) -> int:
-        """Address of another process's allocation of at least so many bytes.
+        """Opens another process's allocation of at least `num_bytes`; returns its address.
 
         Raises:
-            LostError: it is not there, not reachable from this device, or smaller.
+            LostError: it does not exist, is not reachable from this device, or is smaller.
         """
         with self._lock, self._context():
             known = self._opened.get(handle)
@@ -95,7 +95,7 @@ class CudaIpc:
             return known.address
 
     def close(self, handle: bytes) -> None:
-        """Undoes one `open`; nothing of it is under way.
+        """Undoes one `open`; no copy may be under way.
 
         Raises:
             LostError: the driver refuses.
@@ -104,7 +104,7 @@ class CudaIpc:
             self._close_locked(handle)
 
     def ordinal_of(self, address: int) -> int:
-        """The device that memory is on.
+        """Returns the device that holds the memory.
 
         Raises:
             LostError: it is not on a device that this process sees.
@@ -124,7 +124,7 @@ class CudaIpc:
     def _require(self, address: int, num_bytes: int) -> None:
         try:
             _, size = self._range(address)
-        except LostError:  # not said to work for memory of others, whose owners have measured it
+        except LostError:  # not documented for imported memory, whose owner has checked the size
             return
         if size < num_bytes:
             raise LostError(f"{self._name}: {size} bytes are shared, {num_bytes} were announced")
@@ -149,7 +149,7 @@ class CudaIpc:
             self._check("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _declare(self) -> None:
-        """Argument types: an integer that is passed undeclared would be cut to 32 bits."""
+        """Declares argument types: undeclared integers would be cut to 32 bits."""
         pointer, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
         for name, types in {
             "cuDeviceGet": (pointer, number),

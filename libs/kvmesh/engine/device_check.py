@@ -1,4 +1,4 @@
-"""Whether the engine's kernels run on a device, known before anything is loaded.
+"""Checks that the engine's kernels run on a device, before anything is loaded.
 
 Tests: tests/unit/engine/test_device_check.py.
 """
@@ -14,12 +14,12 @@ from kvmesh.kernels.device_limits import shared_memory_bytes
 
 # Ampere: matrix units with bf16, and asynchronous copies to shared memory.
 _LEAST_CAPABILITY = (8, 0)
-# Shared memory of `latent_attention` per value of a vector in fp32, and what does not grow with it.
+# Bytes of shared memory of `latent_attention`: per value of an fp32 vector, and constant.
 _FP32_LATENT_BYTES, _LATENT_BYTES = 256, 512
 
 
 def require_device(device: str) -> None:
-    """Refuses in one line a device that the kernels were not made for.
+    """Refuses, in one line, a device that the kernels do not support.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
@@ -47,11 +47,11 @@ def require_device(device: str) -> None:
 
 
 def require_room_for_latents(config: ModelConfig, dtype: str, device: str) -> None:
-    """Refuses in one line what would fail at the first step: latents in fp32 on a small device.
+    """Refuses, in one line, latents in fp32 on a device with too little shared memory.
 
     Args:
-        dtype: that the model computes in.
-        device: one that `require_device` took.
+        dtype: dtype that the model computes in.
+        device: a device that `require_device` accepted.
 
     Raises:
         ConfigError: the kernel over latents does not fit the device in this dtype.

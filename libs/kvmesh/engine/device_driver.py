@@ -1,6 +1,6 @@
-"""The few things that a device pool asks of its device; the rest is torch and kernels.
+"""Interface of a device pool to its device; the rest is torch and kernels.
 
-Not tried on a device so far: tests use a twin in host memory.
+Not tried on a device so far: tests use a replacement in host memory.
 Tests: tests/gpu/test_device_pool.py, tests/unit/engine/test_device_pool.py.
 """
 
@@ -18,24 +18,24 @@ from kvmesh.transfer.device import Moment
 
 
 class DeviceDriver(Protocol):
-    """A device's queue for copies, beside the one that steps are computed in.
+    """A device's copy queue, separate from the queue of steps.
 
     Attributes:
-        device: where pools are.
+        device: device of the pools.
     """
 
     device: torch.device
 
     def mark(self) -> None:
-        """Says that what was launched so far, in the calling thread's queue, matters to copies."""
+        """Marks the work launched so far in the calling thread's queue; copies wait for it."""
         ...
 
     def moment(self) -> Moment:
-        """What `mark` marked last."""
+        """Returns the moment of the latest `mark`."""
         ...
 
     def is_past(self, moment: Moment) -> bool:
-        """Whether a moment's work is done; waits for nothing.
+        """Returns whether a moment's work is done; does not wait.
 
         Raises:
             LostError: the device has failed.
@@ -43,9 +43,9 @@ class DeviceDriver(Protocol):
         ...
 
     def run(self, work: Callable[[], None], after: Moment) -> None:
-        """Launches work in the queue for copies, behind a moment, and waits for its end.
+        """Launches work in the copy queue, after a moment, and waits for its end.
 
-        The waiting thread sleeps and leaves the interpreter lock alone. Any thread may call.
+        The waiting thread sleeps without the interpreter lock. Thread-safe.
 
         Raises:
             LostError: the device failed.
@@ -53,7 +53,7 @@ class DeviceDriver(Protocol):
         ...
 
     def pin(self, memory: memoryview) -> Tensor:
-        """Host memory as a tensor of bytes that the device reaches without a copy in between.
+        """Pins host memory; returns it as a byte tensor that the device accesses directly.
 
         Raises:
             LostError: the device refuses.
@@ -65,11 +65,11 @@ class DeviceDriver(Protocol):
         ...
 
     def zeros(self, num_bytes: int) -> Tensor:
-        """Memory of the device: [bytes] uint8."""
+        """Allocates device memory: [bytes] uint8."""
         ...
 
     def export(self, memory: Tensor) -> tuple[bytes, int]:
-        """Handle of the allocation that memory lies in, and the memory's offset in it.
+        """Returns the handle of the allocation that contains memory, and the memory's offset in it.
 
         Raises:
             LostError: it cannot be shared.
@@ -77,7 +77,7 @@ class DeviceDriver(Protocol):
         ...
 
     def open(self, handle: bytes, num_bytes: int) -> Tensor:
-        """The first so many bytes of an allocation of another process: [bytes] uint8.
+        """Maps the first `num_bytes` of another process's allocation: [bytes] uint8.
 
         Raises:
             LostError: it cannot be mapped, or is smaller.
@@ -85,7 +85,7 @@ class DeviceDriver(Protocol):
         ...
 
     def close(self, handle: bytes) -> None:
-        """Undoes one `open`; its tensor is gone, and nothing is under way.
+        """Undoes one `open`; its tensor is gone, and no copy is under way.
 
         Raises:
             LostError: the device refuses.
@@ -97,7 +97,7 @@ class CudaDriver:
     """A CUDA device. Copies run on a stream of higher priority than the steps'."""
 
     def __init__(self, device: str) -> None:
-        """Starts nothing.
+        """Starts nothing yet.
 
         Args:
             device: "cuda" or "cuda:N".
@@ -110,7 +110,7 @@ class CudaDriver:
 
     def mark(self) -> None:
         """See `DeviceDriver.mark`. Records an event: no host waits."""
-        # A new one each time: who waits for an earlier one must not get to wait for this step too.
+        # A new event each time: a wait for an earlier moment must not include this step.
         marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
         marked.record(torch.cuda.current_stream(self.device))
         self._marked = marked
@@ -138,11 +138,11 @@ class CudaDriver:
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 done.record(self._stream)
             done.synchronize()
-        except RuntimeError as error:  # torch's error for whatever the device says
+        except RuntimeError as error:  # torch's type for any device error
             raise LostError(f"{self.device}: {error}") from error
 
     def pin(self, memory: memoryview) -> Tensor:
-        """See `DeviceDriver.pin`. Registers the pages, which takes a while: once, at the start."""
+        """See `DeviceDriver.pin`. Registers the pages, which is slow: once, at the start."""
         pinned = torch.frombuffer(memory, dtype=torch.uint8)
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class CudaDriver:
         calls = self._calls()
         address = calls.open(handle, num_bytes)
         try:
-            # Asked for on the device where it is: anywhere else torch would make a copy.
+            # Requested on the memory's own device, since torch would copy it to any other.
             device = torch.device("cuda", calls.ordinal_of(address))
             opened = torch.as_tensor(_CudaBytes(address, num_bytes), device=device)
             if opened.data_ptr() != address:
@@ -191,7 +191,7 @@ class CudaDriver:
 
 
 class _CudaBytes:
-    """Memory by its address, in the words of the CUDA array interface."""
+    """Memory at an address, as the CUDA array interface describes it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Which CUDA devices there are, asked of the driver alone. Torch-free.
+"""Finds the CUDA devices by the driver alone. Torch-free.
 
 Tests: tests/unit/engine/test_device_names.py.
 """
@@ -16,7 +16,7 @@ _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
 
 
 def device_index(device: str) -> int | None:
-    """Number of a CUDA device; None for "cpu".
+    """Returns the number of a CUDA device; None for "cpu".
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
@@ -33,10 +33,10 @@ def device_index(device: str) -> int | None:
 
 
 def num_devices(driver: str = "libcuda.so.1") -> int:
-    """CUDA devices that this process may use; 0 without a driver.
+    """Returns the number of CUDA devices that this process may use; 0 without a driver.
 
     Args:
-        driver: library of the driver.
+        driver: file name of the driver library.
     """
     try:
         cuda = ctypes.CDLL(driver)
@@ -48,15 +48,15 @@ def num_devices(driver: str = "libcuda.so.1") -> int:
 
 
 def require_named_device(device: str, *, count_devices: Callable[[], int] = num_devices) -> None:
-    """Refuses in one line a device that is not there, without loading what would compute on it.
+    """Refuses a missing device with one line, before anything of torch is loaded.
 
-    Whether its kind will do is said by `require_device`, once torch is loaded.
+    `require_device` checks the kind of device later, once torch is loaded.
 
     Args:
-        count_devices: how many there are.
+        count_devices: returns the number of devices.
 
     Raises:
-        ConfigError: there is no such device, or the torch that is installed knows of none.
+        ConfigError: the device does not exist, or the installed torch is a build for CPUs.
     """
     index = device_index(device)
     if index is None:

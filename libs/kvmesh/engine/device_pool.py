@@ -1,7 +1,7 @@
-"""A KV pool in device memory: blocks reach the host through staging memory, by kernels.
+"""A KV pool in device memory: kernels move blocks to the host through staging memory.
 
-The pool itself is never mapped by the host. Data channels gather blocks into memory that both sides
-reach and scatter out of it (`transfer.device`); single runs have a copy of their own.
+The host never maps the pool. Data channels gather blocks into memory that host and device share,
+and scatter out of it (`transfer.device`); `read_view` copies a single run.
 Tests: tests/unit/engine/test_device_pool.py, tests/gpu/test_device_pool.py.
 """
 
@@ -20,12 +20,12 @@ from kvmesh.transfer.device import Moment, Pieces, SharedMemory
 
 
 class PinnedStaging:
-    """Host memory that a device pool's blocks pass through (`transfer.device.StagingMemory`)."""
+    """Staging memory of a device pool (`transfer.device.StagingMemory`)."""
 
     def __init__(
         self, driver: DeviceDriver, pool: Tensor, block_bytes: int, memory: memoryview
     ) -> None:
-        """Takes as much memory on the device, and has the kernel compiled.
+        """Takes as much memory on the device, and compiles the kernel.
 
         Args:
             pool: [bytes] uint8, the pool's memory on the device.
@@ -91,10 +91,10 @@ class PinnedStaging:
             self._bounce = self._pool = torch.empty(0, dtype=torch.uint8)
 
     def _prepare(self) -> None:
-        # Taken in the queue for copies: the allocator gives memory that no other queue still uses.
+        # Allocated in the copy queue, so that the allocator's memory is in use by no other queue.
         assert self._host is not None, "the staging memory is closed"
         self._bounce = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._driver.device)
-        # A kernel is compiled at its first call, longer than a transfer may stand still.
+        # A kernel compiles at its first call, which takes longer than a transfer may stall.
         first = torch.zeros((1, 2), dtype=torch.int64)
         copy_pieces(self._bounce, self._pool, first, min(self._block_bytes, self._host.nbytes))
 
@@ -103,7 +103,7 @@ class MappedPeer:
     """A pool of another process (`transfer.device.PeerMemory`)."""
 
     def __init__(self, driver: DeviceDriver, pool: Tensor, memory: SharedMemory) -> None:
-        """Maps it.
+        """Maps the pool.
 
         Args:
             pool: [bytes] uint8, this side's memory.
@@ -143,7 +143,7 @@ class DeviceKvPool(PoolTensor):
         self._driver = driver
         memory = driver.zeros((num_blocks + SPARE_BLOCKS) * layout.block_bytes)
         super().__init__(layout, num_blocks, memory.view(TORCH_DTYPES[layout.dtype]))
-        # Runs that are being received, until `written` copies them over.
+        # Memory of `write_view` runs, until `written` copies it to the pool.
         self._arriving: dict[tuple[int, int], Tensor] = {}
         self.computed()
 
@@ -178,7 +178,7 @@ class DeviceKvPool(PoolTensor):
         return MappedPeer(self._driver, self._bytes, memory)
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """A copy of the run as it is after all steps launched so far."""
+        """Returns a copy of the run as of all steps launched so far."""
         run = self._run(first_block, num_blocks)
         staged = self._host_memory(run.nbytes)
         staged.copy_(run)
@@ -186,7 +186,7 @@ class DeviceKvPool(PoolTensor):
         return view
 
     def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Memory for the run; the pool does not change before `written`."""
+        """Returns memory for the run; the pool does not change before `written`."""
         staged = self._host_memory(self._run(first_block, num_blocks).nbytes)
         self._arriving[first_block, num_blocks] = staged
         view: memoryview = staged.numpy().data
@@ -197,7 +197,7 @@ class DeviceKvPool(PoolTensor):
         self._run(first_block, num_blocks).copy_(self._arriving.pop((first_block, num_blocks)))
 
     def close(self) -> None:
-        """See `KvPool.close`. Memory that was staged for channels is closed by its holders."""
+        """See `KvPool.close`. The holders of staging memory close it themselves."""
         self._tensor = None
         self._arriving.clear()
 
@@ -214,7 +214,7 @@ class DeviceKvPool(PoolTensor):
 
 
 def _places(pieces: Pieces) -> Tensor:
-    """[pieces, 2]: in the pool, and in memory where they lie one after the other."""
+    """Returns [pieces, 2]: offsets in the pool, and offsets when packed one after the other."""
     packed = np.arange(len(pieces.starts), dtype=np.int64) * pieces.size
     return torch.from_numpy(np.stack([pieces.starts, packed], axis=1))
 

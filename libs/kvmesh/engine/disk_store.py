@@ -1,8 +1,8 @@
-"""Places of a file on disk, as a tier: blocks pass through host memory on their way.
+"""A tier on disk: places in a file. Blocks pass through host memory on their way.
 
-Reads and writes are made in a thread of their own, so that a slow disk keeps no other copy waiting.
-A load without progress is given up, and its blocks count as lost: what the disk does with the
-buffers afterwards is nobody's concern. Tests: tests/integration/test_tiers_disk.py.
+Reads and writes run in a thread of their own, so that a slow disk delays no other copies. A load
+without progress is abandoned and its blocks count as lost. The disk may still write to its buffers,
+which are reused only afterwards. Tests: tests/integration/test_tiers_disk.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 PIECE_BYTES = 4 << 20
-"""Read at once, while the piece before is copied into the pool."""
+"""Bytes of one read; meanwhile the piece before is copied into the pool."""
 
 STALL_S = 2.0
-"""A load without progress is given up after this: the prompt is computed."""
+"""Seconds without progress after which a load is abandoned and the prompt is computed."""
 
 NUM_PIECES = 3
-"""Buffers: one that is written from, and two that are read into in turn."""
+"""Number of buffers: one to write from, and two to read into in turn."""
 
 
 def passage_places(block_bytes: int) -> int:
-    """Places of an arena that a store needs for itself."""
+    """Returns the number of arena places that a store needs as buffers."""
     return NUM_PIECES * _piece_blocks(block_bytes)
 
 
@@ -41,7 +41,7 @@ def _piece_blocks(block_bytes: int) -> int:
 
 
 class _Load:
-    """Places on their way into blocks."""
+    """A load of places into blocks."""
 
     def __init__(self, num_blocks: int, done: Callable[[Good], None]) -> None:
         self.good = [False] * num_blocks
@@ -54,12 +54,12 @@ class _Load:
 
 
 class DiskStore:
-    """See `TierStore`; all but copies is on the event loop.
+    """See `TierStore`; everything except copies runs on the event loop.
 
     Args:
-        arena: that blocks pass through.
-        passage: its places for that, `passage_places` of them.
-        copier: between arena and pool.
+        arena: host memory that blocks pass through.
+        passage: places of the arena for buffers, `passage_places` of them.
+        copier: copies between arena and pool.
         disk: reads and writes the file.
     """
 
@@ -103,7 +103,7 @@ class DiskStore:
         same: Good,
         done: Callable[[Good], None],
     ) -> None:
-        """Only what was read whole is written; nothing, if all were evicted meanwhile."""
+        """Writes only blocks that were not evicted while they were read."""
         kept = [index for index, is_same in enumerate(same) if is_same]
         if not kept:
             done(list(same))
@@ -119,7 +119,7 @@ class DiskStore:
     def spill(
         self, places: Sequence[int], copies: Sequence[Copy], done: Callable[[Good], None]
     ) -> None:
-        """Writes places of the arena, which nobody changes until `done`."""
+        """Writes places of the arena, which must not change until `done`."""
         good: Good = []
 
         def write() -> None:

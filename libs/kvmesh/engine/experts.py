@@ -1,4 +1,4 @@
-"""Parts of mixtures of experts that several families share: shared experts, choice within groups.
+"""Parts of mixture-of-experts layers that several families share.
 
 Tests: tests/unit/engine/test_experts.py, tests/integration/test_transformers_equality.py.
 """
@@ -29,10 +29,10 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 @dataclass(frozen=True, slots=True)
 class SharedMlp:
-    """Experts that rows choose, and one that all rows take.
+    """Routed experts plus one shared expert.
 
     Attributes:
-        gate: to one value per row, whose sigmoid is the share of the common expert; None for 1.
+        gate: projection to one value per row, whose sigmoid scales the shared expert; None for 1.
     """
 
     chosen: SparseMlp
@@ -49,7 +49,7 @@ class SharedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExactRouter:
-    """Scores of experts in fp32, whatever the model computes in.
+    """Router that scores experts in fp32, whatever dtype the model computes in.
 
     Attributes:
         weight: [experts, hidden] fp32.
@@ -64,11 +64,11 @@ class ExactRouter:
 
 @dataclass(frozen=True, slots=True)
 class GroupRoute:
-    """Choice of experts from the best groups of experts only.
+    """Group-limited routing: chooses experts only from the best groups.
 
     Attributes:
-        bias: [experts] fp32, added for the choice but not to the weights; None for none, where
-            groups count by their best expert instead of their best two.
+        bias: [experts] fp32, added for the choice but not to the weights. Groups are ranked by
+            their best two experts; without a bias (None) by their best one.
         scale: factor of the weights.
         is_softmax: scores are a softmax over all experts, not sigmoids.
 
@@ -110,7 +110,7 @@ def experts_or_dense(
     config: ModelConfig,
     load_sparse: Callable[[LayerWeights, ModelConfig], Mlp],
 ) -> Mlp:
-    """Reads a layer's experts, or its dense MLP by its usual names where it has none.
+    """Reads a layer's experts, or its dense MLP by its usual names if it has no experts.
 
     Args:
         load_sparse: reads the experts.
@@ -134,11 +134,11 @@ def load_experts(
     names: tuple[str, str, str] = GATE_UP_DOWN,
     activation: Callable[[Tensor], Tensor] = layer_ops.silu_and_mul,
 ) -> tuple[GatedMlp, ...]:
-    """Reads all experts of a layer, one by one or as the two tensors that some files stack them in.
+    """Reads all experts of a layer, stored one by one or stacked in two tensors.
 
     Args:
-        names: of an expert's gate, up and down projection.
-        activation: of an expert, see `GatedMlp`.
+        names: names of an expert's gate, up and down projection.
+        activation: activation of an expert, see `GatedMlp`.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -171,7 +171,7 @@ def load_mlp(
     """Reads one gated MLP.
 
     Args:
-        names: of its gate, up and down projection.
+        names: names of its gate, up and down projection.
         activation: see `GatedMlp`.
 
     Raises:
@@ -187,7 +187,7 @@ def load_softmax_routed(
     prefix: str = "mlp",
     names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> SparseMlp:
-    """Reads experts that are chosen by a softmax over all of them.
+    """Reads experts routed by a softmax over all of them.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -202,7 +202,7 @@ def load_softmax_routed(
 
 
 def load_gate_shared(weights: LayerWeights, config: ModelConfig) -> SharedMlp:
-    """Reads the experts of the Qwen hybrids: a gate says how much of the shared one is taken.
+    """Reads the experts of the Qwen hybrids, whose shared expert is scaled by a gate.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -222,10 +222,11 @@ def load_group_routed(
     prefix: str = "mlp",
     names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> Mlp:
-    """Reads the experts of DeepSeek and those who follow it.
+    """Reads the experts of DeepSeek and of families with the same design.
 
     Args:
-        names: of an expert's gate, up and down projection; those of the shared one are the usual.
+        names: names of a routed expert's gate, up and down projection; the shared expert has
+            the usual ones.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -254,7 +255,7 @@ def load_routed(
     prefix: str = "mlp",
     names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> Mlp:
-    """Reads experts whose scores are computed in fp32, and the shared one where there is one.
+    """Reads experts whose scores are computed in fp32, and the shared expert if there is one.
 
     Args:
         names: see `load_group_routed`.

@@ -1,9 +1,9 @@
-"""A deterministic runner without torch: same limits, same KV layout, same contract.
+"""A deterministic runner without torch, with the same limits, KV layout and contract.
 
-Each position's "KV" is a 64-bit mix of its token and its position, written into the block like
-real KV; the next token is a mix of the KV of all positions that a group sees, read back through its
-block table, and of a state that is carried on from position to position where the model has one.
-So a block that was lost, stale, or put in the wrong place changes the tokens.
+The "KV" of a position is a 64-bit mix of its token and its position, written into the block like
+real KV. The next token is a mix of the KV of all positions that a group sees, read back through its
+block table, and of a recurrent state if the model has one. So a block that is lost, stale or
+misplaced changes the tokens.
 Tests: tests/contract/test_runner_contract.py.
 """
 
@@ -31,12 +31,12 @@ _PAIR_SHARE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class FakeDevice:
-    """What the fake pretends to compute on.
+    """The device that the fake imitates.
 
     Attributes:
-        step_s: time of every step.
-        times: of steps by what they compute, on top of `step_s`; None: they take none.
-        token_bytes: KV of one position, a multiple of 8; only the first 8 matter.
+        step_s: constant seconds of every step.
+        times: seconds by the content of a step, added to `step_s`; None for no addition.
+        token_bytes: bytes of KV per position, a multiple of 8; only the first 8 matter.
     """
 
     step_s: float = 0.0
@@ -51,8 +51,8 @@ class FakeRunner:
     """Computes deterministic tokens.
 
     Args:
-        device: how long steps take, and how large KV is.
-        groups: what it keeps.
+        device: durations of steps, and size of the KV.
+        groups: KV groups.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FakeRunner:
         block_size: int,
         device: FakeDevice | None = None,
     ) -> FakeRunner:
-        """A fake with the vocabulary of a checkpoint, so that a real tokenizer fits it.
+        """Returns a fake with the vocabulary of a checkpoint, which fits a real tokenizer.
 
         Raises:
             CheckpointError: config.json cannot be read, or its family is not supported.
@@ -110,7 +110,7 @@ class FakeRunner:
 
     @property
     def spec(self) -> ModelSpec:
-        """What it pretends to be."""
+        """Facts about the imitated model."""
         return self._spec
 
     @property
@@ -120,12 +120,12 @@ class FakeRunner:
 
     @property
     def partial_attention(self) -> None:
-        """It has no attention."""
+        """None: the fake has no attention."""
         return
 
     @property
     def pair_share(self) -> float:
-        """Its attention costs nothing, and yet the beginning of a prompt may come from another."""
+        """A token share above 0, so that chunks may have an upstream part."""
         return _PAIR_SHARE if self._spec.groups.is_plain else 0.0
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
@@ -137,7 +137,7 @@ class FakeRunner:
             for index, chunk in enumerate(chunks)
             if chunk.upstream is not None and not chunk.upstream.gate.wait(num_layers)
         }
-        if lost:  # such a chunk is alone in its step
+        if lost:  # a chunk with an upstream part is alone in its step
             return StepResult([None] * len(chunks), lost=frozenset(lost))
         for chunk in chunks:
             for table in chunk.tables:
@@ -154,14 +154,14 @@ class FakeRunner:
         return StepResult(tokens, scores)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """Nothing to do: all that it knows of a sequence is in the blocks."""
+        """Does nothing: all data of a sequence is in its blocks."""
 
     def close(self) -> None:
         """Closes the pool's descriptor."""
         self._memory.close()
 
     def _wait(self, chunks: Sequence[SequenceChunk], started: float) -> None:
-        """What the fake needs itself is part of the time that a step takes."""
+        """Sleeps for the rest of the step's duration, which includes the fake's own work."""
         device = self._device
         length_s = device.step_s
         if device.times is not None:
@@ -171,12 +171,12 @@ class FakeRunner:
 
     def _write(self, table: Sequence[int], token_id: int, position: int) -> None:
         size = self._spec.layout.block_size
-        # The words of a block lie at its start; the rest is only there to be moved.
+        # The words of a block lie at its start; the other bytes only make it larger.
         place = table[position // size] * self._spec.layout.block_bytes + position % size * _WORD
         struct.pack_into("<Q", self._memory.view, place, split_mix(token_id << 32 | position))
 
     def _carry_on(self, chunk: SequenceChunk, state: StateChunk) -> None:
-        """Mixes the chunk's tokens into the state, and copies it where that is asked for."""
+        """Mixes the chunk's tokens into the state, and writes the copies to save."""
         values = [self._read_word(block) for block in state.source] or [0] * len(state.live)
         saves = dict(state.saves)
         for position in range(chunk.start, chunk.end):
@@ -205,7 +205,7 @@ class FakeRunner:
         value = int.from_bytes(digest.digest(), "little")
         if chunk.sampling.temperature > 0:
             value = split_mix(value ^ split_mix(chunk.sampling.seed ^ chunk.end))
-        # Token 0 is the usual end of sequence: it is never drawn.
+        # Token 0 is the usual end of sequence and never drawn.
         token = 1 + value % (self._spec.vocab_size - 1)
         if chunk.constraint is not None:
             try:
@@ -233,7 +233,7 @@ class FakeRunner:
 
 
 def _score(chunk: SequenceChunk) -> list[TokenLogprobs]:
-    """Made-up log-probabilities that tell prompt tokens and positions apart."""
+    """Returns made-up log-probabilities that differ by prompt token and position."""
     entries: list[TokenLogprobs] = []
     for position in range(chunk.start + 1, chunk.start + 1 + chunk.num_scored):
         token_id = chunk.token_ids[position]

@@ -1,6 +1,6 @@
-"""Gated delta net as the Qwen families have it: its shape, its projections, its tensors.
+"""Gated delta net of the Qwen families: shape, projections, tensors.
 
-Families differ in how the files lay the input projections out, which they read themselves.
+The families read the input projections themselves, since their files lay them out differently.
 Source: Gated Delta Networks, arXiv 2412.06464.
 Tests: tests/integration/test_transformers_equality.py.
 """
@@ -24,11 +24,11 @@ class _Projection:
     """Inputs of the delta rule.
 
     Attributes:
-        main: to queries, keys, values and the gate.
-        rates: to the share and the time step of each value head.
-        rate: [value heads] fp32, how fast a state decays.
-        bias: [value heads] fp32, of the time step.
-        largest_share: of a state that a position may take back.
+        main: projection to queries, keys, values and the gate.
+        rates: projection to beta and the time step of each value head.
+        rate: [value heads] fp32, decay rate of a state.
+        bias: [value heads] fp32, bias of the time step.
+        largest_share: maximum of beta, the fraction of a state that a position may replace.
     """
 
     main: Linear
@@ -62,13 +62,13 @@ def load_gated_delta(
     eps: float | None = None,
     largest_share: float = 1.0,
 ) -> DeltaAttention:
-    """Reads one layer, but for the input projections.
+    """Reads one layer; the caller has read the input projections.
 
     Args:
-        main: [queries + keys + values + gates, hidden], all heads of a kind together.
-        rates: [2 * value heads, hidden], shares and then time steps.
-        taps: [channels, 1, kernel] of the convolution; None for those of the usual name.
-        eps: of the output's norm; None for that of all norms.
+        main: [queries + keys + values + gates, hidden], all heads of one kind together.
+        rates: [2 * value heads, hidden], betas and then time steps.
+        taps: [channels, 1, kernel] of the convolution; None to read them by the usual name.
+        eps: epsilon of the output's norm; None for that of all norms.
         largest_share: see `_Projection`.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Structures as grammars of llguidance, and whether they can be compiled. No torch, no numpy.
+"""Structures as llguidance grammars, and checks that they compile. No torch, no numpy.
 
-Gateways check with it what workers will compile. Tests: tests/unit/engine/test_structure.py.
+Gateways check structures before workers compile them. Tests: tests/unit/engine/test_structure.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvmesh.engine.pattern_cost import pattern_problem
 NO_TEXT = "no text satisfies it; does a $ref in it lead back to itself?"
 
 _JSON_SPACE = r"[ \n]{0,24}"
-"""White space between JSON tokens: enough for deep indents, no endless run of blanks."""
+"""White space between JSON tokens: enough for deep indents, but bounded."""
 
 
 def grammar_text(structure: Structure) -> str:
-    """The grammar of a structure, for `LLMatcher`.
+    """Returns the grammar of a structure, for `LLMatcher`.
 
     Raises:
         ValueError: a JSON schema that is not JSON, divisors that are too large, or too many
@@ -38,7 +38,7 @@ def grammar_text(structure: Structure) -> str:
 
 
 def structure_problem(structure: Structure) -> str:
-    """Why the structure cannot be compiled; empty if it can. May take a second: use a thread."""
+    """Returns why the structure cannot be compiled; empty if it can. Takes up to a second."""
     try:
         grammar = grammar_text(structure)
         found, messages = LLMatcher.validate_grammar_with_warnings(grammar)
@@ -50,7 +50,7 @@ def structure_problem(structure: Structure) -> str:
 
 
 def _allows_text(grammar: str) -> bool:
-    """Whether any text can begin. The compiler accepts schemas that refer only to themselves."""
+    """Returns whether any text can begin; the compiler accepts schemas without any text."""
     matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0)
     matcher.compute_bitmask()
     return not matcher.is_error()

@@ -1,8 +1,8 @@
-"""What a grammar's numbers cost: divisors become automata, which nothing else bounds.
+"""Bounds the cost of divisors in a grammar, which become automata without any other bound.
 
 For `multipleOf` llguidance builds an automaton with a state per remainder, and one per pair of
-remainders where two divisors may meet; its own limits do not count them. A divisor of ten million
-took minutes and gigabytes. Pure. Tests: tests/unit/engine/test_grammar_cost.py.
+remainders where two divisors may meet; its own limits do not count these states. A divisor of ten
+million took minutes and gigabytes. Pure. Tests: tests/unit/engine/test_grammar_cost.py.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from kvmesh.core.types import Structure, StructureKind
 
 MAX_REMAINDERS = 100_000
-"""Most states of all divisors together: about a second. A day has 86,400 seconds."""
+"""Maximum states of all divisors, which take about a second. A day has 86,400 seconds."""
 
 _MEETING = frozenset(
     {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
     | {"patternProperties", "additionalProperties", "unevaluatedProperties", "additionalItems"}
     | {"unevaluatedItems", "dependentSchemas", "contains", "propertyNames"}
 )
-"""What may have one number fall under two divisors; without any, each has its own place."""
+"""Keys that may put one number under two divisors; without them divisors never meet."""
 
 _INLINE = re.compile(r"%json\s*")
 
 
 def divisor_problem(structure: Structure) -> str:
-    """Why the divisors of a structure are too many or too large; empty if they are not."""
+    """Returns why the divisors of a structure are too many or too large; empty if not."""
     divisors, names = _found(structure)
     apart = structure.kind is StructureKind.JSON_SCHEMA and names.isdisjoint(_MEETING)
     states = 0 if apart else 1
@@ -44,16 +44,16 @@ def divisor_problem(structure: Structure) -> str:
 
 
 def _remainders(divisor: Decimal) -> int:
-    """States of one divisor; at most one more than are allowed."""
+    """Returns the number of states of one divisor, capped at one more than the maximum."""
     _, digits, exponent = divisor.as_tuple()
     if not isinstance(exponent, int):
-        return MAX_REMAINDERS + 1  # infinite, or no number
-    # Not `normalize`: that rounds.
+        return MAX_REMAINDERS + 1  # infinity or NaN
+    # Not `normalize`, which rounds.
     written = "".join(map(str, digits)).lstrip("0")
     text = written.rstrip("0")
     num_zeros = max(exponent + len(written) - len(text), 0)
     if text == "1":
-        return 1  # of a power of ten only the last digits count
+        return 1  # for a power of ten only the last digits matter
     if len(text) + num_zeros > len(str(MAX_REMAINDERS)):
         return MAX_REMAINDERS + 1
     zeros: int = 10**num_zeros
@@ -61,7 +61,7 @@ def _remainders(divisor: Decimal) -> int:
 
 
 def _found(structure: Structure) -> tuple[list[Decimal], set[str]]:
-    """All divisors, also those that a later one with the same name hides, and all names."""
+    """Returns all divisors and all names, including values that a later duplicate hides."""
     found: list[Decimal] = []
     names: set[str] = set()
 
@@ -78,19 +78,19 @@ def _found(structure: Structure) -> tuple[list[Decimal], set[str]]:
         try:
             decoder.raw_decode(structure.text, start)
         except (ValueError, RecursionError):
-            continue  # the compiler says what is wrong with it
+            continue  # the compiler reports its error
     return found, names
 
 
 def _number(text: str) -> Decimal:
     try:
         return Decimal(text)
-    except InvalidOperation:  # its exponent has more digits than a Decimal holds
+    except InvalidOperation:  # its exponent exceeds a Decimal's
         return Decimal("Infinity")
 
 
 def schema_starts(structure: Structure) -> Iterator[int]:
-    """Where JSON schemas begin in the text."""
+    """Yields the positions in the text where JSON schemas begin."""
     if structure.kind is StructureKind.JSON_SCHEMA:
         yield len(structure.text) - len(structure.text.lstrip())
     elif structure.kind is StructureKind.LARK:

@@ -1,4 +1,4 @@
-"""Host memory for blocks that left the pool. Works on any pool, whatever device it is on.
+"""Host memory for blocks that left the pool, which may be on any device.
 
 Tests: tests/unit/engine/test_host_arena.py.
 """
@@ -23,14 +23,14 @@ class HostArena:
 
     Args:
         memory: the pool.
-        block_bytes: of its blocks.
-        num_places: room for so many; the memory itself is taken when a place is first written.
-        copy_bytes: most that is copied at once, a block at least. A pool on a device takes as much
-            pinned memory and memory of its own, and its steps wait behind each copy.
+        block_bytes: bytes of its blocks.
+        num_places: number of places; a place takes memory when it is first written.
+        copy_bytes: maximum bytes of one copy, at least a block. A pool on a device takes as much
+            pinned memory and device memory, and its steps wait for each copy.
 
     Raises:
-        LostError: the pool's device has no such memory. Better now than at the first copy, when
-            the device is full and sequences run.
+        LostError: the pool's device has no such memory. It is taken here, since the device would
+            be full at the first copy, when sequences run.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class HostArena:
         self._copy_blocks = min(max(1, copy_bytes // block_bytes), num_places)
         self._bytes = memoryview(mmap.mmap(-1, num_places * block_bytes))
         self._free = list(range(num_places))
-        # What blocks of a device pool pass through; None for pools in host memory.
+        # Staging memory for blocks of a device pool; None for pools in host memory.
         self._staged: StagedBlocks | None = None
         if isinstance(memory, DevicePool):
             self._staged = StagedBlocks(memory, block_bytes, self._copy_blocks)
 
     @property
     def num_free(self) -> int:
-        """Places that `store` can take."""
+        """Number of free places."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -96,7 +96,7 @@ class HostArena:
             self._memory.written(first, count)
 
     def views(self, places: Sequence[int]) -> list[memoryview]:
-        """The memory of places."""
+        """Returns the memory of places."""
         return self._places(iter(places), len(places))
 
     def free(self, places: Sequence[int]) -> None:
@@ -104,12 +104,12 @@ class HostArena:
         self._free += places
 
     def close(self) -> None:
-        """Gives pinned memory back; nobody copies from now on. May be called again."""
+        """Frees pinned memory; no copy may follow. May be called again."""
         if self._staged is not None:
             self._staged.close()
 
     def _pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Runs of blocks, first and count, none longer than is copied at once."""
+        """Yields (first, count) runs of blocks, none longer than one copy."""
         most = self._copy_blocks
         for first, count in consecutive_runs(blocks):
             for done in range(0, count, most):

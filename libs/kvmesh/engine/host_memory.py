@@ -15,11 +15,11 @@ class HostMemory:
     """KV blocks in a memfd.
 
     Args:
-        num_spare: blocks after them, which nobody is given.
+        num_spare: number of blocks at the end that are never allocated.
 
     Attributes:
         fd: the memfd, for a process on the same host to map.
-        view: all of it.
+        view: the whole memory.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, num_spare: int = 0) -> None:
@@ -32,21 +32,21 @@ class HostMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         return self._num_blocks
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Bytes of a run of blocks."""
+        """Returns the bytes of a run of blocks."""
         start = first_block * self._block_bytes
         return self.view[start : start + num_blocks * self._block_bytes]
 
     def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Writable bytes of a run of blocks."""
+        """Returns the writable bytes of a run of blocks."""
         return self.read_view(first_block, num_blocks)
 
     def written(self, first_block: int, num_blocks: int) -> None:
-        """Nothing to do: the view is the memory."""
+        """Does nothing: the view is the memory itself."""
 
     def close(self) -> None:
-        """No more mappings by others; the memory goes with its last view."""
+        """Closes the memfd against further mappings; the last view frees the memory."""
         self._close_fd()

@@ -1,7 +1,7 @@
-"""Typed reading of a checkpoint's JSON files; whatever is wrong names the file and the key.
+"""Typed access to a checkpoint's JSON files; errors name the file and the key.
 
 Accepts the key of transformers 5 (`dtype`) and the older one (`torch_dtype`); rope_fields.py reads
-those of rotations. Torch-free. Tests: tests/unit/engine/test_config.py.
+the keys of rotary embeddings. Torch-free. Tests: tests/unit/engine/test_config.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvmesh.core.kv_formats import DTYPE_BYTES
 NumberT = TypeVar("NumberT", int, float)
 _NUMBERS_END = 1 << 63
 _OLDER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
-"""Of layers, as older files call them."""
+"""Layer types by their names in older files."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Raises:
-        CheckpointError: it cannot be read or is no object.
+        CheckpointError: it cannot be read or is not an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -39,26 +39,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """As `read_json`; empty if there is no such file."""
+    """Variant of `read_json` that returns an empty object if there is no such file."""
     return read_json(path) if path.is_file() else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object and where it comes from.
+    """A JSON object and its origin.
 
     Attributes:
-        origin: named in errors.
+        origin: file name for error messages.
     """
 
     raw: Mapping[str, Any]
     origin: str
 
     def number(self, key: str, kind: type[NumberT], default: NumberT | None = None) -> NumberT:
-        """A positive number.
+        """Returns a positive number.
 
         Raises:
-            CheckpointError: it is missing without a default, no number, or not positive.
+            CheckpointError: it is missing without a default, not a number, or not positive.
         """
         value = self.raw.get(key)
         if value is None:
@@ -73,10 +73,10 @@ class Fields:
         return kind(value)
 
     def count(self, key: str, default: int) -> int:
-        """A whole number that may be zero.
+        """Returns a whole number, which may be zero.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: it is neither.
         """
         value = self.raw.get(key)
         if value is None:
@@ -84,10 +84,10 @@ class Fields:
         return 0 if value == 0 else self.number(key, int)
 
     def real(self, key: str, default: float) -> float:
-        """A number of any sign.
+        """Returns a number of any sign.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: it is not a number.
         """
         value = self.raw.get(key)
         if value is None:
@@ -97,10 +97,10 @@ class Fields:
         return 0.0 if value == 0 else self.number(key, float)
 
     def only(self, key: str, *computed: object) -> None:
-        """Refuses what a key asks for, unless it is one of those that are computed.
+        """Refuses a key's value unless it is missing or one of the computed values.
 
         Raises:
-            CheckpointError: it is none of them.
+            CheckpointError: the value is not computed.
         """
         value = self.raw.get(key)
         if value is not None and value not in computed:
@@ -110,10 +110,10 @@ class Fields:
             )
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """Whole numbers, none where the key is missing.
+        """Returns a list of whole numbers, empty if the key is missing.
 
         Raises:
-            CheckpointError: it is no list of them.
+            CheckpointError: it is not a list of whole numbers.
         """
         values = self.raw.get(key) or []
         if not isinstance(values, list) or not all(type(value) is int for value in values):
@@ -121,10 +121,10 @@ class Fields:
         return tuple(values)
 
     def reals(self, key: str) -> tuple[float, ...]:
-        """Positive numbers.
+        """Returns a list of positive numbers.
 
         Raises:
-            CheckpointError: the key is missing, no list, or holds something else.
+            CheckpointError: the key is missing, not a list, or contains anything else.
         """
         values = self.raw.get(key)
         if not isinstance(values, list):
@@ -132,10 +132,10 @@ class Fields:
         return tuple(Fields({key: value}, self.origin).number(key, float) for value in values)
 
     def names(self, key: str, count: int) -> tuple[str, ...] | None:
-        """One name for each layer, where the file says.
+        """Returns one name per layer; None if the key is missing.
 
         Raises:
-            CheckpointError: it is no list of names, or their number is not that of the layers.
+            CheckpointError: it is not a list of names, or their number is not that of the layers.
         """
         names = self.raw.get(key)
         if names is None:
@@ -147,10 +147,10 @@ class Fields:
         return tuple(names)
 
     def table(self, key: str) -> Mapping[str, Any]:
-        """A JSON object, empty where the key is missing.
+        """Returns a JSON object, empty if the key is missing.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: it is not an object.
         """
         value = self.raw.get(key)
         if value is None:
@@ -160,15 +160,15 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A truth value."""
+        """Returns a truth value."""
         value = self.raw.get(key)
         return default if value is None else bool(value)
 
     def dtype(self) -> str:
-        """Dtype of the weights.
+        """Returns the dtype of the weights.
 
         Raises:
-            CheckpointError: it is not one that can be computed in.
+            CheckpointError: the dtype is not supported.
         """
         name = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
         if not isinstance(name, str) or name not in DTYPE_BYTES:
@@ -179,7 +179,7 @@ class Fields:
         return name
 
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end generation.
+        """Returns the tokens that end generation.
 
         Raises:
             CheckpointError: they are not token ids.
@@ -193,7 +193,7 @@ class Fields:
         return frozenset(ids)
 
     def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
-        """Kind of attention of each layer, where the file says.
+        """Returns the type of each layer; None if the file does not specify them.
 
         Raises:
             CheckpointError: they are malformed, or their number is not that of the layers.

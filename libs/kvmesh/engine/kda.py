@@ -18,7 +18,7 @@ from kvmesh.engine.weights import LayerWeights
 def load_kda(
     weights: LayerWeights, config: ModelConfig, project: Callable[[Tensor], DeltaInputs]
 ) -> DeltaAttention:
-    """Reads one layer, but for the input projections.
+    """Reads one layer; the caller has read the input projections.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.

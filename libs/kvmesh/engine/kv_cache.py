@@ -1,7 +1,7 @@
 """The KV pool as one tensor, and byte access to its blocks for the data channel.
 
-On the host the pool is a memfd, so that blocks are sent and received without a copy and can be
-handed to another process. Tests: tests/unit/engine/test_kv_cache.py.
+On the host the pool is a memfd, so blocks are sent and received without a copy, and another process
+can map it. Tests: tests/unit/engine/test_kv_cache.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KvPool(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class KvPool(Protocol):
 
     @property
     def with_spare(self) -> Tensor:
-        """`tensor` and one block more, which nobody is given."""
+        """`tensor` plus one block that is never allocated."""
         ...
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
@@ -53,9 +53,9 @@ class KvPool(Protocol):
         ...
 
     def computed(self) -> None:
-        """Says that a step's writes were launched; whoever reads blocks elsewhere waits for them.
+        """Records that a step's writes were launched; readers in other queues wait for them.
 
-        Called in the thread that launches.
+        Called in the launching thread.
         """
         ...
 
@@ -76,31 +76,31 @@ class HostKvPool(PoolTensor):
         self._block_bytes = layout.block_bytes
         size = (num_blocks + SPARE_BLOCKS) * layout.block_bytes
         self.fd, memory = create_shared("kvmesh-kv", size)
-        # A pool that is forgotten instead of closed keeps no descriptor either.
+        # A pool that is dropped without `close` keeps no descriptor either.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
         self._bytes: memoryview | None = memoryview(memory)
         flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat)
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """The run's memory."""
+        """Returns the run's memory."""
         assert self._bytes is not None, "the pool is closed"
         assert 0 <= first_block <= first_block + num_blocks <= self._num_blocks
         size = self._block_bytes
         return self._bytes[first_block * size : (first_block + num_blocks) * size]
 
     def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """The run's memory."""
+        """Returns the run's memory."""
         return self.read_view(first_block, num_blocks)
 
     def written(self, first_block: int, num_blocks: int) -> None:
-        """Nothing to do: the bytes lie where the model reads them."""
+        """Does nothing: the model reads the same bytes."""
 
     def computed(self) -> None:
-        """Nothing to do: a step on the host has written when it returns."""
+        """Does nothing: a step on the host has written when it returns."""
 
     def close(self) -> None:
-        """See `KvPool.close`. The mapping goes with its last view."""
+        """See `KvPool.close`. The memory is freed with its last view."""
         if self._bytes is None:
             return
         self._bytes = None
@@ -109,7 +109,7 @@ class HostKvPool(PoolTensor):
 
 
 def allocate_pool(layout: KvLayout, num_blocks: int, device: str) -> KvPool:
-    """An empty pool on the device."""
+    """Allocates an empty pool on the device."""
     if device == "cpu":
         return HostKvPool(layout, num_blocks)
     return DeviceKvPool(layout, num_blocks, CudaDriver(device))

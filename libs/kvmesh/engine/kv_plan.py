@@ -1,10 +1,10 @@
-"""Where each layer keeps its KV: which group, which place in the group's blocks.
+"""Assigns each layer's KV to a group and a slot in the group's blocks.
 
-Every block of the pool has the same bytes, whatever group it serves. Token groups have equally
-many layers, as many as the rarest kind of layer has, where layers keep equally much; where they do
-not, as many more as they keep less. States of linear layers are packed as many per block as fit,
-and blocks get more positions until one does. A layer that reads another's keys and values is where
-that one is.
+Every block of the pool has the same bytes, whatever group it serves. If all layers keep equally
+much per position, every token group has as many layers as the rarest kind of layer. Kinds that keep
+less per position have correspondingly more layers per group. A block packs as many states of linear
+layers as fit, and blocks get more positions until at least one fits. A layer that reads another
+layer's KV has that layer's place.
 Tests: tests/unit/engine/test_kv_plan.py.
 """
 
@@ -24,11 +24,11 @@ _STATE_VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KvPlace:
-    """One layer's place.
+    """The place of one layer's KV.
 
     Attributes:
-        group: token group; for a linear layer the block among those of a state.
-        slot: place within a block of the group.
+        group: token group; for a linear layer, index among the blocks of a state.
+        slot: index of the layer within a block.
     """
 
     group: int
@@ -40,11 +40,11 @@ class KvPlan:
     """Groups of a model and the shape of their blocks.
 
     Attributes:
-        places: per layer, of keys and values where it keeps them, else of its state.
-        state_places: of the layers that carry a state.
-        block_layers: layers in a block of a token group, those of `ModelConfig.full_heads` apart.
-        heads: of keys and values, per token group.
-        states_per_block: layers whose states one block holds.
+        places: per layer, place of its keys and values if it keeps any, else of its state.
+        state_places: places of the states of layers that carry one.
+        block_layers: layers per block of a token group, except groups of `ModelConfig.full_heads`.
+        heads: KV heads per token group.
+        states_per_block: number of layers whose states one block holds.
         block_size: positions in a block of a token group.
     """
 
@@ -61,8 +61,8 @@ def plan_kv(config: ModelConfig, dtype: str, block_size: int) -> KvPlan:
     """Assigns layers to groups.
 
     Args:
-        dtype: of token groups; states are fp32.
-        block_size: positions in a block at least; more where a block could not hold a state.
+        dtype: dtype of token groups; states are fp32.
+        block_size: minimum positions in a block; more if a block could not hold a state.
     """
     linear = [layer for layer in range(config.num_layers) if config.is_linear(layer)]
     kinds: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ def plan_kv(config: ModelConfig, dtype: str, block_size: int) -> KvPlan:
     places: dict[int, KvPlace] = {}
     windows: list[int] = []
     heads: list[HeadShape] = []
-    # Layers that keep everything first: the first group is the one that others are told about.
+    # Layers with full attention come first, since others are told the hashes of the first group.
     for window in sorted(kinds):
         per_layer = _values_of(config, kinds[window][0])
         for index, layer in enumerate(kinds[window]):
@@ -93,7 +93,7 @@ def plan_kv(config: ModelConfig, dtype: str, block_size: int) -> KvPlan:
         layer: KvPlace(index // per_block, index % per_block) for index, layer in enumerate(linear)
     }
     known = states | places
-    # A layer that mixes no positions keeps nothing, and has no use for its place.
+    # A layer that mixes no positions keeps nothing, so its place is unused.
     sources = (config.kv_source(layer) for layer in range(config.num_layers))
     return KvPlan(
         groups=KvGroups(tuple(windows), num_blocks_of(len(linear), per_block) if linear else 0),
@@ -107,19 +107,19 @@ def plan_kv(config: ModelConfig, dtype: str, block_size: int) -> KvPlan:
 
 
 def _values_of(config: ModelConfig, layer: int) -> int:
-    """Values that a layer with attention keeps of a position."""
+    """Returns the number of values that an attention layer keeps per position."""
     return config.head_shape(layer).values if config.latent is None else config.kv_values
 
 
 def _values_of_a_block(config: ModelConfig, kinds: Mapping[int, list[int]]) -> int:
-    """Values of one position in a block of a token group: whole layers of each kind."""
+    """Returns the values per position in a block of a token group: whole layers of each kind."""
     kept = {window: _values_of(config, layers[0]) for window, layers in kinds.items()}
     unit = math.lcm(*kept.values())
     return unit * min(-(-len(layers) * kept[each] // unit) for each, layers in kinds.items())
 
 
 def kv_layout(config: ModelConfig, plan: KvPlan, *, dtype: str, fingerprint: str) -> KvLayout:
-    """The layout of a model's KV blocks; a latent counts as one head of half its size, twice."""
+    """Returns the layout of KV blocks; a latent counts as keys and values of one half-size head."""
     latent = config.latent
     return KvLayout(
         model_fingerprint=fingerprint,

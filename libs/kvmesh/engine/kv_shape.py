@@ -15,11 +15,11 @@ TORCH_DTYPES = {
 }
 
 SPARE_BLOCKS = 1
-"""Behind those that count: where rows of a static step that are nobody's write."""
+"""Number of blocks after the pool's own; padding rows of a static step write to them."""
 
 
 def pool_shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:
-    """(num_blocks, layers, 2, block_size, kv_heads, head_dim)."""
+    """Returns (num_blocks, layers, 2, block_size, kv_heads, head_dim)."""
     return (
         num_blocks,
         layout.num_layers,
@@ -31,7 +31,7 @@ def pool_shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:
 
 
 def group_view(kv: Tensor, heads: HeadShape) -> Tensor:
-    """A pool as a token group sees it whose layers have these heads; no value is moved."""
+    """Returns the view of a pool for a token group with these heads; copies nothing."""
     return kv.view(len(kv), -1, 2, kv.shape[3], heads.num_kv_heads, heads.head_dim)
 
 
@@ -39,7 +39,7 @@ class PoolTensor:
     """A pool's memory as the tensor that the model computes on, until it is closed."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, memory: Tensor) -> None:
-        """`memory` is flat, of the layout's dtype, and has room for the spare blocks too."""
+        """`memory` is flat, of the layout's dtype, and includes the spare blocks."""
         self._num_blocks = num_blocks
         shape = pool_shape(layout, num_blocks + SPARE_BLOCKS)
         self._tensor: Tensor | None = memory.view(shape)

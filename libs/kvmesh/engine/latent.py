@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA) with its projections.
 
-Decode rows meet the latents themselves (the up-projection of keys is absorbed into the query, that
-of values into the result); prefill chunks expand their context into keys and values, which is
-less work when many queries share it. Source: DeepSeek-V2, arXiv 2405.04434 §2.1.
+Decode rows attend to the latents directly: the up-projection of keys is absorbed into the query,
+and that of values into the result. Prefill chunks expand their context into keys and values, which
+is less work when many queries share it. Source: DeepSeek-V2, arXiv 2405.04434 §2.1.
 Tests: tests/integration/test_transformers_equality.py.
 """
 
@@ -25,7 +25,7 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 @dataclass(frozen=True, slots=True)
 class CompressedQuery:
-    """Queries by way of a smaller vector."""
+    """Query projection through a low-rank vector."""
 
     down: Linear
     norm: Tensor
@@ -39,16 +39,16 @@ class CompressedQuery:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention that keeps latents.
+    """Latent attention of one layer.
 
     Attributes:
-        query: to [heads * (nope_dim + rope_dim)].
-        down: to the latent and the key that all heads share.
-        up: latents to [heads * (nope_dim + value_dim)].
+        query: projection to [heads * (nope_dim + rope_dim)].
+        down: projection to the latent and the rotary key that all heads share.
+        up: projection of latents to [heads * (nope_dim + value_dim)].
         key_up: [heads, nope_dim, rank], absorbed into queries.
-        value_up: [heads, rank, value_dim], applied to mixed latents.
+        value_up: [heads, rank, value_dim], applied to attention output in latent space.
         rotates: whether positions are rotated at all.
-        gate: to one factor per head of the output, before its sigmoid; or None.
+        gate: projection to one factor per head of the output, before its sigmoid; or None.
     """
 
     query: Linear | CompressedQuery
@@ -98,7 +98,7 @@ class LatentAttention:
         return reference.apply_rope(x, rope.cos, rope.signed_sin) if self.rotates else x
 
     def _expand(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a context from its vectors, [positions, width]."""
+        """Returns keys and values of a context from its vectors, [positions, width]."""
         shape, heads = self.shape, len(self.key_up)
         latent, rope = torch.split(vectors, [shape.rank, shape.rope_dim], dim=-1)
         expanded = self.up(latent.contiguous()).view(len(vectors), heads, -1)
@@ -108,7 +108,7 @@ class LatentAttention:
 
 
 def halves_first(rows: Tensor, rope_dim: int) -> Tensor:
-    """Reorders the last `rope_dim` rows of each head so that pairs of neighbours become halves.
+    """Reorders the last `rope_dim` rows of each head from interleaved pairs to two halves.
 
     Args:
         rows: [heads, dim, columns].
@@ -122,10 +122,10 @@ def halves_first(rows: Tensor, rope_dim: int) -> Tensor:
 def load_latent_attention(
     weights: LayerWeights, config: ModelConfig, *, rotates: bool = True, gate: Linear | None = None
 ) -> LatentAttention:
-    """Reads latent attention by its usual names.
+    """Reads latent attention by its usual tensor names.
 
     Args:
-        gate: of `LatentAttention`.
+        gate: see `LatentAttention`.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.

@@ -1,4 +1,4 @@
-"""What each layer is told of a token besides the stream, as Gemma 4 has it (per-layer embeddings).
+"""Per-layer embeddings: an input of each layer besides the stream, as in Gemma 4.
 
 Source: the reference code published with the Gemma 3n weights.
 Tests: tests/integration/test_transformers_equality.py.
@@ -21,14 +21,14 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Looked up by token, and projected from its embedding; for all layers at once.
+    """Per-layer embeddings of all layers: a lookup by token plus a projection of its embedding.
 
     Attributes:
         embedding: [vocab, layers * size].
-        scale: of what is looked up.
-        project: from [hidden].
-        projected_scale: of what it gives.
-        norm: [size], of each layer's part of it.
+        scale: factor of the looked-up values.
+        project: projection from [hidden].
+        projected_scale: factor of the projected values.
+        norm: [size], norm of each layer's projected part.
     """
 
     embedding: Tensor
@@ -39,7 +39,7 @@ class LayerInputs:
     eps: float
 
     def of(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        """Of the rows of a step.
+        """Returns the per-layer embeddings of a step's rows.
 
         Args:
             token_ids: [rows] int64.
@@ -52,17 +52,17 @@ class LayerInputs:
         parts = (len(x), -1, len(self.norm))
         projected = (self.project(x) * self.projected_scale).view(parts)
         normed = reference.rms_norm(projected, self.norm, self.eps)
-        # The sum of two of about the same length has that length again.
+        # Keeps the length: the sum of two independent vectors of equal length is sqrt(2) longer.
         return (normed + looked_up.view(parts)) * math.sqrt(0.5)
 
 
 def load_layer_inputs(
     files: WeightFiles, config: ModelConfig, prefix: str, dtype: torch.dtype, device: str
 ) -> LayerInputs | None:
-    """Reads the tensors of a whole model, where its layers are told something.
+    """Reads the per-layer embeddings of a model; None if it has none.
 
     Args:
-        prefix: of the decoder's tensors.
+        prefix: name prefix of the decoder's tensors.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -78,7 +78,7 @@ def load_layer_inputs(
     norm = files.read(f"{prefix}.per_layer_projection_norm.weight", (size,))
     return LayerInputs(
         embedding=matrix("embed_tokens_per_layer", config.layer_input_vocab, columns),
-        # Rounded as the embeddings are.
+        # Rounded like the scale of embeddings.
         scale=float(torch.tensor(size**0.5, dtype=dtype)),
         project=make_linear(matrix("per_layer_model_projection", columns, hidden)),
         projected_scale=hidden**-0.5,

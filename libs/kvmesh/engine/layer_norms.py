@@ -1,4 +1,4 @@
-"""Layers whose norms take the mean out and add a bias: one part after the other, or side by side.
+"""Layers with LayerNorm (mean subtracted, bias added): serial or parallel attention and MLP.
 
 Tests: tests/integration/test_transformers_equality.py.
 """
@@ -17,7 +17,7 @@ from kvmesh.kernels import layer_ops
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """A norm of the stream.
+    """A LayerNorm of the stream.
 
     Attributes:
         weight, bias: [hidden].
@@ -28,13 +28,13 @@ class LayerNorm:
     eps: float
 
     def of_sum(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds to the stream `x` in place, and normalises it; [rows, hidden]."""
+        """Adds `delta` to the stream `x` in place and normalises the sum; [rows, hidden]."""
         return layer_ops.add_layer_norm(x, delta, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class SerialLayer:
-    """Norm, attention, norm, MLP."""
+    """Layer with a norm before attention and a norm before the MLP."""
 
     input_norm: LayerNorm
     mixer: Mixer
@@ -53,10 +53,10 @@ class SerialLayer:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Norm, then attention and MLP side by side.
+    """Layer with attention and MLP in parallel.
 
     Attributes:
-        mlp_norm: of what the MLP reads; None where it reads what attention does.
+        mlp_norm: norm of the MLP's input; None if the MLP reads the input of attention.
     """
 
     input_norm: LayerNorm
@@ -80,10 +80,10 @@ class ParallelLayer:
 def load_layer_norm(
     weights: LayerWeights, config: ModelConfig, name: str, *, offset: float = 0.0
 ) -> LayerNorm:
-    """Reads a norm.
+    """Reads a LayerNorm.
 
     Args:
-        offset: added to its weights.
+        offset: value added to its weights.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -99,7 +99,7 @@ def load_serial_layer(
     """Reads the norms of a layer by their usual names.
 
     Args:
-        offset: added to their weights.
+        offset: value added to their weights.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.

@@ -1,4 +1,4 @@
-"""Layers that follow one another as one: on the CPU few rows go through all of them in one call.
+"""Runs of layers as one: on the CPU one native call computes all of them for a few rows.
 
 Tests: tests/unit/engine/test_layer_stack.py.
 """
@@ -18,7 +18,7 @@ from kvmesh.kernels.host_layer import LayerParts, LayersCall, takes
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A layer that one call can compute, and what that call reads of it."""
+    """A layer that a native call can compute, with the data of that call."""
 
     layer: MixerLayer
     mixer: CallableMixer
@@ -26,10 +26,10 @@ class _Callable:
 
 
 class LayerStack:
-    """Layers that one call can compute, with mixers that read the same.
+    """Layers for one native call, whose mixers share rows and rope.
 
     Args:
-        layers: at least one.
+        layers: at least one layer.
     """
 
     def __init__(self, layers: Sequence[_Callable]) -> None:
@@ -40,7 +40,7 @@ class LayerStack:
     def run(
         self, x: Tensor, delta: Tensor | None, step: Step, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer.run`; `keep` is for the last layer."""
+        """See `Layer.run`; `keep` applies to the last layer."""
         rest = self.layers
         rows = self._mixer.decode_rows(step) if takes(x) else None
         if rows is not None:
@@ -55,7 +55,7 @@ class LayerStack:
 
 
 def stacked(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """The same layers; those that one call can compute together are a `LayerStack`."""
+    """Returns the layers; runs that one native call can compute become a `LayerStack`."""
     found: list[Layer] = []
     pairs = ((layer, _callable(layer)) for layer in layers)
     for reads, run in groupby(pairs, key=_reads):

@@ -1,6 +1,6 @@
-"""What layers of all families are made of: MLPs, experts, and the usual order of their parts.
+"""Parts of decoder layers that all families share: MLPs, experts, and the usual layer order.
 
-Attention is in attention.py; a family's file in models/ puts the parts together.
+attention.py has the attention; a family's file in models/ combines the parts.
 Tests: tests/integration/test_transformers_equality.py.
 """
 
@@ -31,9 +31,9 @@ class StepMemory:
     """The KV that a step reads and writes.
 
     Attributes:
-        attention: of each token group, empty when they keep latents.
-        latent: of each token group that keeps latents.
-        states: of linear layers, or None.
+        attention: memory of each token group; empty if the groups keep latents.
+        latent: memory of each token group that keeps latents.
+        states: states of linear layers, or None.
     """
 
     attention: tuple[StepAttention, ...] = ()
@@ -43,14 +43,14 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one step share.
+    """Data of one step that all layers share.
 
     Attributes:
         memory: KV of all groups.
-        ropes: rotations of the rows, those that the model's layers have.
-        query_factors: [rows, 1], of the rows' queries; None for 1.
+        ropes: rotary embeddings of the rows, one per rotation of the model's layers.
+        query_factors: [rows, 1], factors of the rows' queries; None for 1.
         layer_inputs: [rows, layers, size], see `LayerInputs`; None without them.
-        lent: keys and values of the rows that later layers read too, by their place.
+        lent: keys and values of the rows that later layers reuse, by their place.
     """
 
     memory: StepMemory
@@ -68,66 +68,66 @@ class Layer(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Runs the rows of a step.
 
-        What a layer adds to the residual stream is handed on instead of added, so that the
-        addition and the next norm are one pass.
+        A layer returns its addition to the residual stream separately, so that the addition and
+        the next norm are one pass.
 
         Args:
             x: [rows, hidden] residual stream without `delta`; changed in place.
             delta: [rows, hidden] to add first, or None.
-            keep: [kept] int64, the only rows that anything after attention is wanted for.
+            keep: [kept] int64, rows whose results after attention are wanted; None for all.
 
         Returns:
-            The stream without this layer's own part, and that part: [rows or kept, hidden].
+            The stream without this layer's addition, and the addition: [rows or kept, hidden].
         """
         ...
 
 
 class Mixer(Protocol):
-    """What mixes positions in a layer: attention, or what stands for it."""
+    """The part of a layer that mixes positions: attention or a substitute."""
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         ...
 
 
 @runtime_checkable
 class CallableMixer(Protocol):
-    """A mixer that one call on the CPU can compute together with the rest of its layer."""
+    """A mixer that one native call on the CPU can compute together with the rest of its layer."""
 
     @property
     def call(self) -> AttentionCall | None:
-        """None where it takes several calls."""
+        """The native call; None if the mixer needs several calls."""
         ...
 
     @property
     def reads(self) -> tuple[int, Rotation]:
-        """The token group and the rotation; rows and rope of mixers alike in them are the same."""
+        """Token group and rotation; mixers with equal ones share rows and rope."""
         ...
 
     def decode_rows(self, step: Step) -> DecodeRows | None:
-        """The rows of a step that has only such as decode; else None."""
+        """Returns the rows of a step of decode rows only; else None."""
         ...
 
     def rope(self, step: Step) -> RopeRows:
-        """Rotation of the rows."""
+        """Returns the rotary embedding of the rows."""
         ...
 
 
 class Mlp(Protocol):
-    """What follows attention in a layer."""
+    """The part of a layer after attention."""
 
     def run(self, h: Tensor) -> Tensor:
-        """[rows, hidden], normalised, to [rows, hidden] of its own memory."""
+        """Maps normalised [rows, hidden] to [rows, hidden] in new memory."""
         ...
 
 
-# Rows of a prompt that an MLP takes at once on the CPU: what is between its products stays in the
-# cache, and the allocator does not map memory anew for every layer.
+# Prompt rows that an MLP computes at once on the CPU: intermediate results stay in the cache, and
+# the allocator does not map new memory for every layer.
 _CACHED_ROWS = 512
 
 
 def by_cached_rows(compute: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-    """What an MLP makes of [rows, hidden], on the CPU for some rows after the other."""
+    """Applies an MLP to [rows, hidden], on the CPU to `_CACHED_ROWS` rows at a time."""
     if h.is_cuda or len(h) <= _CACHED_ROWS:
         return compute(h)
     out = torch.empty_like(h)
@@ -139,12 +139,13 @@ def by_cached_rows(compute: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Two projections, the product of an activated one and the other, and one back.
+    """Gated MLP: the down projection of activated gates times ups.
 
     Attributes:
-        gate_up: to [2 * intermediate], gates first; of an expert without a gate, [intermediate].
-        activation: of [rows, what `gate_up` gives] to [rows, intermediate].
-        call: computes a few rows on the CPU; None where that takes several calls.
+        gate_up: projection to [2 * intermediate], gates first; [intermediate] for an expert
+            without a gate.
+        activation: maps [rows, outputs of `gate_up`] to [rows, intermediate].
+        call: native call for a few rows on the CPU; None if several calls are needed.
     """
 
     gate_up: Linear
@@ -173,7 +174,7 @@ def load_gated_mlp(
     """Reads an MLP.
 
     Args:
-        names: of the gate, up and down weights.
+        names: names of the gate, up and down weights.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -186,7 +187,7 @@ def load_gated_mlp(
 
 
 def load_joined_mlp(weights: LayerWeights, config: ModelConfig) -> GatedMlp:
-    """Reads an MLP whose gates and ups are one tensor in the files, gates first.
+    """Reads an MLP whose gate and up projections are one tensor in the files, gates first.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -204,7 +205,7 @@ DENSE_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Experts as two tensors, computed without waiting for how many rows each one has.
+    """Experts stacked in two tensors, computed without waiting for their row counts.
 
     Attributes:
         gate_up: [experts, 2 * intermediate, hidden].
@@ -219,15 +220,15 @@ class StackedExperts:
     down_bias: Tensor | None = None
 
     def run(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """[rows, hidden] with weights and ids of the chosen, [rows, top_k], to [rows, hidden]."""
+        """Maps [rows, hidden] with expert weights and ids [rows, top_k] to [rows, hidden]."""
         compute = self.by_kernels if h.is_cuda else self._by_torch
-        # In the order of the choices: rows added where they are would be rounded one by one, on a
+        # Sums in the order of the choices: scattered additions would round one by one, and on a
         # device in an order that differs from run to run.
         by_choice = compute(h, weights, chosen)
         return by_choice.view(*chosen.shape, h.shape[1]).sum(dim=1)
 
     def _by_torch(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The twin of `by_kernels`."""
+        """Reference of `by_kernels` in torch."""
         experts = chosen.flatten()
         places = torch.arange(len(experts), device=h.device)
         inner = reference.chosen_product(h, self.gate_up, places // chosen.shape[1], experts)
@@ -239,7 +240,7 @@ class StackedExperts:
         return (out * weights.flatten()[:, None]).to(h.dtype)
 
     def by_kernels(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What each choice gives its row, times its weight: [rows * top_k, hidden]."""
+        """Returns each choice's output for its row times its weight: [rows * top_k, hidden]."""
         # Triton costs half a second to import and is only needed where there is a device.
         from kvmesh.kernels.expert_tiles import plan_tiles  # noqa: PLC0415
         from kvmesh.kernels.grouped_gemm import grouped_gemm  # noqa: PLC0415
@@ -252,7 +253,7 @@ class StackedExperts:
 
 
 def stacks_experts(weight: Tensor) -> bool:
-    """Whether experts become two tensors: on the CPU only those with rows are read."""
+    """Returns whether experts are stacked; the CPU reads only the weights of experts with rows."""
     return weight.is_cuda
 
 
@@ -261,7 +262,7 @@ def make_sparse_mlp(
     route: Callable[[Tensor], tuple[Tensor, Tensor]],
     experts: Sequence[GatedMlp],
 ) -> SparseMlp:
-    """A mixture of experts, stacked where the device wants it."""
+    """Builds a mixture of experts, stacked if the device benefits."""
     first = experts[0]
     if not stacks_experts(first.gate_up.weight):
         return SparseMlp(router, route, tuple(experts))
@@ -282,12 +283,12 @@ def _stacked_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """Experts, of which each row takes a few.
+    """Mixture of experts: each row uses a few of them.
 
     Attributes:
-        router: rows to scores of experts.
-        route: scores [rows, experts] to weights and expert ids, both [rows, top_k].
-        stacked: all experts' weights, for one launch instead of `experts` one by one; or None.
+        router: maps rows to scores of experts.
+        route: maps scores [rows, experts] to weights and expert ids, both [rows, top_k].
+        stacked: weights of all experts, for one launch instead of one per expert; or None.
     """
 
     router: Callable[[Tensor], Tensor]
@@ -300,9 +301,9 @@ class SparseMlp:
         return self.mix(h, *self.route(self.router(h)))
 
     def mix(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What the chosen experts make of rows.
+        """Computes the weighted sum of the chosen experts of each row.
 
-        Rows of one expert are one product; experts without rows cost nothing.
+        The rows of one expert are one matrix product; experts without rows cost nothing.
 
         Args:
             h: [rows, inputs of an expert].
@@ -313,7 +314,7 @@ class SparseMlp:
         """
         if self.stacked is not None:
             return self.stacked.run(h, weights, chosen)
-        # Rows in the order of their experts, so that each expert's are one run.
+        # Sorts rows by expert, so that each expert's rows are contiguous.
         order = torch.argsort(chosen.flatten(), stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         rows = order // chosen.shape[1]
@@ -325,7 +326,7 @@ class SparseMlp:
                 parts[run] = expert.run(h[rows[run]])
                 first += count
         places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-        # One pass over what the experts gave, instead of one addition for each of their rows.
+        # One weighted sum over all expert outputs, instead of one addition per expert.
         return functional.embedding_bag(
             places.view(chosen.shape), parts, per_sample_weights=weights.to(h.dtype), mode="sum"
         )
@@ -333,7 +334,7 @@ class SparseMlp:
 
 @dataclass(frozen=True, slots=True)
 class MixerLayer:
-    """The Llama order: norm, attention or what stands for it, norm, MLP."""
+    """A layer in the Llama order: norm, attention or a substitute, norm, MLP."""
 
     input_norm: Tensor
     mixer: Mixer
@@ -364,7 +365,7 @@ def load_mixer_layer(
     """Reads the norms of a layer by their usual names.
 
     Args:
-        norm_offset: added to their weights.
+        norm_offset: value added to the norm weights.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.

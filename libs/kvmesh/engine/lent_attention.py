@@ -1,7 +1,7 @@
-"""Attention whose values are normalised, and whose keys and values later layers may read too.
+"""Attention with normalised values, whose keys and values later layers may reuse.
 
-A layer that reads another's writes them once more to the same place, the same to the bit: what
-rotates, writes and attends is then that of all layers.
+A layer that reuses another layer's KV writes it again to the same place, bit for bit. So rotation,
+writing and attention are the same code as for all layers.
 Tests: tests/integration/test_transformers_equality.py.
 """
 
@@ -23,13 +23,13 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 @dataclass(frozen=True, slots=True)
 class LentAttention:
-    """One layer.
+    """One attention layer with its own or reused keys and values.
 
     Attributes:
-        project: to queries, and to keys and values behind them where they are the layer's own.
-        kept: columns of keys and values.
-        borrows: reads another layer's.
-        lends: others read them.
+        project: projection to queries, followed by keys and values if they are the layer's own.
+        kept: number of columns of keys and values.
+        borrows: whether it reuses another layer's keys and values.
+        lends: whether other layers reuse its own.
     """
 
     project: Linear
@@ -43,14 +43,14 @@ class LentAttention:
     lends: bool
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         qkv = self.project(h)
         if self.borrows:
             qkv = torch.cat([qkv, step.lent[self.place]], dim=1)
         else:
             self._normalise_values(qkv)
             if self.lends:
-                # Before keys are normalised and rotated, which happens in place.
+                # Copied here, since keys are normalised and rotated in place later.
                 step.lent[self.place] = qkv[:, -self.kept :].clone()
         heads = qkv.view(len(h), -1, self.head_dim)
         attention = step.memory.attention[self.place.group]

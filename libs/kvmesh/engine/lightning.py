@@ -1,4 +1,4 @@
-"""Lightning attention: linear attention whose state decays at a rate of each head.
+"""Lightning attention: linear attention whose state decays at a fixed rate per head.
 
 Source: arXiv 2401.04658. Tests: tests/integration/test_transformers_equality.py.
 """
@@ -18,7 +18,7 @@ from kvmesh.kernels import host_linear, layer_ops, lightning_reference, referenc
 from kvmesh.kernels.linear import Linear
 from kvmesh.kernels.states import StatePlaces
 
-# Of the norm of the output, whatever config.json says of the others.
+# Epsilon of the output's norm, which config.json does not change.
 _NORM_EPS = 1e-6
 
 
@@ -64,7 +64,7 @@ class _Recurrence:
         return host_linear.LinearShape(heads, heads, width // 3, width // 3)
 
     def _carry(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
-        """As many successive rows of each state's sequence as of any other."""
+        """Runs the rows on the CPU: equally many successive rows for each state's sequence."""
         after = states.clone()
         out = host_linear.lightning(self.heads[rows], self.slopes, after, self._shape)
         return out, after
@@ -72,13 +72,13 @@ class _Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class LightningAttention:
-    """One layer.
+    """One lightning attention layer.
 
     Attributes:
-        qkv: to the queries, keys and values of each head, before their activation.
-        gate: to one factor per value of the heads' output, before its sigmoid.
-        norm: [heads * dim] of the output of all heads together.
-        slopes: [heads] fp32, what the logarithm of a state loses per position.
+        qkv: projection to queries, keys and values of each head, before their activation.
+        gate: projection to one factor per value of the heads' output, before its sigmoid.
+        norm: [heads * dim], norm over the output of all heads together.
+        slopes: [heads] fp32, decrease of a state's logarithm per position.
     """
 
     qkv: Linear
@@ -90,7 +90,7 @@ class LightningAttention:
     shape: LinearConfig
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         states = step.memory.states
         assert states is not None, "the step has no states"
         active = functional.silu(self.qkv(h)).float()
@@ -105,7 +105,7 @@ class LightningAttention:
 
 
 def head_slopes(num_heads: int, layer: int, num_layers: int) -> Tensor:
-    """How fast each head's state decays: later heads and later layers keep it longer.
+    """Returns each head's decay rate: later heads and later layers keep their state longer.
 
     Returns:
         [heads] fp32.

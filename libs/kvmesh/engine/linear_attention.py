@@ -1,6 +1,6 @@
-"""Linear attention by the gated delta rule, as hybrids use it between attention layers.
+"""Linear attention by the gated delta rule, which hybrids use between attention layers.
 
-A family gives the projections; convolution, recurrence, state and output are the same for all.
+A family defines the projections; convolution, recurrence, state and output are the same for all.
 Source: Gated Delta Networks, arXiv 2412.06464.
 Tests: tests/integration/test_transformers_equality.py.
 """
@@ -24,13 +24,13 @@ from kvmesh.kernels.states import StatePlaces
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What the recurrence takes of each row.
+    """Inputs of the recurrence for each row.
 
     Attributes:
         mixed: [rows, conv_channels] queries, keys and values before the convolution.
         decay: [rows, value heads, 1 or key_dim] fp32, logarithms, at most 0.
         beta: [rows, value heads] fp32.
-        gate: [rows, value heads, value_dim] of the output.
+        gate: [rows, value heads, value_dim] gate of the output.
     """
 
     mixed: Tensor
@@ -95,7 +95,7 @@ class _Recurrence:
         )
 
     def _carry(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
-        """As many successive rows of each state's sequence as of any other."""
+        """Runs the rows on the CPU: equally many successive rows for each state's sequence."""
         after = states.clone()
         inputs = self.inputs
         out = host_linear.delta_rule(
@@ -118,7 +118,7 @@ class _Recurrence:
         )
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, conv_channels] to queries, keys and values; keys serve several value heads."""
+        """Splits [rows, conv_channels] into queries, keys and values, repeating shared keys."""
         shape = self.shape
         key_values = shape.num_key_heads * shape.key_dim
         active = functional.silu(mixed)
@@ -135,13 +135,13 @@ class _Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class DeltaAttention:
-    """One layer.
+    """One linear attention layer.
 
     Attributes:
-        project: [rows, hidden] to the recurrence's inputs.
-        taps: [kernel, conv_channels] fp32 of the convolution, oldest input first.
-        norm: [value_dim] of the output of each head.
-        activate: of the gate.
+        project: maps [rows, hidden] to the recurrence's inputs.
+        taps: [kernel, conv_channels] fp32 taps of the convolution, oldest input first.
+        norm: [value_dim], norm of each head's output.
+        activate: activation of the gate.
     """
 
     project: Callable[[Tensor], DeltaInputs]
@@ -154,7 +154,7 @@ class DeltaAttention:
     eps: float
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         states = step.memory.states
         assert states is not None, "the step has no states"
         inputs = self.project(h)
@@ -170,5 +170,5 @@ class DeltaAttention:
 
 
 def load_taps(weight: Tensor) -> Tensor:
-    """Taps of a depthwise convolution as files hold it, [channels, 1, kernel]."""
+    """Converts taps of a depthwise convolution from the files' [channels, 1, kernel]."""
     return weight.squeeze(1).T.float().contiguous()

@@ -1,7 +1,7 @@
-"""Changes to one row of logits before a token is chosen: what the request wants and forbids.
+"""Changes to one row of logits before a token is chosen, according to the request.
 
 Order: bias, tokens that are not allowed, penalties, minimum length, structure. The structure comes
-last and wins: text that must look like something is not broken by the other wishes.
+last and wins: other settings must not break a text that has to follow a structure.
 Tests: tests/unit/engine/test_logits.py.
 """
 
@@ -19,13 +19,13 @@ from kvmesh.kernels.upload import sent
 
 
 def shape_row(row: Tensor, chunk: SequenceChunk) -> None:
-    """Applies all that the chunk's request asks for; `row` is changed in place.
+    """Applies all settings of the chunk's request; `row` is changed in place.
 
     Args:
         row: [vocab] fp32.
 
     Raises:
-        StructureError: the structure cannot go on.
+        StructureError: the structure cannot continue.
     """
     sampling = chunk.sampling
     if sampling.logit_bias:
@@ -43,7 +43,7 @@ def shape_row(row: Tensor, chunk: SequenceChunk) -> None:
 
 
 def shapes_row(chunk: SequenceChunk) -> bool:
-    """Whether `shape_row` changes anything."""
+    """Returns whether `shape_row` changes anything."""
     sampling = chunk.sampling
     return bool(
         sampling.logit_bias
@@ -60,7 +60,7 @@ def _is_too_short(chunk: SequenceChunk) -> bool:
 
 
 def add_bias(row: Tensor, bias: Iterable[tuple[int, float]]) -> None:
-    """Adds numbers to the logits of single tokens; unknown tokens are passed over.
+    """Adds numbers to the logits of single tokens; ignores unknown tokens.
 
     Args:
         row: [vocab] fp32, changed in place.
@@ -83,7 +83,7 @@ def keep_only(row: Tensor, token_ids: Iterable[int]) -> None:
 
 
 def forbid_words(row: Tensor, chunk: SequenceChunk) -> None:
-    """Makes the tokens impossible that would complete a bad word in the output.
+    """Makes tokens impossible that would complete a bad word in the output.
 
     Args:
         row: [vocab] fp32, changed in place.
@@ -98,18 +98,13 @@ def forbid_words(row: Tensor, chunk: SequenceChunk) -> None:
 
 
 def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
-    """Lowers the logits of tokens that were seen; `row` is changed in place.
+    """Lowers the logits of tokens that occurred; `row` is changed in place.
 
-    Repetition counts prompt and output, presence and frequency the output alone.
-
-    Args:
-        row: [vocab] fp32.
-
-    Source: repetition as in CTRL, arXiv 1909.05858 §4.1; the others as in OpenAI's API.
+    Repetition counts prompt and output, presence and frequency only the output.
     """
     params = chunk.sampling
     tokens = np.asarray(chunk.token_ids[: chunk.end], dtype=np.int64)
-    # Counted on the host: how many different tokens there are would have to be waited for.
+    # Counted on the host: the number of distinct tokens is a shape that a device would wait for.
     if params.repetition_penalty != 1.0:
         seen = sent(np.unique(tokens), torch.int64, row.device)
         scores = row[seen]
@@ -123,7 +118,7 @@ def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
 
 
 def forbid_stop(row: Tensor, chunk: SequenceChunk) -> None:
-    """Makes the tokens that would end the sequence impossible; `row` is changed in place.
+    """Makes tokens impossible that would end the sequence; `row` is changed in place.
 
     Args:
         row: [vocab] fp32.
@@ -137,7 +132,7 @@ def _stops(chunk: SequenceChunk) -> set[int]:
 
 
 def _follow_structure(row: Tensor, chunk: SequenceChunk) -> None:
-    """Keeps the tokens with which the structure can go on, or end."""
+    """Keeps tokens with which the structure can continue or end."""
     assert chunk.constraint is not None
     allowed = chunk.constraint.allowed(chunk.token_ids[chunk.num_prompt_tokens : chunk.end])
     mask = sent(allowed, torch.bool, row.device)
@@ -145,15 +140,15 @@ def _follow_structure(row: Tensor, chunk: SequenceChunk) -> None:
     if _is_too_short(chunk):
         unended = row.clone()
         forbid_stop(unended, chunk)
-        # Complete: there is nothing else to say.
+        # If only end tokens remain the text is complete, so they stay allowed.
         row.copy_(torch.where(torch.isinf(unended).all(), row, unended))
-    # Bias or bad words forbid all that the structure allows: the structure wins.
+    # If bias or bad words forbid all tokens of the structure, the structure wins.
     nothing = torch.isinf(row).all()
     row.masked_fill_(mask & nothing, 0.0)
 
 
 def _ids(token_ids: Iterable[int], row: Tensor) -> Tensor:
-    """Those within the vocabulary, [ids] int64."""
+    """Returns the ids within the vocabulary, [ids] int64."""
     return sent(_known(token_ids, row), torch.int64, row.device)
 
 

@@ -21,7 +21,7 @@ class EngineLoop:
         on_step: called after every step with its duration in seconds.
 
     Attributes:
-        watch: how long steps take, on the event loop's clock.
+        watch: durations of steps, on the event loop's clock.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class EngineLoop:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     def wake(self) -> None:
-        """Says that there is work; call it after every change that adds some."""
+        """Signals that there is work; call it after every change that adds some."""
         self._wake.set()
 
     def _freed(self) -> None:
-        """Preempted sequences wait for blocks, whoever had them: reservations, leases, fills.
+        """Wakes the loop for preempted sequences, which wait for blocks from any owner.
 
-        What a plan itself gives back was looked at by it.
+        The planner already considers blocks that it frees itself.
         """
         if self._core.has_work and not self._is_planning:
             self._wake.set()
 
     async def run(self) -> None:
-        """Steps until cancelled. An error of the runner ends the loop and with it the worker."""
+        """Runs steps until cancelled. An error of the runner ends the loop and the worker."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -65,7 +65,8 @@ class EngineLoop:
                     continue
                 started = loop.time()
                 self.watch.begin(chunks, started)
-                # A cancelled await leaves the thread at work, so the step is always waited for.
+                # A cancelled await leaves the step running in its thread, so the loop always waits
+                # for it.
                 gone = self._core.take_gone()
                 step = loop.run_in_executor(self._executor, self._compute, gone, chunks)
                 result = await asyncio.shield(step)

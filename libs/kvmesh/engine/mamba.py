@@ -1,4 +1,4 @@
-"""Mamba-2 layers, as hybrids have them between attention layers.
+"""Mamba-2 layers, which hybrids use between attention layers.
 
 Source: Mamba-2, arXiv 2405.21060. Tests: tests/integration/test_transformers_equality.py.
 """
@@ -23,13 +23,13 @@ from kvmesh.kernels.states import StatePlaces
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """What a recurrence has for each head, and its convolution.
+    """Parameters of a recurrence per head, and of its convolution.
 
     Attributes:
         taps: [kernel, channels] fp32, oldest input first.
         taps_bias: [channels] fp32.
-        rate: [heads] fp32, how fast a state decays, below 0.
-        skip: [heads] fp32, how much of a value goes past the state.
+        rate: [heads] fp32, decay rate of a state, below 0.
+        skip: [heads] fp32, factor of values that bypass the state (D).
     """
 
     taps: Tensor
@@ -44,7 +44,7 @@ class _Recurrence:
 
     Attributes:
         mixed: [rows, channels] fp32, values, keys and queries before the convolution.
-        durations: [rows, heads] fp32, above 0.
+        durations: [rows, heads] fp32, time steps, above 0.
     """
 
     mixed: Tensor
@@ -93,7 +93,7 @@ class _Recurrence:
     def _inputs(
         self, mixed: Tensor, durations: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys, values, decays, and what of the values goes past the state."""
+        """Returns queries, keys, values, decays, and the values that bypass the state."""
         shape = self.shape
         active = functional.silu(mixed + self.heads.taps_bias)
         of_groups = shape.num_key_heads * shape.key_dim
@@ -107,12 +107,12 @@ class _Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """One layer.
+    """One Mamba-2 layer.
 
     Attributes:
-        project: to the gate, what is convolved, and the duration of each head.
+        project: projection to the gate, the convolution's input, and each head's duration.
         duration_bias: [heads] fp32.
-        norm: [groups, values of a group] fp32, of the gated output; None for none.
+        norm: [groups, values of a group] fp32, norm of the gated output; None for none.
     """
 
     project: Linear
@@ -125,7 +125,7 @@ class Mamba:
     eps: float
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         states = step.memory.states
         assert states is not None, "the step has no states"
         shape, place = self.shape, self.place

@@ -1,4 +1,4 @@
-"""Times of prefill and decode steps on a runner, as the step loop would run them.
+"""Measures prefill and decode steps on a runner, as the step loop would run them.
 
 Needs the runner only, no services. Tests: tests/integration/test_profile_command.py.
 """
@@ -17,7 +17,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class Stage:
-    """Sequences with blocks of their own, whose KV is whatever the pool holds.
+    """Sequences with blocks of their own and arbitrary KV.
 
     Args:
         lengths: tokens of each sequence.
@@ -72,7 +72,7 @@ def _take(free: Iterator[int], count: int) -> list[int]:
 
 
 def blocks_of(runner: ModelRunner, length: int) -> int:
-    """Blocks of a sequence when no window's are given back."""
+    """Returns the number of blocks of a sequence if no window's blocks are given back."""
     spec = runner.spec
     whole = num_blocks_of(length, spec.layout.block_size)
     return whole * len(spec.groups.windows) + spec.groups.state_blocks
@@ -81,11 +81,11 @@ def blocks_of(runner: ModelRunner, length: int) -> int:
 def prefill_seconds(
     runner: ModelRunner, tokens: int, cached: int, max_step_tokens: int, *, fills: bool = True
 ) -> float:
-    """Seconds of computing `tokens` after `cached` positions, in steps of a budget.
+    """Returns the seconds to compute `tokens` after `cached` positions, in budgeted steps.
 
     Args:
-        fills: computes first what is cached, so that attention meets numbers; without, it meets
-            those of earlier calls.
+        fills: computes the cached positions first, so that attention reads finite numbers. Without
+            it, attention reads the KV of earlier calls.
 
     Raises:
         ValueError: the pool has too few blocks.
@@ -100,7 +100,7 @@ def prefill_seconds(
 def decode_seconds(
     runner: ModelRunner, batch: int, context: int, max_step_tokens: int, *, fills: bool = True
 ) -> float:
-    """Seconds of a step in which each of `batch` sequences decodes one token.
+    """Returns the seconds of a step in which each of `batch` sequences decodes one token.
 
     Args:
         fills: see `prefill_seconds`.
@@ -112,18 +112,18 @@ def decode_seconds(
     share = max(1, max_step_tokens // batch)
     for start in range(0, context - 1 if fills else 0, share):
         stage.run([start] * batch, [min(start + share, context - 1)] * batch)
-    # The first step of a batch is no measure: its memory was another's before.
+    # The first step of a batch is not measured: its memory is cold.
     stage.run([context - 1] * batch, [context] * batch)
     return stage.run([context - 1] * batch, [context] * batch)
 
 
 def handoff_bytes(runner: ModelRunner, tokens: int) -> dict[str, int]:
-    """Bytes that the handoff of a prompt moves: `total`, and of each kind of group."""
+    """Returns the bytes that the handoff of a prompt moves: `total`, and per kind of group."""
     spec = runner.spec
     groups, size, block_bytes = spec.groups, spec.layout.block_size, spec.layout.block_bytes
     count = num_blocks_of(tokens, size)
     found = {"total": 0}
-    # Ids tell the groups apart.
+    # Block ids are the group numbers here, to tell the groups apart.
     tables = [[group] * count for group in range(len(groups.windows))]
     state = [len(tables)] * groups.state_blocks
     for each in arriving_blocks(groups, tables, state, range(count), tokens, size):

@@ -1,4 +1,4 @@
-"""How much memory a model needs and the host has, known before anything is loaded. Torch-free.
+"""Memory that a model needs and that the host has, known before loading. Torch-free.
 
 Tests: tests/unit/engine/test_memory.py.
 """
@@ -14,7 +14,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_plan import kv_layout, plan_kv
 
 _GIB = 1 << 30
-# Activations of the largest usual step, the libraries' work space, and some air.
+# Activations of the largest usual step, the libraries' work space, and a margin.
 _WORK_BYTES = 256 << 20
 _MEMINFO = Path("/proc/meminfo")
 
@@ -29,12 +29,12 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Total number of bytes."""
         return self.weights_bytes + self.kv_bytes + self.work_bytes
 
 
 def resolve_dtype(config: ModelConfig, dtype: str) -> str:
-    """The computation dtype: the checkpoint's own for "auto".
+    """Returns the computation dtype: the checkpoint's own for "auto".
 
     Raises:
         ConfigError: the name is unknown.
@@ -48,7 +48,7 @@ def resolve_dtype(config: ModelConfig, dtype: str) -> str:
 
 
 def available_bytes() -> int:
-    """Free memory of the host."""
+    """Returns the free memory of the host in bytes."""
     for line in _MEMINFO.read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -57,10 +57,10 @@ def available_bytes() -> int:
 
 
 def require_memory(need: MemoryNeed, available: int) -> None:
-    """Refuses in one line when the need is above what is there.
+    """Checks that the need is within the available bytes.
 
     Raises:
-        ConfigError: with the numbers and what to change.
+        ConfigError: it is not; the message has the numbers and what to change.
     """
     if need.total_bytes <= available:
         return
@@ -75,7 +75,7 @@ def require_memory(need: MemoryNeed, available: int) -> None:
 def memory_needed(
     config: ModelConfig, *, dtype: str, num_blocks: int, block_size: int
 ) -> MemoryNeed:
-    """What `TorchRunner.load` with these arguments will take.
+    """Returns the memory that `TorchRunner.load` with these arguments will take.
 
     Raises:
         ConfigError: the dtype is unknown.
@@ -83,7 +83,7 @@ def memory_needed(
     resolved = resolve_dtype(config, dtype)
     plan = plan_kv(config, resolved, block_size)
     layout = kv_layout(config, plan, dtype=resolved, fingerprint="")
-    # A head that shares the embedding's weight has its own copy, in the layout of products.
+    # A head tied to the embedding is a copy of it, in the layout of matrix products.
     head = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     return MemoryNeed(
         weights_bytes=(config.num_parameters + head) * DTYPE_BYTES[resolved],

@@ -10,7 +10,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 def mix_64(value: int) -> int:
-    """A bijection of 64-bit integers that leaves no visible pattern, but keeps 0: the finaliser."""
+    """Finalizer of SplitMix64: a bijection of 64-bit integers without visible pattern; keeps 0."""
     value &= _MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -18,5 +18,5 @@ def mix_64(value: int) -> int:
 
 
 def split_mix(value: int) -> int:
-    """What the generator gives in the state `value`: as `mix_64`, and 0 is mixed as well."""
+    """Returns the output of SplitMix64 in the state `value`; unlike `mix_64` it does not keep 0."""
     return mix_64(value + _STEP)

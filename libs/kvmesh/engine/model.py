@@ -39,15 +39,15 @@ class DecoderModel:
     Attributes:
         embedding: [vocab, hidden].
         embedding_scale: factor of looked-up embeddings.
-        norm: [hidden], with the factor of logits in it.
-        norm_bias: [hidden] of the last norm where it takes the mean out, else None.
+        norm: [hidden], the final norm's weight, multiplied by the factor of logits.
+        norm_bias: [hidden], bias of the final norm if it is a LayerNorm, else None.
         positions: [positions, hidden], learned, added to embeddings; None without them.
-        layer_inputs: what layers are told besides the stream; None for nothing.
-        head: to [vocab].
-        ropes: those that the layers have.
+        layer_inputs: per-layer embeddings; None without them.
+        head: projection to [vocab].
+        ropes: rotary tables, one per rotation of the layers.
         query_factors: [positions, 1], see `Step`; None for 1.
-        stacks: the layers, those together that one call can compute.
-        head_call: norm and head together; None where one call cannot compute them.
+        stacks: the layers; layers that one native call can compute together are one entry.
+        head_call: final norm and head in one native call; None if it does not support them.
     """
 
     config: ModelConfig
@@ -83,11 +83,12 @@ class DecoderModel:
         Args:
             token_ids, positions: [rows] int64.
             memory: KV of the rows' sequences.
-            keep: [kept] int64, rows that are wanted; None for all. The last layer computes no
+            keep: [kept] int64, rows whose results are wanted; None for all. The last layer computes
+                the other rows only up to their keys and values.
                 others once their keys and values are written.
 
         Returns:
-            The residual stream and what the last layer adds to it, both [rows or kept, hidden];
+            The residual stream and the last layer's addition to it, both [rows or kept, hidden];
             `normed` and `logits` take rows of them.
         """
         x = functional.embedding(token_ids, self.embedding)
@@ -107,27 +108,27 @@ class DecoderModel:
         return self.stacks[-1].run(x, delta, step, keep)
 
     def normed(self, x: Tensor, delta: Tensor) -> Tensor:
-        """What the head reads: [rows, hidden], from rows of `forward`; `x` is changed in place."""
+        """Returns the head's input [rows, hidden] from rows of `forward`; changes `x` in place."""
         eps = self.config.rms_norm_eps
         if self.norm_bias is None:
             return layer_ops.add_rms_norm(x, delta, self.norm, eps)
         return layer_ops.add_layer_norm(x, delta, self.norm, self.norm_bias, eps)
 
     def logits(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Scores of the next token.
+        """Returns the scores of the next token.
 
         Args:
             x, delta: [rows, hidden] from `forward`; `x` is changed in place.
 
         Returns:
-            [rows, vocab] fp32, a tensor of its own.
+            [rows, vocab] fp32, a new tensor.
         """
         if self.head_call is not None and takes(x):
             return self.bent(self.head_call.run(x, delta))
         return self.bent(self.head(self.normed(x, delta)).float())
 
     def bent(self, logits: Tensor) -> Tensor:
-        """Logits, fp32, within the model's bound, where it has one."""
+        """Applies the model's logit soft-capping to fp32 logits, if it has any."""
         cap = self.config.logit_cap
         return reference.capped(logits, cap) if cap else logits
 
@@ -144,8 +145,8 @@ def load_model(
     """Reads a model into device memory.
 
     Args:
-        files: entered.
-        num_positions: longest sequence that will be run.
+        files: the opened weight files.
+        num_positions: length of the longest sequence that will run.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -163,7 +164,7 @@ def load_model(
         return LayerWeights(files, layer, dtype, device, place, prefix, state, factors)
 
     embedding = matrix(f"{prefix}.{_EMBEDDING}")
-    # As transformers does it: a head that the files have wins over what config.json says.
+    # As in transformers, a head in the files takes precedence over config.json.
     is_tied = config.tie_word_embeddings and not files.has(_HEAD)
     norm = files.read(f"{prefix}.norm.weight", (hidden,)).float() + family.norm_offset
     norm_bias = None
@@ -195,7 +196,7 @@ def load_model(
 def _query_factors(
     config: ModelConfig, num_positions: int, dtype: torch.dtype, device: str
 ) -> Tensor | None:
-    """[positions, 1], None for 1."""
+    """Returns [positions, 1] query factors; None for 1."""
     growth = config.query_growth
     return None if growth is None else query_factors(growth, num_positions, dtype, device)
 
@@ -208,7 +209,7 @@ def _learned_positions(
     dtype: torch.dtype,
     device: str,
 ) -> Tensor | None:
-    """[positions, hidden], None where the model has none."""
+    """Returns learned positions, [positions, hidden]; None if the model has none."""
     first = config.positions_before
     if first is None:
         return None
@@ -220,7 +221,7 @@ def _learned_positions(
 def _rope_tables(
     config: ModelConfig, num_positions: int, dtype: torch.dtype, device: str
 ) -> dict[Rotation, RopeTable]:
-    """Those that the layers have."""
+    """Returns the rotary tables of all rotations that the layers use."""
 
     def table(kind: Rotation, head_dim: int) -> RopeTable:
         if kind is Rotation.NONE:
@@ -241,6 +242,9 @@ def _rope_tables(
 
 
 def _decoder_prefix(files: WeightFiles, family: Family) -> str:
-    """Of the decoder's tensors; some files of models that see name them as if it were alone."""
+    """Returns the name prefix of the decoder's tensors.
+
+    Some files of vision-language models name them as in a text-only model.
+    """
     prefix = family.weight_prefix
     return prefix if files.has(f"{prefix}.{_EMBEDDING}") else "model"

@@ -1,6 +1,7 @@
-"""A model by its folder, or by its name on the Hugging Face hub: `org/name` or `org/name@revision`.
+"""Finds a model by its folder or its name on the Hugging Face hub: `org/name[@revision]`.
 
-A folder comes first, then the hub's cache on this machine, then a download into that cache. The
+A folder takes precedence, then the hub's cache on this machine, then a download into that cache.
+The
 package `huggingface_hub` does all of it and reads its own variables: HF_HOME, HF_HUB_CACHE,
 HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT. Torch-free. Tests: tests/integration/test_model_source.py.
 """
@@ -24,34 +25,34 @@ _HUB_NAME = re.compile(
 )
 _DESCRIPTIONS = ("*.json", "*.jinja")
 _BELOW = "*/*"
-"""Files in folders of a repository: other formats of the same model."""
+"""Pattern of files in subfolders of a repository, which hold other formats of the model."""
 
 _GIB = 1 << 30
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether this is no folder here and may be a name on the hub."""
+    """Returns whether this may be a name on the hub, and is no local folder."""
     return not Path(model).is_dir() and _HUB_NAME.fullmatch(model) is not None
 
 
 def served_name(model: str) -> str:
-    """What clients call a model that nobody named for them: its folder's name, or its full one."""
+    """Returns the default name for clients: the hub's name, or the folder's own name."""
     if is_hub_name(model):
         return model.partition("@")[0]
     return Path(model).name
 
 
 def find_model(model: str, *, has_weights: bool = True, is_ours: bool = True) -> Path:
-    """The folder of a model, which is downloaded if it is nowhere here. May take minutes.
+    """Returns the folder of a model; downloads it if it is not on this machine. May take minutes.
 
     Args:
         model: a folder, or a name on the hub.
-        has_weights: whether it is to be computed; text alone needs no weights.
-        is_ours: whether our own engine computes it; another has other families.
+        has_weights: whether the weights are needed; tokenizing alone needs none.
+        is_ours: whether KVMesh's own engine computes it; another engine has other families.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be reached, has no room, or its family is
-            not supported, which is said before its weights are downloaded.
+        CheckpointError: the model does not exist, cannot be reached, has no room on disk, or is
+            of an unsupported family, which is checked before the weights are downloaded.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -78,11 +79,11 @@ def find_model(model: str, *, has_weights: bool = True, is_ours: bool = True) ->
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
-    """The folder of what is in the cache, which may be a part."""
+    """Returns the model's folder in the cache, which may be incomplete; None without one."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     try:
-        none_of_them = ["*"]  # or it would miss what nobody needs
+        none_of_them = ["*"]  # otherwise it would require files that are not needed
         return Path(
             snapshot_download(
                 name, revision=revision, local_files_only=True, ignore_patterns=none_of_them
@@ -93,7 +94,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 
 def _is_complete(folder: Path, has_weights: bool) -> bool:
-    """Whether what a run needs is in the cache; a download may have been cut, or left out some."""
+    """Returns whether all needed files are in the cache; a download may be incomplete."""
     names = ["config.json", "tokenizer.json"]
     if has_weights:
         names += _weights(folder)
@@ -105,7 +106,7 @@ def _weights(folder: Path) -> tuple[str, ...]:
 
 
 def _describe(name: str, revision: str | None) -> Path:
-    """Downloads all but weights."""
+    """Downloads all files except weights."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     patterns = list(_DESCRIPTIONS)
@@ -117,7 +118,7 @@ def _describe(name: str, revision: str | None) -> Path:
 
 
 def _with_weights(name: str, folder: Path, is_ours: bool) -> Path:
-    """Downloads the weights of a model whose other files are here, of the same revision."""
+    """Downloads the weights of the same revision as the model's other files."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     if is_ours and (folder / "config.json").is_file():
@@ -138,7 +139,7 @@ def _with_weights(name: str, folder: Path, is_ours: bool) -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the package's progress bars, for what takes a moment or is read by nobody."""
+    """Disables the package's progress bars, for short downloads and without a terminal."""
     from huggingface_hub.utils.tqdm import (  # noqa: PLC0415
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -157,7 +158,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _told(model: str) -> Iterator[None]:
-    """Says in one line of ours what went wrong; the package's go on for paragraphs."""
+    """Turns the package's long errors into one line."""
     from huggingface_hub import constants, errors  # noqa: PLC0415
     from huggingface_hub.utils import logging as their_logging  # noqa: PLC0415
 
@@ -178,10 +179,10 @@ def _told(model: str) -> Iterator[None]:
             f"{model} is no folder here and no model at {constants.ENDPOINT}; correct the name, or "
             "set HF_TOKEN if it is private"
         ) from error
-    except FileNotFoundError as error:  # nothing in the cache, and no way to the hub
+    except FileNotFoundError as error:  # not in the cache, and the hub is unreachable
         text = f"{model} is no folder here and not in the cache; {_way()}"
         raise CheckpointError(text) from error
-    except Exception as error:  # among them those of the package's HTTP library
+    except Exception as error:  # including those of the package's HTTP library
         raise CheckpointError(
             f"{model} cannot be downloaded: {_first_line(error)}; try again, files that are whole "
             "stay"

@@ -1,7 +1,7 @@
-"""Random numbers as a function of (seed, position, token id), and of nothing else.
+"""Random numbers that depend only on seed, position and token id.
 
-Every device, batch and process computes the same integers, so a stream that moved to another
-worker goes on with the same tokens (docs/adr/0005-sampling-keyed-by-position.md).
+Every device, batch and process computes the same integers, so a stream that moves to another worker
+continues with the same tokens (docs/adr/0005-sampling-keyed-by-position.md).
 Tests: tests/unit/engine/test_noise.py.
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 from kvmesh.engine.mixing import mix_64, split_mix
 from kvmesh.kernels.upload import sent
 
-# Odd, 2^32 / golden ratio: neighbouring token ids land far apart.
+# Odd and close to 2^32 / golden ratio: neighbouring token ids land far apart.
 _TOKEN_STEP = 0x9E3779B1
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
 def stream_key(seed: int, position: int) -> int:
-    """64-bit key of all noise for one token of one stream."""
+    """Returns the 64-bit key of all noise for one token of one stream."""
     return mix_64(split_mix(seed) + position)
 
 
@@ -46,12 +46,12 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 def key_halves(key: int) -> tuple[int, int]:
-    """A key as two signed 32-bit integers, low half first: what tensors hold of it."""
+    """Splits a key into two signed 32-bit integers for tensors, low half first."""
     return _signed_32(key), _signed_32(key >> 32)
 
 
 def uniform_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
-    """Uniform numbers in (0, 1) for each row and token.
+    """Returns uniform numbers in (0, 1) for each row and token.
 
     Args:
         low, high: [rows] int32, see `key_halves`.
@@ -61,14 +61,14 @@ def uniform_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
     """
     x = torch.arange(vocab_size, dtype=torch.int32, device=low.device) * _signed_32(_TOKEN_STEP)
     x = x + low[:, None]
-    # Two rounds with a half of the key each: streams whose low halves agree still differ.
+    # Two rounds with one half of the key each: streams with equal low halves still differ.
     x = _scramble(x).bitwise_xor_(high[:, None])
     x = _shift_right(_scramble(x), 1)
     return x.float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_UNIFORM)
 
 
 def gumbel_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel numbers: argmax of logits plus these is a draw from their softmax.
+    """Returns standard Gumbel noise: argmax of logits plus noise is a draw from their softmax.
 
     Args:
         low, high: [rows] int32, see `key_halves`.
@@ -77,21 +77,21 @@ def gumbel_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
         [rows, vocab] fp32, finite.
     """
     uniform = uniform_of(low, high, vocab_size)
-    # -log(1 - u), not -log(u): the winners have small exponentials, and small u are exact.
+    # -log(1 - u) instead of -log(u): winners have small exponentials, and small u are exact.
     exponential = uniform.neg_().log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """As `gumbel_of`, from keys."""
+    """Variant of `gumbel_of` for whole keys."""
     halves = torch.tensor([key_halves(key) for key in keys], dtype=torch.int32, device=device)
     return gumbel_of(halves[:, 0], halves[:, 1], vocab_size)
 
 
 def draw_rows(logits: Tensor, low: Tensor, high: Tensor, is_random: Tensor) -> Tensor:
-    """The highest logit of each row, with Gumbel noise where the row is random.
+    """Returns the highest logit's index of each row, with Gumbel noise in random rows.
 
-    Waits for nothing, and its shapes do not depend on what the tensors hold.
+    Never waits, and its shapes do not depend on tensor values.
 
     Args:
         logits: [rows, vocab] fp32.
@@ -112,7 +112,7 @@ def draw_rows(logits: Tensor, low: Tensor, high: Tensor, is_random: Tensor) -> T
 
 
 def draw(logits: Tensor, keys: Mapping[int, int]) -> Tensor:
-    """The highest logit of each row, after Gumbel noise in the rows that have a key.
+    """Returns the highest logit's index of each row, with Gumbel noise in rows that have a key.
 
     Args:
         logits: [rows, vocab] fp32; changed in place.

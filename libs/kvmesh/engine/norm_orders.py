@@ -1,4 +1,4 @@
-"""Layers whose norms stand elsewhere than in Llama's: after each part, or on both sides of it.
+"""Layers with norms in other places than Llama's: after each part, or on both sides of it.
 
 Tests: tests/integration/test_transformers_equality.py.
 """
@@ -18,7 +18,7 @@ from kvmesh.kernels import layer_ops
 
 @dataclass(frozen=True, slots=True)
 class SandwichLayer:
-    """Norm, attention, norm; norm, MLP, norm."""
+    """Layer with a norm before and after attention, and before and after the MLP."""
 
     input_norm: Tensor
     mixer: Mixer
@@ -43,7 +43,7 @@ class SandwichLayer:
 
 @dataclass(frozen=True, slots=True)
 class PostNormLayer:
-    """Attention, norm; MLP, norm: both read the stream as it is."""
+    """Layer with a norm only after attention and after the MLP; both read the stream unnormed."""
 
     mixer: Mixer
     post_mixer_norm: Tensor
@@ -65,7 +65,7 @@ class PostNormLayer:
 
 
 def load_post_norm_layer(weights: LayerWeights, config: ModelConfig) -> PostNormLayer:
-    """Reads a layer with norms behind its parts, by their usual names.
+    """Reads a layer with norms after its parts, by their usual names.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.

@@ -1,4 +1,4 @@
-"""How the work of a prompt is spread over its positions, from a model's shape.
+"""Distribution of a prompt's work over its positions, from a model's shape.
 
 Tests: tests/unit/engine/test_pair_share.py.
 """
@@ -11,10 +11,10 @@ from kvmesh.engine.config import ModelConfig
 
 
 def pair_share(config: ModelConfig) -> float:
-    """Multiplications of attention to one position, over all others of a token.
+    """Returns the multiplications of attention to one position over all others of a token.
 
-    A matrix takes one for each of its weights; attention takes one for each element of a key and of
-    a value. The head is left out: it runs for one position of a prompt.
+    A matrix takes one per weight; attention takes one per element of a key and of a value. The head
+    is left out: it runs for only one position of a prompt.
     """
     attention = sum(_pair_elements(config, layer) for layer in range(config.num_layers))
     moe = config.moe

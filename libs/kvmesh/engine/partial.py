@@ -17,10 +17,10 @@ from kvmesh.kv.groups import KvGroups
 
 
 def can_be_parted(model: DecoderModel, groups: KvGroups) -> bool:
-    """Whether the model's attention over a context is that over its parts, joined.
+    """Returns whether the model's attention can be computed per part of the context and merged.
 
-    It is for full attention over keys and values. Not so where a window depends on positions, a
-    sink belongs to the whole context, scores are bent, or something else stands for attention.
+    True for full attention over keys and values. False if a window depends on positions, a sink
+    belongs to the whole context, scores are soft-capped, or another mixer replaces attention.
     """
     return groups == KvGroups() and all(
         isinstance(mixer, SelfAttention) and mixer.spec.sinks is None and not mixer.spec.cap

@@ -1,13 +1,16 @@
-"""What a schema's patterns cost where several hold for one text: twice as much with each.
+"""Bounds the cost of patterns in a schema: it doubles with each pattern that holds for one text.
 
-llguidance asks whether any text follows all of them, in time and memory that double with every
-pattern, and its own limits do not count that: 20 took 13 s and 250 MiB. The patterns that
-`patternProperties` gives to names are compared in pairs, each in full.
-What is counted is at least what meets. Parts of an `allOf` are added up wherever in them patterns
-lie, so one that refers to itself grows in each round: in a document with more than `MAX_MEETING`
-patterns it may be refused though few of them meet. To be exact, sets of schemas that hold together
-would have to be followed, and alternatives multiply those.
-Pure. Tests: tests/unit/engine/test_pattern_cost.py.
+llguidance computes whether any text follows all patterns, with time and memory that double with
+every
+pattern, and its own limits do not cover that: 20 patterns took 13 s and 250 MiB. It compares name
+patterns of `patternProperties` in pairs, each in full.
+
+The count here is an upper bound of the patterns that meet. Parts of an `allOf` are added up
+wherever
+in them patterns lie, so a schema that refers to itself grows in each round: a document with more
+than `MAX_MEETING` patterns may be refused though few of them meet. An exact count would have to
+follow sets of schemas that hold together, and alternatives multiply those. Pure. Tests:
+tests/unit/engine/test_pattern_cost.py.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from kvmesh.core.types import Structure
 from kvmesh.engine.grammar_cost import schema_starts
 
 MAX_MEETING = 14
-"""Most patterns that may hold for one text: a fifth of a second. Of more than a few that differ the
-compiler cannot tell whether any text follows them all, and refuses."""
+"""Maximum number of patterns that may hold for one text, which takes a fifth of a second. With more
+than a few different patterns the compiler cannot tell whether any text follows all, and refuses."""
 
 MAX_NAME_PATTERNS = 100
-"""Most names of `patternProperties` in all: a fifth of a second."""
+"""Maximum number of names in all `patternProperties`, which takes a fifth of a second."""
 
 _PATTERNS = ("pattern", "format")
 _ALL = ("allOf", "if", "then", "else", "not", "contains", "propertyNames")
@@ -36,10 +39,10 @@ _PLACES = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", 
 _PLACES_IN_LISTS = ("items", "prefixItems")
 _PLACES_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
 _ROUNDS = 8
-"""A schema whose references need more to be counted is taken for the worst."""
+"""Maximum number of counting rounds; references that need more count as the worst case."""
 
 _BEGINNING = re.compile(r"\^([A-Za-z0-9_-]*)(?![A-Za-z0-9_*?{-])")
-"""Letters of which none may be left out."""
+"""Matches the mandatory first letters of a pattern."""
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -47,12 +50,12 @@ _UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
 
 
 def pattern_problem(structure: Structure) -> str:
-    """Why the patterns of a structure are too many; empty if they are not."""
+    """Returns why the patterns of a structure are too many; empty if they are not."""
     for start in schema_starts(structure):
         try:
             schema, _ = json.JSONDecoder().raw_decode(structure.text, start)
         except (ValueError, RecursionError):
-            continue  # the compiler says what is wrong with it
+            continue  # the compiler reports its error
         try:
             problem = _problem(schema)
         except RecursionError:
@@ -69,7 +72,7 @@ def _problem(schema: Any) -> str:
             f"patternProperties: at most {MAX_NAME_PATTERNS} names are allowed, "
             f"got {counted.num_names}"
         )
-    # Whatever refers to whatever: no more can meet than there are.
+    # Whatever the references are, no more patterns can meet than the document has.
     if len(counted.patterns) > MAX_MEETING and counted.most_meeting() > MAX_MEETING:
         return f"pattern: at most {MAX_MEETING} patterns and formats may hold for one text"
     return ""
@@ -77,11 +80,11 @@ def _problem(schema: Any) -> str:
 
 @dataclass(slots=True)
 class _Counted:
-    """Counts in one document.
+    """Counts of one document.
 
     Attributes:
-        patterns: all that are in it, each once.
-        num_names: of `patternProperties`.
+        patterns: all distinct patterns in it.
+        num_names: number of names of `patternProperties`.
     """
 
     root: Any
@@ -90,7 +93,7 @@ class _Counted:
     _by_ref: dict[str, int] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     _of: dict[int, int] = field(default_factory=dict)
-    """What was found of a schema in this round, by its id: many references may lead to it."""
+    """Counts of schemas in this round, by id: many references may lead to one schema."""
 
     def __post_init__(self) -> None:
         self._collect(self.root)
@@ -107,8 +110,8 @@ class _Counted:
                 self._collect(each)
 
     def most_meeting(self) -> int:
-        """At most so many patterns hold for one text anywhere."""
-        # What refers to itself counts with what it had the round before.
+        """Returns an upper bound of the patterns that hold for one text anywhere."""
+        # A schema that refers to itself counts with its value of the previous round.
         for _ in range(_ROUNDS):
             before = dict(self._by_ref)
             self._seen.clear()
@@ -119,10 +122,10 @@ class _Counted:
         return len(self.patterns)
 
     def _meeting(self, schema: Any) -> int:
-        """At most so many under this schema, as far as is known of references.
+        """Returns an upper bound under this schema, with the known counts of references.
 
-        What all hold adds up, of alternatives one does; a place within meets the same place within
-        the others, so at most what these have anywhere.
+        Schemas that all hold add up; of alternatives one counts. A place inside of a value meets
+        the same place inside of the others, so the maximum over these places counts.
         """
         if not isinstance(schema, dict):
             return 0
@@ -144,12 +147,12 @@ class _Counted:
         return min(total, len(self.patterns))
 
     def _within(self, schema: Mapping[str, Any]) -> int:
-        """At most so many at any place inside of a value."""
+        """Returns an upper bound for any single place inside of a value."""
         most = max((self._meeting(each) for each in _places(schema)), default=0)
         named, patterned = schema.get("properties"), schema.get("patternProperties")
         if not (named and isinstance(named, dict) and isinstance(patterned, dict)):
             return most
-        # What has a name falls under a pattern of names too: under one, as no two may fit a name.
+        # A named property also matches name patterns: at most one, as no two may fit one name.
         names, of_named = sorted(named), max(map(self._meeting, named.values()))
         fitting = (each for pattern, each in patterned.items() if _may_fit(pattern, names))
         return max(most, of_named + max(map(self._meeting, fitting), default=0))
@@ -173,7 +176,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _places(schema: Mapping[str, Any]) -> list[Any]:
-    """The schemas of what is inside of a value."""
+    """Returns the schemas of everything inside of a value."""
     found = [schema.get(name) for name in _PLACES]
     for name in _PLACES_IN_LISTS:
         found += _listed(schema.get(name))
@@ -184,7 +187,7 @@ def _places(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _may_fit(pattern: str, names: Sequence[str]) -> bool:
-    """Whether a pattern may fit one of some sorted names, by the letters that it begins with."""
+    """Returns whether a pattern's first letters may fit one of some sorted names."""
     begins = None if "|" in pattern else _BEGINNING.match(pattern)
     prefix = begins[1] if begins else ""
     at = bisect_left(names, prefix)
@@ -192,7 +195,7 @@ def _may_fit(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _pointed(root: Any, ref: str) -> tuple[bool, Any]:
-    """What a reference within the document points to; False if it goes another way."""
+    """Returns the target of a reference within the document; False if it points elsewhere."""
     if ref != "#" and not ref.startswith("#/"):
         return False, None
     value = root

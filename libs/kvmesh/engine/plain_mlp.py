@@ -18,7 +18,7 @@ class PlainMlp:
     """Two projections with an activation between them.
 
     Attributes:
-        activation: of every value.
+        activation: applied to every value between them.
     """
 
     up: Linear
@@ -39,7 +39,7 @@ def load_plain_mlp(
     """Reads an MLP.
 
     Args:
-        names: of the projections.
+        names: names of the projections.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.

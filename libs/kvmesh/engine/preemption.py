@@ -1,8 +1,8 @@
-"""Sequences that lost their blocks, and how they come back.
+"""Preempted sequences, which lost their blocks, and their return.
 
-A preempted sequence's KV is either dropped, and computed again as far as the prefix cache lost it
-too, or copied to host memory and back. Its blocks return to the pool when they are copied, and it
-runs again when they are copied back. Tests: tests/unit/engine/test_preemption.py,
+A preempted sequence's KV is either dropped, and then recomputed as far as the prefix cache lost it,
+or copied to host memory and back. Its blocks return to the pool once they are copied out, and it
+runs again once they are copied back. Tests: tests/unit/engine/test_preemption.py,
 tests/property/test_engine_core.py.
 """
 
@@ -20,12 +20,12 @@ from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 
 @dataclass(slots=True)
 class _Arrival:
-    """A sequence's KV on its way back.
+    """A sequence's KV that is being brought back.
 
     Attributes:
-        num_computed: positions that it will hold.
-        is_here: whether it is copied.
-        is_dropped: nobody wants it any more.
+        num_computed: number of positions that it will hold.
+        is_here: whether the copy is complete.
+        is_dropped: whether the sequence ended meanwhile.
     """
 
     kv: SequenceBlocks
@@ -38,8 +38,8 @@ class PreemptedSequences:
     """Sequences that wait for blocks, oldest first.
 
     Args:
-        num_reusable: of a sequence, blocks that may come from the prefix cache.
-        swap: None to compute all of them again.
+        num_reusable: returns how many blocks of a sequence may come from the prefix cache.
+        swap: None to recompute all preempted sequences.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class PreemptedSequences:
         return iter(self._waiting)
 
     def makes_room_for(self, sequence: Sequence) -> bool:
-        """Whether blocks are on their way back to the pool, for which a running sequence waits.
+        """Returns whether a victim's blocks are being copied out, so that the sequence should wait.
 
-        If they are not enough it asks again, and the next victim follows.
+        If they turn out too few, the sequence asks again, and another victim follows.
         """
         if not self._leaving:
             return False
@@ -73,12 +73,12 @@ class PreemptedSequences:
         return True
 
     def served(self, sequence: Sequence) -> None:
-        """Says that a running sequence has the blocks that it asked for."""
+        """Records that a running sequence has the blocks that it asked for."""
         if sequence is self._starved:
             self._starved = None
 
     def add(self, victim: Sequence) -> None:
-        """Takes a sequence's blocks, at once or when they are copied; it is in no step."""
+        """Takes a sequence's blocks, at once or when they are copied; it must be in no step."""
         kv = victim.kv
         victim.kv = SequenceBlocks([[] for _ in kv.tables])
         self._leaving[victim] = kv
@@ -87,7 +87,7 @@ class PreemptedSequences:
             left()
         victim.num_computed = 0
         victim.state = SequenceState.PREEMPTED
-        # Back in order of age: ids grow with time.
+        # Sequences return in the order of their age, and ids grow with time.
         self._waiting.append(victim)
         self._waiting.sort(key=lambda s: s.sequence_id)
 
@@ -107,7 +107,7 @@ class PreemptedSequences:
             self._give_back(sequence)
 
     def readmit(self) -> Sequence | None:
-        """The oldest one, running again; None while its blocks or their content are not there."""
+        """Returns the oldest sequence, running again; None while its blocks or KV are missing."""
         if not self._waiting or self._waiting[0] in self._leaving or self._is_starving():
             return None
         sequence = self._waiting[0]
@@ -127,7 +127,7 @@ class PreemptedSequences:
         return sequence
 
     def _is_starving(self) -> bool:
-        """What was taken for a running sequence must not go back to the victim."""
+        """Whether a running sequence waits for blocks, which must not go back to the victim."""
         if self._starved is not None and self._starved.state is not SequenceState.RUNNING:
             self._starved = None
         return self._starved is not None
@@ -148,7 +148,7 @@ class PreemptedSequences:
 
     def _arrived(self, sequence: Sequence) -> None:
         arrival = self._arriving.get(sequence)
-        if arrival is None:  # copied before anybody could wait for it
+        if arrival is None:  # the copy ended before the arrival was recorded
             return
         arrival.is_here = True
         if arrival.is_dropped:
@@ -168,7 +168,7 @@ class PreemptedSequences:
         return kv, num_cached
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when one of them holds blocks."""
+        """Raises AssertionError if a preempted sequence holds blocks or the swap space is wrong."""
         for sequence in self._waiting:
             assert sequence.kv.is_empty, "a preempted sequence holds blocks"
         if self._swap is not None:

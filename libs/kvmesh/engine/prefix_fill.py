@@ -1,7 +1,7 @@
-"""Prefixes that arrive from other workers: in a sequence that waits, or for the cache alone.
+"""Prefixes that arrive from other workers: for a waiting sequence, or for the cache alone.
 
-While a prefix arrives, somebody outside of the engine writes into a sequence's blocks. The sequence
-is HELD then, and if it is released meanwhile, its blocks are freed when the writer is out of them.
+While a prefix arrives, a writer outside of the engine uses a sequence's blocks. The sequence is
+HELD then. If it is released meanwhile, its blocks are freed once the writer has left them.
 Tests: tests/integration/test_prefix_fetch.py.
 """
 
@@ -20,15 +20,15 @@ from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 
 
 class PrefixFill:
-    """One prefix on its way: `open`, fill `blocks`, `close`, then `end`, in this order.
+    """One arriving prefix: call `open`, fill `blocks`, `close`, then `end`, in this order.
 
-    Before `open`, `adopt` takes what others brought.
+    Before `open`, `adopt` takes blocks that others brought.
 
     Args:
-        sequence: that waits for it; None fills the cache alone.
+        sequence: sequence that waits for it; None fills the cache alone.
 
     Attributes:
-        hashes: of what may arrive, from the sequence's first block on.
+        hashes: hashes of the blocks that may arrive, from the sequence's first one on.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PrefixFill:
 
     @property
     def num_held(self) -> int:
-        """Leading blocks that are here, and stay until `end`."""
+        """Number of leading blocks that are in the pool and stay until `end`."""
         return self._kv.num_sealed
 
     def adopt(self) -> int:
@@ -61,10 +61,10 @@ class PrefixFill:
         return length - held
 
     def open(self, length: int) -> SequenceOf[int] | None:
-        """The blocks that a prefix of `length` blocks is to be written into, in order.
+        """Opens room for a prefix of `length` blocks; returns the blocks to write, in order.
 
         Returns:
-            None if there is no room, or nobody waits for the prefix any more.
+            None if there is no room, or the sequence has ended.
         """
         if self._sequence is not None and self._sequence.state is SequenceState.GONE:
             return None
@@ -75,7 +75,7 @@ class PrefixFill:
         return self._room.blocks
 
     def close(self, num_filled: int) -> None:
-        """Nobody writes any more; of the blocks, so many leading ones hold their KV."""
+        """Ends the writing; `num_filled` leading blocks hold their KV."""
         room, self._room = self._room, None
         assert room is not None, "opened before"
         length = self._fills.rooms.close(room, self.hashes, num_filled)
@@ -83,16 +83,16 @@ class PrefixFill:
             self._fills.filled(self._sequence, room.num_held, length)
 
     def end(self) -> None:
-        """Lets go of the blocks; they stay cached until their room is needed."""
+        """Releases the blocks, which stay cached until their room is needed."""
         assert self._room is None, "closed before"
         self._fills.end(self._kv, self._sequence)
 
 
 class PrefixFills:
-    """All prefixes on their way to one worker.
+    """All prefixes that arrive at one worker.
 
     Args:
-        free: gives back what a sequence holds.
+        free: gives back the blocks of a sequence.
     """
 
     def __init__(
@@ -109,23 +109,23 @@ class PrefixFills:
         self._filling: set[Sequence] = set()
         self._num_loose = 0
         self.on_filled: Callable[[Sequence, int], None] | None = None
-        """Told of a sequence and the index of the first block that arrived."""
+        """Called with a sequence and the index of the first block that arrived."""
 
     @property
     def num_open(self) -> int:
-        """Prefixes on their way."""
+        """Number of prefixes that are arriving."""
         return len(self._filling) + self._num_loose
 
     def begin(self, hashes: SequenceOf[BlockHash]) -> PrefixFill:
-        """For the cache alone."""
+        """Begins a prefix for the cache alone."""
         self._num_loose += 1
         return PrefixFill(self, self._cache.resume(hashes), hashes, None)
 
     def begin_for(self, sequence: Sequence, num_reusable: int) -> PrefixFill:
-        """For a sequence that is HELD and has not started to compute.
+        """Begins a prefix for a sequence that is HELD and has not started to compute.
 
         Args:
-            num_reusable: leading blocks that it would take from a cache at most.
+            num_reusable: maximum number of leading blocks that it may take from a cache.
         """
         assert sequence.state is SequenceState.HELD, sequence.state
         assert sequence not in self._filling, "one prefix at a time"
@@ -133,17 +133,17 @@ class PrefixFills:
         return PrefixFill(self, sequence.kv, sequence.chain.hashes[:num_reusable], sequence)
 
     def defers(self, sequence: Sequence) -> bool:
-        """Whether a sequence that is released must keep its blocks for a writer."""
+        """Returns whether a released sequence must keep its blocks for a writer."""
         return sequence in self._filling
 
     def filled(self, sequence: Sequence, first: int, length: int) -> None:
-        """A sequence can go on behind `length` blocks."""
+        """Lets a sequence continue after `length` blocks."""
         sequence.num_computed = sequence.num_cached = length * self._size
         if self.on_filled is not None:
             self.on_filled(sequence, first)
 
     def end(self, kv: SequenceBlocks, sequence: Sequence | None) -> None:
-        """A prefix is on its way no longer."""
+        """Ends an arriving prefix."""
         if sequence is None:
             self._num_loose -= 1
             self._cache.release(kv)

@@ -1,8 +1,8 @@
-"""The contract between the step loop and whatever computes a step. Torch-free.
+"""The contract between the step loop and the runner that computes a step. Torch-free.
 
-`ModelRunner` has three homes: `engine/runner.py` (torch), `engine/vllm_runner.py` (vLLM's executor)
-and `engine/fake.py` (deterministic, no torch). In all of them a block is one byte range over all
-layers, keys and values. Tests: tests/contract/test_runner_contract.py.
+`ModelRunner` has three implementations: `engine/runner.py` (torch), `engine/vllm_runner.py` (vLLM's
+executor) and `engine/fake.py` (deterministic, no torch). In all of them a block is one byte range
+over all layers, keys and values. Tests: tests/contract/test_runner_contract.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # the contract itself needs no numpy
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a worker must know about a checkpoint.
+    """Facts about a checkpoint that a worker needs.
 
     Attributes:
         eos_token_ids: tokens that end generation unless `ignore_eos`.
-        groups: what its layers keep.
-        adapters: names of LoRA adapters that sequences may ask for.
+        groups: KV groups of its layers.
+        adapters: names of LoRA adapters that sequences may use.
     """
 
     name: str
@@ -45,9 +45,9 @@ class StateChunk:
     """Blocks of linear layers' states for one chunk.
 
     Attributes:
-        live: holds the state after the chunk.
-        source: holds the state before it; empty at the beginning of a sequence.
-        saves: positions within the chunk, its end among them, and where to copy the state there.
+        live: blocks that hold the state after the chunk.
+        source: blocks that hold the state before it; empty at the beginning of a sequence.
+        saves: positions within the chunk, possibly its end, each with blocks to copy its state to.
     """
 
     live: Sequence[int]
@@ -60,8 +60,8 @@ class RemotePrefix:
     """Blocks of a sequence that another worker holds.
 
     Attributes:
-        blocks: indexes in the sequence; those before them are here.
-        attention: asks their holder, from the thread that computes.
+        blocks: their indexes in the sequence; this worker has the blocks before them.
+        attention: queries their holder; used from the computing thread.
     """
 
     blocks: range
@@ -70,13 +70,13 @@ class RemotePrefix:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamPart:
-    """Leading positions that another worker computes at the same time, layer by layer.
+    """Leading positions of a prompt that another worker computes at the same time, layer by layer.
 
     Attributes:
         end: one past the last of them, a multiple of the block size.
-        gate: says which layers of their KV are in the sequence's blocks.
-        settle: called on the event loop after the step, before the sequence goes on: True if all
-            layers came, False if the sequence is HELD again and has computed nothing.
+        gate: reports which layers of their KV are in the sequence's blocks.
+        settle: called on the event loop after the step, before the sequence continues: True if all
+            layers arrived, False if the sequence is HELD again and has computed nothing.
     """
 
     end: int
@@ -85,7 +85,7 @@ class UpstreamPart:
 
 
 class TokenConstraint(Protocol):
-    """Says which tokens may come next; one per sequence, called from the engine's thread."""
+    """Restricts the next token of one sequence; called from the engine's thread."""
 
     @property
     def ready(self) -> bool:
@@ -93,16 +93,16 @@ class TokenConstraint(Protocol):
         ...
 
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """The tokens that may follow.
+        """Returns the tokens that may follow.
 
         Args:
-            generated: all tokens after the client's prompt; calls for one sequence only add some.
+            generated: all tokens after the client's prompt; they only grow between calls.
 
         Returns:
             [vocab], at least one True.
 
         Raises:
-            StructureError: the structure cannot be compiled, or cannot go on.
+            StructureError: the structure cannot be compiled, or cannot continue.
         """
         ...
 
@@ -117,20 +117,20 @@ class SequenceChunk:
         start: first position to compute; KV of positions before it is in the blocks.
         end: one past the last position to compute; at least start + 1.
         block_table: block ids of the first token group, enough to hold `end` positions. In a
-            group with a window, those that no query of the chunk sees may be `HOLE`.
-        num_prompt_tokens: where the client's prompt ends, for penalties.
+            group with a window, blocks that no query of the chunk sees may be `HOLE`.
+        num_prompt_tokens: length of the client's prompt, for penalties.
         sample: choose a token after position end - 1 (then end == len(token_ids)).
-        more_tables: of the other token groups.
+        more_tables: block tables of the other token groups.
         state: None for a model without linear layers.
-        constraint: limits what may be chosen; None is free text.
+        constraint: limits the tokens that may be chosen; None for free text.
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
-        on_layers: told, in the thread that computes, how many layers have KV of all positions up
-            to the chunk's end, on a device before the pool's moment; a runner may tell it seldom
-            or never.
-        remote: blocks of the prefix that are holes in `block_table`, and whom to ask instead.
+        on_layers: called in the computing thread with the number of layers that have KV of all
+            positions up to the chunk's end; on a device, at the pool's present moment. A runner
+            may call it seldom or never.
+        remote: blocks of the prefix that are holes in `block_table`, and their holder.
         upstream: positions before `start` that arrive while this chunk is computed, alone in its
             step: each layer waits for its own part of them.
-        adapter: of `ModelSpec.adapters`; empty is none.
+        adapter: one of `ModelSpec.adapters`; empty for none.
     """
 
     sequence_id: int
@@ -159,7 +159,7 @@ class SequenceChunk:
 
     @property
     def num_scored(self) -> int:
-        """Positions of the chunk after which the prompt goes on, if they are to be scored."""
+        """Number of positions of the chunk whose next prompt token is to be scored."""
         if not self.score_prompt:
             return 0
         return max(0, min(self.end, self.num_prompt_tokens - 1) - self.start)
@@ -171,7 +171,7 @@ class SampledToken:
 
     Attributes:
         error: why no token could be chosen; the sequence ends.
-        damaged: the logits were not numbers: the engine is at fault, and not the request.
+        damaged: the logits contained NaN or infinity: a fault of the engine, not of the request.
     """
 
     token_id: int
@@ -182,13 +182,13 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave.
+    """Result of a step.
 
     Attributes:
         tokens: per chunk the sampled token, or None where `sample` was False.
-        prompt_logprobs: by index of the chunk, `num_scored` entries, of positions start + 1 on.
-        lost: indexes of chunks whose remote prefix did not answer, or whose upstream part did not
-            come; nothing of them counts.
+        prompt_logprobs: by index of the chunk, `num_scored` entries, for positions start + 1 on.
+        lost: indexes of chunks whose remote prefix did not answer or whose upstream part did not
+            arrive; they count as not computed.
     """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
@@ -201,45 +201,45 @@ class KvMemory(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         ...
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Bytes of a run of blocks, to be sent.
+        """Returns the bytes of a run of blocks, to be sent.
 
-        On a host pool it is the memory itself; on a device it is a staged copy. The caller
-        keeps the blocks referenced until the bytes are sent.
+        A host pool returns the memory itself, a device pool a staged copy. The caller keeps the
+        blocks referenced until the bytes are sent.
         """
         ...
 
     def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Writable bytes for a run of blocks that are being received."""
+        """Returns writable bytes for a run of blocks that are being received."""
         ...
 
     def written(self, first_block: int, num_blocks: int) -> None:
-        """Says that `write_view` of this run was filled; a device pool copies it over now."""
+        """Records that `write_view` of this run was filled; a device pool copies it now."""
         ...
 
 
 class PartialAttention(Protocol):
-    """Attention for sequences of other workers, over blocks that are here."""
+    """Attention for sequences of other workers, over blocks of this worker."""
 
     @property
     def num_heads(self) -> int:
-        """Of the model's queries."""
+        """Number of query heads of the model."""
         ...
 
     def attend(
         self, layer: int, blocks: Sequence[int], queries: memoryview, scale: float
     ) -> tuple[memoryview, memoryview]:
-        """Attention over all positions of some blocks. Called in any thread but the loop's.
+        """Computes attention over all positions of some blocks. Not called in the loop's thread.
 
         Args:
             queries: writable bytes of [queries, heads, head_dim] in the pool's dtype, rotated.
 
         Returns:
-            Bytes of the output, as `queries`, and of [queries, heads] fp32, the log of the sums
-            of exponentials.
+            Bytes of the output, shaped like `queries`, and of [queries, heads] fp32, the log of the
+            sums of exponentials.
         """
         ...
 
@@ -249,7 +249,7 @@ class ModelRunner(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What was loaded."""
+        """Facts about the loaded model."""
         ...
 
     @property
@@ -259,31 +259,31 @@ class ModelRunner(Protocol):
 
     @property
     def partial_attention(self) -> PartialAttention | None:
-        """For queries of other workers; None: this model's attention cannot be cut in parts.
+        """Attention for other workers' queries; None if this model's cannot be split over blocks.
 
-        With it, chunks may have a remote prefix.
+        If it is not None, chunks may have a remote prefix.
         """
         ...
 
     @property
     def pair_share(self) -> float:
-        """Work of attention to one position, as a share of the rest of a token's work.
+        """Attention work per attended position, as a fraction of the rest of a token's work.
 
-        0: chunks may not have an upstream part.
+        0 means that chunks may not have an upstream part.
         """
         ...
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
-        """Computes the chunks as one batch, writes their KV and samples where asked.
+        """Computes the chunks as one batch, writes their KV and samples where requested.
 
-        The tokens chosen do not depend on what else is in the batch.
+        A chunk's token does not depend on the rest of the batch.
         """
         ...
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """Says that sequences ended, or lost their blocks and come back with others.
+        """Records that sequences ended, or lost their blocks and return with others.
 
-        Called as `execute`, between steps; of ids that were never computed too.
+        Called like `execute`, between steps; ids may never have been computed.
         """
         ...
 

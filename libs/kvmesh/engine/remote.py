@@ -1,8 +1,8 @@
-"""Sequences of whose prefix some blocks stay on another worker.
+"""Sequences with prefix blocks that stay on another worker.
 
-A remote prefix is a run of blocks that this worker holds no KV of: in the sequence's table they are
-holes, and in each layer the holder is asked (`kernels/split_attention.py`). When it fails, the
-sequence computes these blocks after all. No torch here.
+A remote prefix is a run of blocks whose KV this worker lacks. They are holes in the sequence's
+table, and each layer queries the holder (`kernels/split_attention.py`). If that fails, the sequence
+computes these blocks itself. No torch here.
 Tests: tests/integration/test_remote_prefix.py.
 """
 
@@ -15,9 +15,9 @@ from kvmesh.kv.groups import HOLE
 
 
 def leave_remote(sequence: Sequence, prefix: RemotePrefix, pool: BlockPool) -> None:
-    """Lets a sequence that was just admitted go on behind a prefix that stays elsewhere.
+    """Lets a newly admitted sequence continue after a prefix that stays on another worker.
 
-    The blocks that were taken for the prefix are given back.
+    Gives back the blocks that were taken for the prefix.
     """
     assert sequence.state in {SequenceState.HELD, SequenceState.RUNNING}, sequence.state
     blocks, table = prefix.blocks, sequence.blocks
@@ -30,7 +30,7 @@ def leave_remote(sequence: Sequence, prefix: RemotePrefix, pool: BlockPool) -> N
 
 
 def come_back(sequence: Sequence, block_size: int) -> None:
-    """Makes a sequence compute what it left elsewhere; holes are filled as it grows."""
+    """Makes a sequence compute its remote prefix; its holes are filled as it grows."""
     assert sequence.remote is not None, "nothing is elsewhere"
     sequence.num_computed = sequence.num_cached = sequence.remote.blocks.start * block_size
     sequence.remote = None

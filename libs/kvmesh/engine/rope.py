@@ -17,21 +17,21 @@ class RopeTable:
     """Cosines and signed sines of every position.
 
     Attributes:
-        cos: [positions, 1, head_dim] in the computation dtype; one row where all positions have it.
-        signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
+        cos: [positions, 1, head_dim] in the computation dtype; one row if equal for all positions.
+        signed_sin: same shape, first half negated, as `reference.apply_rope` expects it.
     """
 
     cos: Tensor
     signed_sin: Tensor
 
     def rows(self, positions: Tensor) -> RopeRows:
-        """The rotation of these positions, [rows] int64."""
+        """Returns the rotation of these positions, [rows] int64."""
         index = positions if len(self.cos) > 1 else torch.zeros_like(positions)
         return RopeRows(self.cos.index_select(0, index), self.signed_sin.index_select(0, index))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of a head's elements.
+    """Returns the angle per position of each pair of a head's elements.
 
     Returns:
         [head_dim / 2] fp32, descending.
@@ -42,7 +42,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    # "dynamic" stretches only what is longer than any sequence that is served.
+    # "dynamic" changes only sequences longer than any that is served.
     if rope.kind in ("default", "dynamic"):
         return frequencies
     if rope.kind == "linear":
@@ -66,7 +66,7 @@ def _llama3_keep(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 def _yarn_keep(rope: RopeConfig, head_dim: int) -> Tensor:
     def pair_with(turns: float) -> float:
-        """The pair that makes this many turns within the original context."""
+        """Returns the pair that makes this many turns within the original context."""
         waves = rope.original_max_positions / (turns * 2 * math.pi)
         return head_dim * math.log(waves) / (2 * math.log(rope.theta))
 
@@ -88,10 +88,10 @@ def rope_table(
     device: str,
     rotary_dim: int = 0,
 ) -> RopeTable:
-    """The table for positions below `num_positions`; angles are computed in fp32.
+    """Returns the table for positions below `num_positions`; angles are computed in fp32.
 
     Args:
-        rotary_dim: elements of a head that are rotated, 0 for all; pairs of others stay.
+        rotary_dim: number of elements of a head that are rotated, 0 for all.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, rotary_dim or head_dim))
@@ -107,7 +107,7 @@ def rope_table(
 
 
 def resting_table(head_dim: int, dtype: torch.dtype, device: str) -> RopeTable:
-    """The table of layers without rotation, which leaves every value as it is."""
+    """Returns the table of layers without rotation, which changes no value."""
     still = torch.ones((1, 1, head_dim), dtype=dtype, device=device)
     return RopeTable(still, torch.zeros_like(still))
 
@@ -115,7 +115,7 @@ def resting_table(head_dim: int, dtype: torch.dtype, device: str) -> RopeTable:
 def query_factors(
     growth: QueryGrowth, num_positions: int, dtype: torch.dtype, device: str
 ) -> Tensor:
-    """What queries of the positions below `num_positions` are multiplied by.
+    """Returns the factors of queries at positions below `num_positions`.
 
     Returns:
         [positions, 1].

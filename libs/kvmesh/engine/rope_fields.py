@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of rotary embeddings.
+"""Reads the rotary embeddings from a checkpoint's config.json.
 
 Accepts the key of transformers 5 (`rope_parameters`) and the older ones (`rope_theta`,
 `rope_scaling`). Torch-free. Tests: tests/unit/engine/test_config.py.
@@ -31,7 +31,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def rope_of(
     fields: Fields, default_theta: float = 10000.0, layer_type: str | None = None
 ) -> RopeConfig:
-    """The rotary embedding, of one layer type where the file has several.
+    """Reads the rotary embedding, of one layer type if the file has several.
 
     Raises:
         CheckpointError: a value is malformed or the kind is not supported.
@@ -39,7 +39,7 @@ def rope_of(
     table = rope_parameters(fields)
     if layer_type is not None and layer_type in table:
         table = Fields(table, fields.origin).table(layer_type)
-        # transformers does not look for it there.
+        # transformers does not read this key in a layer type's table.
         Fields(table, fields.origin).only("truncate", True)
     table = {"rope_theta": fields.raw.get("rope_theta"), **table}
     max_positions = fields.number("max_position_embeddings", int)
@@ -47,15 +47,15 @@ def rope_of(
 
 
 def rotary_dim(fields: Fields, head_dim: int, default: float = 1.0) -> int:
-    """Elements of a head that are rotated.
+    """Returns the number of elements of a head that are rotated.
 
     Raises:
-        CheckpointError: the share is no number, or leaves half a pair.
+        CheckpointError: the fraction is not a number, or leaves half a pair.
     """
     key = "partial_rotary_factor"
     parameters = rope_parameters(fields)
     of_types = [table for table in parameters.values() if isinstance(table, Mapping)]
-    # There it is the share of pairs that turn; all elements are of a pair.
+    # For "proportional" the factor is the fraction of pairs that turn; all elements are paired.
     tables = [
         table
         for table in (fields.raw, parameters, *of_types)
@@ -71,10 +71,10 @@ def rotary_dim(fields: Fields, head_dim: int, default: float = 1.0) -> int:
 
 
 def yarn_scale(fields: Fields) -> float:
-    """Factor by which yarn sharpens queries and keys of DeepSeek; 1 without `mscale_all_dim`.
+    """Returns yarn's factor of DeepSeek's attention scores; 1 without `mscale_all_dim`.
 
     Raises:
-        CheckpointError: a value is no number.
+        CheckpointError: a value is not a number.
     """
     table = rope_parameters(fields)
     if table.get("rope_type", table.get("type", "default")) == "default":
@@ -84,16 +84,16 @@ def yarn_scale(fields: Fields) -> float:
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """`rope_parameters`; older files keep `rope_theta` beside an optional `rope_scaling`.
+    """Returns `rope_parameters`, or `rope_scaling` of older files (beside `rope_theta`).
 
     Raises:
-        CheckpointError: it is no object.
+        CheckpointError: it is not an object.
     """
     return fields.table("rope_parameters") or fields.table("rope_scaling")
 
 
 def refuse_wrong_factors(config: ModelConfig, origin: str) -> None:
-    """Refuses factors of "longrope" that are not one for each rotated pair.
+    """Checks that "longrope" has one factor per rotated pair.
 
     Raises:
         CheckpointError: there are more or fewer.
@@ -119,7 +119,7 @@ def _rope_of_kind(table: Fields, default_theta: float, max_positions: int) -> Ro
         )
     theta = table.number("rope_theta", float, default=default_theta)
     if kind in ("default", "dynamic", "mrope"):
-        # The three axes of "mrope" are one for text.
+        # The three axes of "mrope" are equal for text.
         return RopeConfig(theta, "default" if kind == "mrope" else kind)
     original = table.number(_ORIGINAL, int, default=max_positions)
     if kind in ("longrope", "su"):

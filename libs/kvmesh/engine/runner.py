@@ -40,11 +40,11 @@ from kvmesh.kernels.states import StepStates
 from kvmesh.kernels.upload import sent
 
 _SCORED_ROWS = 128
-"""Prompt positions whose logits are in memory at once."""
+"""Number of prompt positions whose logits are in memory at once."""
 
 
 class UpstreamLostError(Exception):
-    """Layers that another worker computes will not come, so the step is given up."""
+    """Layers of another worker's part will not arrive, so the step is abandoned."""
 
 
 class TorchRunner:
@@ -60,7 +60,8 @@ class TorchRunner:
         self._keeps_latents = model.config.latent is not None
         can_part = can_be_parted(model, plan.groups)
         self._partial = PoolAttention(pool, model.config.num_heads) if can_part else None
-        # A part is one step, whose activations a device has no room for besides its pool.
+        # A part is computed in one step, and a device has no room for its activations beside the
+        # pool.
         may_chain = plan.groups.is_plain and device == "cpu"
         self._pair_share = pair_share(model.config) if may_chain else 0.0
         self._device = device
@@ -86,12 +87,12 @@ class TorchRunner:
             dtype: "float32", "float16", "bfloat16", or "auto" for the checkpoint's own.
             block_size: positions in a block; a model with linear layers takes the next multiple
                 of it at which a block holds a layer's state.
-            max_model_len: at most what the checkpoint was made for; None for that.
-            num_threads: of this process's matrix products on the CPU.
+            max_model_len: maximum sequence length; None for the checkpoint's own limit.
+            num_threads: CPU threads of this process's matrix products.
 
         Raises:
             CheckpointError: the folder is incomplete or not supported.
-            ConfigError: the arguments cannot be met, memory among them.
+            ConfigError: the arguments cannot be met, for example for lack of memory.
         """
         require_device(device)
         config = load_model_config(folder)
@@ -127,11 +128,11 @@ class TorchRunner:
         return cls(spec, model, plan, allocate_pool(layout, num_blocks, device), device)
 
     def use_static_steps(self, max_batch: int, bounds: CaptureBounds | None = None) -> None:
-        """Computes decode steps without the host from now on; captures them on a CUDA device.
+        """From now on computes decode steps without host work; captures them on a CUDA device.
 
         Args:
-            max_batch: larger batches are computed the plain way; 0 for all of them.
-            bounds: of the capture.
+            max_batch: larger batches take the ordinary path; 0 sends all batches there.
+            bounds: limits of the capture.
         """
         assert self._model is not None, "the runner is closed"
         self._static = None
@@ -199,7 +200,7 @@ class TorchRunner:
             return StepResult(chosen)
 
     def _execute_plain(self, model: DecoderModel, chunks: Sequence[SequenceChunk]) -> StepResult:
-        """All rows go through the linear layers together; only rows to sample through the head."""
+        """Runs all rows through the layers together, and only rows to sample through the head."""
         result: list[SampledToken | None] = [None] * len(chunks)
         batch = build_batch(chunks, self._plan.block_size, self._plan.groups.windows)
         remote = [RemotePart(each.attention) for each in batch.remotes]
@@ -225,9 +226,9 @@ class TorchRunner:
         return StepResult(result, scores, lost)
 
     def _after_write(self, chunks: Sequence[SequenceChunk]) -> AfterWrite | None:
-        """Waits in each layer for what another worker computes, then tells the chunks that listen.
+        """Returns a callback per layer: waits for the upstream part, then notifies listeners.
 
-        A device has then only been given the layers; the pool's moment is the one behind them.
+        On a device the layers are only launched by then; the pool's moment marks them.
         """
         listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
         upstream = chunks[0].upstream
@@ -252,10 +253,7 @@ class TorchRunner:
         x: torch.Tensor,
         delta: torch.Tensor,
     ) -> dict[int, list[TokenLogprobs]]:
-        """Log-probabilities of prompt tokens.
-
-        Args:
-            x, delta: [rows to score, hidden], chunk after chunk, from the model.
+        """Computes log-probabilities of prompt tokens.
         """
         assert self._model is not None
         found: dict[int, list[TokenLogprobs]] = {}
@@ -265,7 +263,7 @@ class TorchRunner:
             after = chunk.token_ids[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
             num_top = chunk.sampling.num_prompt_logprobs
             entries: list[TokenLogprobs] = []
-            # Rows of logits are long: all of a prompt at once would not fit.
+            # Rows of logits are long: those of a whole prompt would not fit into memory.
             for begin in range(0, len(after), _SCORED_ROWS):
                 ids = after[begin : begin + _SCORED_ROWS]
                 rows = slice(first + begin, first + begin + len(ids))
@@ -302,7 +300,7 @@ class TorchRunner:
         return StepMemory(latent=latent, states=states)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """Nothing to do: all that it knows of a sequence is in the blocks."""
+        """Does nothing: all data of a sequence is in its blocks."""
 
     def close(self) -> None:
         """See `ModelRunner.close`."""
@@ -311,7 +309,7 @@ class TorchRunner:
 
 
 def _current(device: str) -> AbstractContextManager[object]:
-    """Makes a device the calling thread's own, where kernels are launched and events recorded."""
+    """Makes a device current in the calling thread, for kernel launches and events."""
     return nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 

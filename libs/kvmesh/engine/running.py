@@ -1,8 +1,9 @@
-"""Sequences that compute: who gets tokens and blocks of the next step, and whose are taken.
+"""Running sequences: distributes tokens and blocks of the next step, and preempts if necessary.
 
-Blocks go to the oldest first; when there are none, the youngest is preempted. Preempted sequences
-come back when those that run have what they need. Tests: tests/unit/engine/test_running.py,
-tests/unit/engine/test_core.py, tests/property/test_engine_core.py.
+Blocks go to the oldest sequence first; when there are none, the youngest is preempted. Preempted
+sequences return when the running ones have what they need. Tests:
+tests/unit/engine/test_running.py, tests/unit/engine/test_core.py,
+tests/property/test_engine_core.py.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def _age(sequence: Sequence) -> int:
 
 
 class RunningSequences:
-    """Sequences that compute, oldest first, and those that wait for blocks to go on.
+    """Running sequences, oldest first, and preempted ones that wait for blocks.
 
     Attributes:
-        preempted: lost their blocks.
-        num_preemptions: since start.
-        on_preempted: told of each.
+        preempted: sequences that lost their blocks.
+        num_preemptions: number of preemptions since start.
+        on_preempted: called with each preempted sequence.
     """
 
     def __init__(
@@ -48,30 +49,30 @@ class RunningSequences:
         return iter(self._members)
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a sequence that was held; it may be older than others that run."""
+        """Adds a sequence that was held; it may be older than others that run."""
         sequence.state = SequenceState.RUNNING
         insort(self._members, sequence, key=_age)
 
     def discard(self, sequence: Sequence) -> None:
-        """Forgets a sequence that ended or is held from now on."""
+        """Removes a sequence that ended or is held from now on."""
         self._members.remove(sequence)
 
     def preempt(self, victim: Sequence) -> None:
-        """Takes a sequence's blocks; it is in no step."""
+        """Takes a sequence's blocks; it must be in no step."""
         self._members.remove(victim)
         if victim.remote is not None:
             come_back(victim, self._cache.block_size)
-            victim.num_computed = 0  # with holes, there is nothing to keep
+            victim.num_computed = 0  # with holes, no KV can be kept
         self.preempted.add(victim)
         self.num_preemptions += 1
         self.on_preempted(victim)
 
     def plan(self) -> list[tuple[Sequence, int]]:
-        """The next step: its sequences with their blocks, and the position that each ends at."""
+        """Plans the next step: its sequences with their blocks, and the end position of each."""
         so_far = self.num_preemptions
         planned = self._grown()
-        # Who comes back after a preemption would take the blocks that it was made for; without
-        # anything to compute, though, nobody else has a use for them.
+        # A sequence readmitted after a preemption would take the blocks that the preemption freed.
+        # If nothing else can compute, nobody else needs these blocks.
         if (self.num_preemptions == so_far or not planned) and self._readmit():
             planned = self._grown()
         return planned
@@ -86,13 +87,13 @@ class RunningSequences:
         for plan in plans:
             sequence = runnable[plan.index]
             end = sequence.num_computed + plan.num_tokens
-            # One before it in the batch may have taken its blocks.
+            # An earlier sequence of the batch may have preempted this one.
             if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, grown):
                 grown[sequence] = end
         return list(grown.items())
 
     def _grow(self, sequence: Sequence, end: int, protected: Collection[Sequence]) -> bool:
-        """Makes the blocks reach `end`, preempting younger sequences; False when it cannot yet."""
+        """Takes blocks up to `end`, preempting younger sequences; False if it must wait."""
         while True:
             try:
                 self._cache.grow(sequence.kv, sequence.num_computed, end)
@@ -109,16 +110,16 @@ class RunningSequences:
                     return False
 
     def _drop_rolling(self) -> bool:
-        """Gives up a state that is kept for the cache only; False when there is none."""
+        """Turns a rolling state into an evictable cache entry; False if there is none."""
         return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._members)
 
     def _youngest(self, protected: Collection[Sequence]) -> Sequence:
-        # The one that asks is itself not protected, so there always is a victim. Into the blocks of
-        # one with an upstream part another worker writes; it took all that it needs before.
+        # The asking sequence is not protected, so there always is a victim. A sequence with an
+        # upstream part is no victim: another worker writes into its blocks, and it needs no more.
         return next(s for s in reversed(self._members) if s not in protected and s.upstream is None)
 
     def _readmit(self) -> bool:
-        """Lets preempted sequences go on, as far as there is room; False when none does."""
+        """Readmits preempted sequences while there is room; False if none was readmitted."""
         num_before = len(self._members)
         while (sequence := self.preempted.readmit()) is not None:
             insort(self._members, sequence, key=_age)

@@ -1,8 +1,8 @@
 """Chooses tokens from logits, batched, each row as if it were alone.
 
-Order: what the request wants and forbids (`engine/logits.py`), then argmax for temperature 0,
-else temperature, min_p, top_k, top_p (over what top_k left) and Gumbel-max. Filters keep ties, so
-that no choice depends on how a device sorts equal logits. Logprobs are of the model's own logits.
+Order: changes by the request (`engine/logits.py`), then argmax for temperature 0, else temperature,
+min_p, top_k, top_p (over the tokens that top_k left) and Gumbel-max. Filters keep ties, so no
+choice depends on how a device sorts equal logits. Logprobs are those of the model's own logits.
 Tests: tests/unit/engine/test_sampler.py.
 """
 
@@ -23,22 +23,22 @@ from kvmesh.engine.noise import draw, stream_key
 from kvmesh.engine.protocol import SampledToken, SequenceChunk
 from kvmesh.kernels.upload import sent
 
-# Best candidates that top_p looks at before it sorts a whole vocabulary.
+# Number of best candidates that top_p examines before it sorts the whole vocabulary.
 _TOP_P_CANDIDATES = 1024
 _NOTHING_ALLOWED = "the request forbids every token that could come next"
-# Logits divided by less would be infinite, and the first of several infinite ones be chosen.
+# A smaller divisor would make logits infinite, and the first of several infinite ones would win.
 _LEAST_DIVISOR = 1e-20
 DAMAGED = -1
-"""Stands for the token of a row whose logits are not numbers."""
+"""Token of a row whose logits contain NaN or infinity."""
 
 
 def divisor_of(params: SamplingParams) -> float:
-    """What a row's logits are divided by: the temperature, or 1 where the choice is greedy."""
+    """Returns the divisor of a row's logits: the temperature, or 1 for a greedy choice."""
     return max(params.temperature, _LEAST_DIVISOR) if params.temperature > 0 else 1.0
 
 
 def is_plain_draw(chunk: SequenceChunk) -> bool:
-    """Whether the token follows from logits, temperature and noise alone, and nothing is told."""
+    """Returns whether the token needs only logits, temperature and noise, and no logprobs."""
     params = chunk.sampling
     filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return not (filters or params.num_logprobs >= 0 or shapes_row(chunk))
@@ -46,17 +46,17 @@ def is_plain_draw(chunk: SequenceChunk) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen, on the device; nothing of it was looked at yet.
+    """The result of `choose`, still on the device.
 
     Attributes:
-        tokens: [rows] int64, `DAMAGED` where the logits were not numbers.
-        reported: rows whose log-probabilities are told.
-        logprobs: of these rows the token's own [reported], and the best ones' values and ids, both
-            [reported, best]; None when there are no such rows.
+        tokens: [rows] int64, `DAMAGED` where the logits contained NaN or infinity.
+        reported: rows whose log-probabilities are reported.
+        logprobs: for these rows the token's own [reported], and the best tokens' values and ids,
+            both [reported, best]; None if there are no such rows.
         errors: by row, why no token could be chosen.
-        shaped: rows that the request forbids tokens in, or changes otherwise.
-        best: [shaped] fp32, their highest logits, -inf where nothing may be chosen; None when there
-            are no such rows.
+        shaped: rows whose logits the request changes.
+        best: [shaped] fp32, their highest logits, -inf where every token is forbidden; None if
+            there are no such rows.
     """
 
     tokens: Tensor
@@ -74,14 +74,14 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
         logits: [chunks, vocab] fp32; changed in place.
 
     Returns:
-        One token per chunk; where the structure cannot go on, or every token is forbidden, a
-        token with `error`.
+        One token per chunk, with `error` if its structure cannot continue or every token is
+        forbidden.
     """
     return read_chosen(choose(logits, chunks), chunks)
 
 
 def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
-    """As `sample`, but on a device nothing waits for what the tensors hold."""
+    """Variant of `sample` that never waits for tensor values on a device."""
     assert len(logits) == len(chunks)
     device = logits.device
     reported = [row for row, chunk in enumerate(chunks) if chunk.sampling.num_logprobs >= 0]
@@ -92,7 +92,7 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
     errors: dict[int, str] = {}
     shaped = [row for row, chunk in enumerate(chunks) if shapes_row(chunk)]
     own_best = None
-    if shaped:  # before requests may make them infinite
+    if shaped:  # taken before the request's changes, which may make logits infinite
         own_best = logits.index_select(0, sent(shaped, torch.int64, device)).amax(dim=-1)
     for row in shaped:
         try:
@@ -124,7 +124,7 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
 
 
 def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
-    """What `choose` gave, once the device is done."""
+    """Waits for the device and converts the result of `choose`."""
     tokens = [sampled(token) for token in chosen.tokens.tolist()]
     if chosen.logprobs is not None:
         own, values, ids = (each.tolist() for each in chosen.logprobs)
@@ -144,7 +144,7 @@ def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[Sampled
 
 
 def marked(logits: Tensor, drawn: Tensor) -> Tensor:
-    """Tokens drawn from logits, `DAMAGED` in rows of which one is not a number, or infinite.
+    """Returns the drawn tokens, `DAMAGED` in rows whose logits contain NaN or infinity.
 
     Args:
         logits: [rows, vocab] fp32, the model's own.
@@ -154,9 +154,9 @@ def marked(logits: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _chosen_from_numbers(logits: Tensor, drawn: Tensor) -> Tensor:
-    """Whether a row's highest logit is a number; [rows] bool. -inf is: it forbids a token.
+    """Returns whether a row's highest logit is a finite number or -inf; [rows] bool.
 
-    On a CPU whatever is no number was drawn, so the drawn one tells. Waits for nothing.
+    On a CPU argmax draws any NaN or infinity, so the drawn logit suffices. Never waits.
     """
     if looks_at_values(logits):
         highest = logits.gather(1, drawn[:, None])[:, 0]
@@ -166,19 +166,19 @@ def _chosen_from_numbers(logits: Tensor, drawn: Tensor) -> Tensor:
 
 
 def sampled(token: int) -> SampledToken:
-    """What `marked` says of a row."""
+    """Converts one token of `marked`."""
     return SampledToken(0, damaged=True) if token == DAMAGED else SampledToken(token)
 
 
 def filter_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, then -inf for all that min_p, top_k and top_p leave out.
+    """Applies the temperature, then sets tokens excluded by min_p, top_k and top_p to -inf.
 
     Args:
         logits: [rows, vocab] fp32; changed in place and returned.
     """
     logits /= _column(logits, [divisor_of(p) for p in params])
     if any(p.min_p > 0 for p in params):
-        # log(0) is no bound at all, which is what min_p 0 means.
+        # -inf is no bound at all, which is the meaning of min_p 0; math.log(0) would raise.
         bounds = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
         lowest = logits.amax(dim=-1, keepdim=True) + _column(logits, bounds)
         logits.masked_fill_(logits < lowest, -math.inf)
@@ -195,7 +195,7 @@ def filter_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def top_threshold(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The lowest logit that top_k and top_p keep.
+    """Returns the lowest logit that top_k and top_p keep.
 
     top_p keeps the fewest best tokens whose probabilities, renormalised after top_k, reach it.
 
@@ -207,7 +207,8 @@ def top_threshold(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     vocab_size = logits.shape[1]
     if not looks_at_values(logits):
-        # Whether a few candidates are enough is in the values, so it is all or what top_k says.
+        # Whether a few candidates suffice depends on values, so a device takes all or top_k of
+        # them.
         limits = [p.top_k or vocab_size for p in params]
         return _threshold_among(logits, params, min(max(limits), vocab_size))[0]
     wanted = max(p.top_k or _TOP_P_CANDIDATES for p in params)
@@ -223,14 +224,14 @@ def top_threshold(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def looks_at_values(logits: Tensor) -> bool:
-    """Whether what to compute next may follow from values: on a device that means to wait."""
+    """Returns whether control flow may depend on values; on a device that would mean to wait."""
     return logits.device.type == "cpu"
 
 
 def _threshold_among(
     logits: Tensor, params: Sequence[SamplingParams], num_candidates: int
 ) -> tuple[Tensor, Tensor]:
-    """`top_threshold` from the best candidates, and whether they reach top_p: [rows] bool."""
+    """Computes `top_threshold` from the best candidates, and whether they reach top_p [rows]."""
     vocab_size = logits.shape[1]
     values = _best_values(logits, num_candidates)
     top_k = sent([[p.top_k or vocab_size] for p in params], torch.int64, logits.device)
@@ -244,27 +245,27 @@ def _threshold_among(
     reached = (values - norm).exp_().cumsum(dim=-1)
     # Rounding may take a sum past 1 before the end; top_p 1 keeps all the same.
     top_p = _column(logits, [p.top_p if p.top_p < 1 else math.inf for p in params])
-    # A token stays when those before it do not reach top_p; top_k's last one ends the row.
+    # A token is kept if those before it do not reach top_p; top_k's last one ends the row.
     kept = (reached < top_p).sum(dim=-1, keepdim=True)
     last = torch.minimum(kept.clamp_(max=num_candidates - 1), top_k - 1)
     return values.gather(1, last), reached[:, -1] >= top_p[:, 0]
 
 
 def _best_values(logits: Tensor, count: int) -> Tensor:
-    """The `count` highest of each row, descending."""
+    """Returns the `count` highest values of each row, descending."""
     if count < logits.shape[1] or not looks_at_values(logits):
         return logits.topk(count, dim=-1).values
-    # numpy sorts values alone, several times as fast as topk, which carries their places.
+    # NumPy sorts values only, several times as fast as topk, which also carries indexes.
     return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities and ranks of tokens that are given, as those of a prompt.
+    """Returns log-probabilities and ranks of given tokens, such as those of a prompt.
 
     Args:
         logits: [rows, vocab] fp32.
         token_ids: one per row.
-        num_top: best tokens to report per row.
+        num_top: number of best tokens to report per row.
     """
     raw = torch.log_softmax(logits, dim=-1)
     given = sent(token_ids, torch.int64, logits.device)[:, None]

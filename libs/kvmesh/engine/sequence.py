@@ -1,4 +1,4 @@
-"""A sequence as the engine sees it: tokens, blocks, how far its KV is computed.
+"""A sequence in the engine: tokens, blocks, and the progress of its KV.
 
 Holds state only; `engine/core.py` moves it. Tests: tests/unit/engine/test_core.py.
 """
@@ -16,7 +16,7 @@ from kvmesh.kv.sequence_blocks import SequenceBlocks
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in its life.
+    """State in a sequence's life.
 
     HELD -> RUNNING -> (HELD | PREEMPTED -> RUNNING ...) -> GONE; any state may go to GONE.
     """
@@ -34,10 +34,10 @@ class Emission:
     """A token that a step chose.
 
     Attributes:
-        position: of the token among all of the sequence's tokens, prompt included.
+        position: position of the token in the sequence, prompt included.
         error: why generation ended without a token (finish_reason ERROR).
-        damaged: the engine is at fault: another worker can go on.
-        prompt_logprobs: with the first token when asked for, of all prompt tokens but the first.
+        damaged: the engine is at fault, so another worker can continue.
+        prompt_logprobs: with the first token, if requested: of all prompt tokens but the first.
     """
 
     token_id: int
@@ -64,20 +64,20 @@ class Sequence:
     Attributes:
         tokens: prompt and generated tokens; the last one has no KV while decoding.
         kv: blocks of all groups; owned references.
-        num_computed: leading positions whose KV is in the blocks.
-        num_cached: leading positions found in the prefix cache at admission.
+        num_computed: number of leading positions whose KV is in the blocks.
+        num_cached: number of leading positions found in the prefix cache at admission.
         chain: block hashes of `tokens`.
         hold_after_first: stop computing after the first token (prefill for another worker).
-        constraint: limits what may be generated.
-        scores_prompt: log-probabilities of the prompt's tokens are still to be found or told.
-        prompt_logprobs: those found so far, from the prompt's second token on.
+        constraint: limits the tokens that may be generated.
+        scores_prompt: log-probabilities of the prompt's tokens are still to be computed or sent.
+        prompt_logprobs: log-probabilities so far, from the prompt's second token on.
         remote: a part of the prefix whose KV another worker holds.
-        in_one_step: all that is left of its prompt is one chunk, alone in its step, however long.
+        in_one_step: the rest of its prompt is one chunk of any length, alone in its step.
         upstream: leading positions that another worker computes during that step.
         on_emission, on_progress: called on the event loop after a step.
         on_end: called on the event loop when it is GONE.
-        on_layers: called in the engine's thread while it computes the step that gives the first
-            token, with the number of layers whose KV is complete.
+        on_layers: called in the engine's thread, during the step that gives the first token, with
+            the number of layers whose KV is complete.
     """
 
     sequence_id: int
@@ -107,10 +107,10 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens without KV."""
+        """Number of tokens without KV."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the client's prompt, those generated on other workers included."""
+        """Number of tokens after the client's prompt, including those of other workers."""
         return len(self.tokens) - self.spec.num_prompt_tokens

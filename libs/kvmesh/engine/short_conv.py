@@ -1,4 +1,4 @@
-"""Layers that mix positions by a short convolution between two gates, as LFM2 has them.
+"""Layers that mix positions by a short convolution between two gates, as in LFM2.
 
 Source: the reference code published with the LFM2 weights.
 Tests: tests/integration/test_transformers_equality.py.
@@ -46,10 +46,11 @@ class _Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """One layer.
+    """One layer with a short convolution.
 
     Attributes:
-        project: to [3 * hidden], the gate before the convolution, that behind it, and its input.
+        project: projection to [3 * hidden]: the gate before the convolution, the gate after it,
+            and its input.
         taps: [kernel, hidden] fp32, oldest input first.
     """
 
@@ -60,7 +61,7 @@ class ShortConv:
     shape: LinearConfig
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         states = step.memory.states
         assert states is not None, "the step has no states"
         before, behind, x = self.project(h).chunk(3, dim=1)

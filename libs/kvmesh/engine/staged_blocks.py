@@ -1,4 +1,4 @@
-"""Scattered blocks of a device pool, many by one kernel and one copy between device and host.
+"""Copies scattered blocks of a device pool in batches: one kernel and one transfer per batch.
 
 Tests: tests/unit/engine/test_staged_blocks.py.
 """
@@ -12,13 +12,13 @@ from kvmesh.transfer.device import DevicePool, pieces_of
 
 
 class StagedBlocks:
-    """Memory that both sides reach, for one thread at a time."""
+    """Staging memory shared by host and device, for one thread at a time."""
 
     def __init__(self, pool: DevicePool, block_bytes: int, num_blocks: int) -> None:
         """Takes pinned memory, and as much on the device.
 
         Args:
-            num_blocks: that are copied at once.
+            num_blocks: number of blocks of one copy.
 
         Raises:
             LostError: the device refuses.
@@ -30,7 +30,7 @@ class StagedBlocks:
         self._staging = pool.staging(self._memory)
 
     def read(self, blocks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-        """Yields how many of the next blocks are here, and their bytes until the next are asked.
+        """Yields the count of the next blocks and their bytes, valid until the next iteration.
 
         Raises:
             LostError: the device failed.
@@ -44,7 +44,7 @@ class StagedBlocks:
         """Copies into blocks of the pool; steps launched later see them.
 
         Args:
-            fill: puts the bytes of so many of the next blocks into memory.
+            fill: writes the bytes of the next `count` blocks into memory.
 
         Raises:
             LostError: the device failed.
@@ -55,7 +55,7 @@ class StagedBlocks:
             self._staging.scatter(0, pieces, self._pool.moment())
 
     def close(self) -> None:
-        """Gives the memory back; nobody copies. May be called again."""
+        """Frees the memory; no copy may be under way. May be called again."""
         self._staging.close()
 
     def _batches(self, blocks: Sequence[int]) -> Iterator[tuple[Sequence[int], memoryview]]:

@@ -1,7 +1,7 @@
-"""What a static decode step reads: buffers of fixed places, filled on the host, sent in one copy.
+"""Inputs of a static decode step: fixed buffers, filled on the host, sent in one copy.
 
-Numbers of the rows lie in front, one line of `max_batch` for each kind; what is used of the block
-tables follows, without gaps, and is spread on the device over tables of fixed strides. Rows beyond
+The buffer starts with one line of `max_batch` numbers per kind of row data. The used parts of the
+block tables follow without gaps; the device spreads them over tables of fixed strides. Rows beyond
 a batch point to the spare block. Tests: tests/unit/engine/test_static_inputs.py.
 """
 
@@ -21,7 +21,7 @@ from kvmesh.engine.sampler import divisor_of
 from kvmesh.kernels.static_decode import GroupRows
 from kvmesh.kv.groups import KvGroups, first_visible, num_blocks_of
 
-# Lines of the front, and two more per token group, and a state's blocks twice.
+# Lines of row data; two more per token group follow, and two per block of a state.
 _TOKEN, _POSITION, _LOW, _HIGH, _IS_RANDOM, _TEMPERATURE, _FRESH, _PICKED = range(8)
 _FIRST_GROUP_LINE = 8
 
@@ -33,9 +33,9 @@ class InputShape:
     """Bounds of a static step.
 
     Attributes:
-        max_batch: rows at most.
-        max_tokens: of a sequence.
-        spare_block: of the pool, which belongs to nobody: rows beyond a batch write there.
+        max_batch: maximum number of rows.
+        max_tokens: maximum length of a sequence.
+        spare_block: block that is never allocated: rows beyond a batch write there.
     """
 
     max_batch: int
@@ -46,7 +46,7 @@ class InputShape:
 
     @property
     def table_widths(self) -> tuple[int, ...]:
-        """Blocks that a query may see, per token group."""
+        """Maximum number of blocks that a query sees, per token group."""
         whole = num_blocks_of(self.max_tokens, self.block_size)
         return tuple(
             min(whole, num_blocks_of(window, self.block_size) + 1) if window else whole
@@ -55,12 +55,12 @@ class InputShape:
 
     @property
     def num_lines(self) -> int:
-        """Lines in front of the tables."""
+        """Number of lines before the tables."""
         return _FIRST_GROUP_LINE + 2 * len(self.groups.windows) + 2 * self.groups.state_blocks
 
 
 class RowPlaces:
-    """Gives sequences rows, the same again as long as a batch has room for it.
+    """Assigns rows to sequences; a sequence keeps its row while the batch has it.
 
     A row that stays with its sequence keeps its block table, which is long to write.
     """
@@ -69,7 +69,7 @@ class RowPlaces:
         self._rows: list[int] = []
 
     def assign(self, sequence_ids: Sequence[int]) -> list[int]:
-        """Rows 0 to `len(sequence_ids)` in some order, one for each."""
+        """Assigns rows 0 to `len(sequence_ids)` to the sequences, one each."""
         count = len(sequence_ids)
         wanted = set(sequence_ids)
         kept = {
@@ -84,10 +84,10 @@ class RowPlaces:
 
 
 class StaticInputs:
-    """The buffers, on the host and on a device.
+    """The input buffers, on the host and on a device.
 
     Args:
-        device: on which the step runs; on "cpu" the copy is one within the host.
+        device: device of the step; on "cpu" the copy stays within the host.
     """
 
     def __init__(self, shape: InputShape, device: str) -> None:
@@ -108,7 +108,7 @@ class StaticInputs:
         self._host_tables = [
             np.full((shape.max_batch, width), spare, dtype=np.int64) for width in shape.table_widths
         ]
-        # What was written to each row of the tables, to be written again only when it changes.
+        # The table written to each row, which is written again only when it changes.
         self._written: list[list[Sequence[int]]] = [[()] * shape.max_batch for _ in self._tables]
         self._places = RowPlaces()
         self._widths = [1] * len(self._tables)
@@ -117,10 +117,10 @@ class StaticInputs:
     # --- host --------------------------------------------------------------------------------
 
     def fill(self, chunks: Sequence[SequenceChunk], bucket: int) -> list[int]:
-        """Writes a batch; the rest of the bucket's rows is spare.
+        """Writes a batch; makes the rest of the bucket's rows spare.
 
         Args:
-            chunks: of one token each, at most `bucket`, at most `max_tokens` long.
+            chunks: chunks of one token, at most `bucket`, at most `max_tokens` long.
 
         Returns:
             The row of each chunk.
@@ -181,11 +181,11 @@ class StaticInputs:
         live, source = self._state_lines()
         states = [chunk.state for chunk in chunks]
         live[:, rows] = np.asarray([s.live for s in states if s is not None]).T
-        # A state that nothing was written to yet is read and then emptied.
+        # Without a source state the live one is read, then cleared (`_FRESH`).
         source[:, rows] = np.asarray([s.source or s.live for s in states if s is not None]).T
 
     def _fill_spare(self, rows: range) -> None:
-        """Makes rows compute nothing that anybody sees: token 0, alone in the spare block."""
+        """Makes rows compute unused results: token 0, alone in the spare block."""
         if not rows:
             return
         shape, lines = self.shape, self._lines
@@ -209,12 +209,12 @@ class StaticInputs:
         return both[0], both[1]
 
     def pick(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows)] int64 on the device once `send` ran: rows to look at one by one."""
+        """Returns [len(rows)] int64 on the device, filled by `send`: rows to sample one by one."""
         self._lines[_PICKED, : len(rows)] = rows
         return self._device_lines[_PICKED, : len(rows)]
 
     def send(self, bucket: int) -> None:
-        """Copies what was filled to the device, in one transfer that nobody waits for."""
+        """Copies the filled lines and tables to the device, in one asynchronous transfer."""
         end = self._front
         for tables, width in zip(self._host_tables, self._widths, strict=True):
             part = self._values[end : end + bucket * width].reshape(bucket, width)
@@ -230,15 +230,15 @@ class StaticInputs:
     # --- device ------------------------------------------------------------------------------
 
     def token_ids(self, bucket: int) -> Tensor:
-        """[bucket] int64."""
+        """Returns [bucket] int64."""
         return self._device_lines[_TOKEN, :bucket]
 
     def positions(self, bucket: int) -> Tensor:
-        """[bucket] int64."""
+        """Returns [bucket] int64."""
         return self._device_lines[_POSITION, :bucket]
 
     def group(self, group: int, bucket: int) -> GroupRows:
-        """The rows of a token group."""
+        """Returns the rows of a token group."""
         line = _FIRST_GROUP_LINE + 2 * group
         return GroupRows(
             slots=self._device_lines[line, :bucket],
@@ -247,14 +247,14 @@ class StaticInputs:
         )
 
     def states(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`live`, `source` and `fresh` of `StaticStates`."""
+        """Returns `live`, `source` and `fresh` of `StaticStates`."""
         first = _FIRST_GROUP_LINE + 2 * len(self._tables)
         lines = self._device_lines[first:, :bucket]
         both = lines.view(2, self.shape.groups.state_blocks, bucket)
         return both[0].T, both[1].T, self._device_lines[_FRESH, :bucket] != 0
 
     def sampling(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Temperatures [bucket, 1] fp32, then `low`, `high` and `is_random` of `draw_rows`."""
+        """Returns temperatures [bucket, 1] fp32, then `low`, `high`, `is_random` of `draw_rows`."""
         lines = self._device_lines
         temperature = lines[_TEMPERATURE, :bucket].view(torch.float64).float()[:, None]
         low, high, is_random = lines[_LOW : _IS_RANDOM + 1, :bucket].to(torch.int32)

@@ -1,7 +1,7 @@
-"""The decode step that is computed without the host: fixed buffers in, fixed buffers out.
+"""The decode step without host work: fixed input buffers, fixed output buffers.
 
-`StaticStep.compute` is what a CUDA graph captures; on the CPU it is called as it is. Steps with
-prompts, with more rows than the largest bucket or with scores of prompts go the plain way
+A CUDA graph captures `StaticStep.compute`; on the CPU it is called directly. Steps with prompts,
+with more rows than the largest bucket or with prompt scores take the ordinary path
 (docs/adr/0015-static-decode-step.md). Tests: tests/unit/engine/test_static_step.py,
 tests/integration/test_transformers_equality.py, tests/gpu/test_graphs.py.
 """
@@ -28,7 +28,7 @@ from kvmesh.kernels.upload import sent
 
 
 def bucket_sizes(max_batch: int) -> tuple[int, ...]:
-    """Batch sizes that steps are rounded up to: powers of two, and the largest batch itself."""
+    """Returns the batch sizes that steps are rounded up to: powers of two, and `max_batch`."""
     assert max_batch > 0, "a step has a row"
     powers = [1 << power for power in range(max_batch.bit_length())]
     return tuple(sorted({*powers, max_batch}))
@@ -38,8 +38,8 @@ class StaticStep:
     """Computes batches of one token per sequence.
 
     Args:
-        kv: the pool, the spare block included.
-        plan: of its blocks.
+        kv: the pool, including the spare block.
+        plan: layout of its blocks.
     """
 
     def __init__(self, model: DecoderModel, inputs: StaticInputs, kv: Tensor, plan: KvPlan) -> None:
@@ -61,22 +61,22 @@ class StaticStep:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def replay_with(self, graphs: StepGraphs) -> None:
-        """Replays captured graphs from now on, and takes only batches that have one."""
+        """From now on replays captured graphs, and takes only batches that have one."""
         self._run = graphs.replay
         self.buckets = graphs.buckets
 
     def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
-        """Whether a step can be computed this way."""
+        """Returns whether a step can be computed this way."""
         return len(chunks) <= self.buckets[-1] and all(
             chunk.end - chunk.start == 1 and not chunk.num_scored and chunk.remote is None
             for chunk in chunks
         )
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> list[SampledToken | None]:
-        """Computes a step that it takes; see `ModelRunner.execute`."""
+        """Computes a step for which `takes` is true; see `ModelRunner.execute`."""
         bucket = self.buckets[bisect_left(self.buckets, len(chunks))]
         rows = self._inputs.fill(chunks, bucket)
-        # What needs more than noise and an argmax is chosen from the step's logits.
+        # Tokens that need more than noise and an argmax are sampled from the step's logits.
         others = [
             index for index, chunk in enumerate(chunks) if chunk.sample and not is_plain_draw(chunk)
         ]
@@ -98,7 +98,7 @@ class StaticStep:
         return tokens
 
     def compute(self, bucket: int) -> None:
-        """One step over the input buffers; waits for nothing, and every shape is the bucket's."""
+        """Computes one step over the input buffers; never waits; all shapes are the bucket's."""
         inputs = self._inputs
         x, delta = self._model.forward(
             inputs.token_ids(bucket), inputs.positions(bucket), self._memory(bucket)
@@ -129,7 +129,7 @@ class StaticStep:
         return StepMemory(latent=latent, states=states)
 
     def _save_states(self, chunks: Sequence[SequenceChunk]) -> None:
-        """Copies states that are to be kept beside the live ones, whole blocks at once."""
+        """Copies states to be saved from the live ones, whole blocks at once."""
         live: list[int] = []
         saved: list[int] = []
         for chunk in chunks:
@@ -142,7 +142,7 @@ class StaticStep:
             self._kv[pairs[1]] = self._kv[pairs[0]]
 
     def _read(self, bucket: int) -> list[int]:
-        """The drawn tokens, once the device is done; this thread alone waits for it."""
+        """Waits for the device and returns the drawn tokens; only this thread waits."""
         results = self._results[:bucket]
         results.copy_(self._drawn[:bucket], non_blocking=True)
         if self._done is not None:

@@ -1,4 +1,4 @@
-"""What an engine has done and has now. Tests: tests/unit/engine/test_core.py."""
+"""Counters and current state of an engine. Tests: tests/unit/engine/test_core.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvmesh.engine.swap_space import SwapStatistics
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counters since start and what is there now.
+    """Counters since start, and current counts.
 
     Attributes:
-        damaged_total: sequences that ended because their logits were not numbers.
+        damaged_total: sequences that ended because their logits contained NaN or infinity.
     """
 
     num_running: int

@@ -1,7 +1,8 @@
 """Captures a static step as CUDA graphs, one per batch size, and replays them.
 
-Largest first, into one memory pool: a smaller graph then reuses what a larger one took, and when
-time or memory ends early, every batch still has a graph that is large enough.
+The largest batch is captured first, and all graphs share one memory pool, so a smaller graph reuses
+the memory of a larger one. If time or memory runs out, every batch still has a graph that is large
+enough.
 Tests: tests/unit/engine/test_step_graphs.py, tests/gpu/test_graphs.py.
 """
 
@@ -25,23 +26,23 @@ class Graph(Protocol):
     """A captured step."""
 
     def replay(self) -> None:
-        """Launches it again."""
+        """Launches the step again."""
         ...
 
 
 class GraphDevice(Protocol):
-    """What captures; a CUDA device, or what a test puts in its place."""
+    """A device that captures graphs: CUDA, or a test's replacement."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Runs a few times to warm up, then once more to capture.
+        """Runs `run` a few times to warm up, then captures it.
 
         Raises:
-            RuntimeError: something within cannot be captured, or memory ran out.
+            RuntimeError: an operation cannot be captured, or memory ran out.
         """
         ...
 
     def free_bytes(self) -> int:
-        """Memory that is left."""
+        """Returns the free device memory in bytes."""
         ...
 
 
@@ -58,12 +59,12 @@ class CudaGraphDevice:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            # Compiles kernels, and lets libraries take their workspaces, which a capture forbids.
+            # Compiles kernels and lets libraries allocate workspaces, which a capture forbids.
             for _ in range(_WARM_UPS):
                 run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Within a context of its own: torch's leaves its stream behind when a capture fails.
+        # In a stream context of our own: torch's context stays on its stream if a capture fails.
         # Other threads may use the device meanwhile.
         with (
             torch.cuda.stream(before),
@@ -82,11 +83,11 @@ class CudaGraphDevice:
 
 @dataclass(frozen=True, slots=True)
 class CaptureBounds:
-    """When no graph is captured beside the largest.
+    """Limits beyond which only the largest graph is captured.
 
     Attributes:
-        seconds: since the first one.
-        used_bytes: of device memory.
+        seconds: seconds since the first capture began.
+        used_bytes: bytes of device memory.
     """
 
     seconds: float = 120.0
@@ -97,7 +98,7 @@ class StepGraphs:
     """The graphs of a step, by bucket.
 
     Attributes:
-        buckets: those that were captured, ascending.
+        buckets: buckets with a captured graph, ascending.
     """
 
     def __init__(self) -> None:
@@ -112,13 +113,13 @@ class StepGraphs:
         clock: Clock,
         bounds: CaptureBounds,
     ) -> None:
-        """Captures until all are there, a bound is reached or the device refuses; says which."""
+        """Captures until done, a limit is reached or the device fails; logs the reason."""
         started, free = clock.now(), device.free_bytes()
         reason = ""
         for bucket in sorted(buckets, reverse=True):
             used = free - device.free_bytes()
             over = clock.now() - started > bounds.seconds or used > bounds.used_bytes
-            # The largest is always tried: it takes every batch.
+            # The largest is always tried, since it fits every batch.
             if over and self._graphs:
                 reason = f"{clock.now() - started:.0f} s and {used >> 20} MiB are enough"
                 break

@@ -1,4 +1,4 @@
-"""How long steps of a modelled device take, from a profile as the simulator reads it.
+"""Step durations of a modelled device, from a profile in the simulator's format.
 
 Tests: tests/unit/engine/test_step_times.py.
 """
@@ -20,13 +20,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step by what it computes.
+    """Seconds of a step as a function of its content.
 
     Attributes:
-        prefill_s: of a whole prompt of so many tokens; a part of it takes the difference.
-        step_s: of a decode step, whatever is in it.
-        sequence_s: more for each sequence that decodes.
-        token_s: more for each token of their contexts.
+        prefill_s: seconds of a whole prompt by its number of tokens; a chunk takes the difference.
+        step_s: constant seconds of a step with decoding sequences.
+        sequence_s: additional seconds per decoding sequence.
+        token_s: additional seconds per token of their contexts.
     """
 
     prefill_s: Curve
@@ -35,7 +35,7 @@ class StepTimes:
     token_s: float = 0.0
 
     def of(self, spans: Iterable[Span]) -> float:
-        """Seconds of a step with these chunks; those of one token decode."""
+        """Returns the seconds of a step with these chunks; chunks of one token decode."""
         total = 0.0
         num_decoding = context = 0
         for start, end in spans:
@@ -43,7 +43,7 @@ class StepTimes:
                 num_decoding += 1
                 context += end
             else:
-                # What every prompt costs at least comes with its first part.
+                # The constant cost of a prompt comes with its first chunk.
                 total += self.prefill_s(end) - (self.prefill_s(start) if start else 0.0)
         if num_decoding:
             total += self.step_s + self.sequence_s * num_decoding + self.token_s * context
@@ -54,7 +54,7 @@ def load_step_times(path: Path, device: str) -> StepTimes:
     """Reads one device of a profile file.
 
     Raises:
-        ConfigError: the file is no profile, or has no such device.
+        ConfigError: the file is not a profile, or lacks the device.
     """
     try:
         devices = read_json(path).get("devices")

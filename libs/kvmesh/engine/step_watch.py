@@ -1,8 +1,8 @@
-"""How long the engine's steps take beside what steps like them have taken before. Pure.
+"""Compares the duration of the engine's steps with earlier steps of the same kind. Pure.
 
-Steps are alike if their tokens, and the positions that these attend to, are the same up to a factor
-of two. So a long prompt makes no worker slow, and neither does an engine that was always slow.
-Tests: tests/unit/engine/test_step_watch.py.
+Steps are of one kind if their tokens, and the positions that these attend to, are equal up to a
+factor of two. So neither a long prompt nor an engine that was always slow makes a worker count as
+slow.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import NamedTuple
 from kvmesh.engine.protocol import SequenceChunk
 
 WINDOW_S = 1.5
-"""Steps of this time tell how slow the engine is now."""
+"""Seconds before now whose steps measure how slow the engine is."""
 
 MIN_KNOWN = 3
-"""Steps of a kind that have to have ended before it is known how long they take."""
+"""Minimum number of ended steps of a kind before its duration is known."""
 
 _PROMPT_BITS = 8
 _LEAST_EXPECTED_S = 6.0
-"""Of a step that is larger than any before: it may be compiled first, as any of a new kind."""
+"""Minimum estimate in seconds for a step larger than any before, which may compile kernels."""
 
 _GAIN = 1 / 16
 _SLOW_RATIO = 2.0
-# A slower engine is the usual one after minutes, not after seconds.
+# A slowdown becomes the usual duration after minutes, not after seconds.
 _SLOW_GAIN = 1 / 512
 
 
 class _Kind(NamedTuple):
-    """Powers of two."""
+    """Size class of a step; both counts as powers of two."""
 
     tokens: int
     attended: int
@@ -59,13 +59,13 @@ class _Ended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What a report tells of the steps.
+    """State of the steps at one moment, for reports.
 
     Attributes:
-        age_s: since the running step began; 0: none runs.
-        expected_s: what steps like it have taken; 0: not known.
-        slowdown: time of the steps of late, over what steps like them have taken before; 0: none
-            of them is known.
+        age_s: seconds since the running step began; 0 if none runs.
+        expected_s: usual seconds of its kind; 0 if not known.
+        slowdown: duration of recent steps over the usual duration of their kinds; 0 if no kind
+            is known.
     """
 
     age_s: float = 0.0
@@ -74,7 +74,7 @@ class StepState:
 
 
 class StepWatch:
-    """Every `now` is in seconds on one clock that never goes back."""
+    """Measures steps. Every `now` is in seconds on one clock that never goes back."""
 
     def __init__(self) -> None:
         self._usual: dict[_Kind, _Usual] = {}
@@ -83,13 +83,13 @@ class StepWatch:
         self._starved: deque[tuple[float, float]] = deque([(-math.inf, 0.0)])
 
     def begin(self, chunks: Sequence[SequenceChunk], now: float) -> None:
-        """A step begins."""
+        """Records the start of a step."""
         tokens = sum(each.end - each.start for each in chunks)
         attended = sum((each.end - each.start) * each.end for each in chunks)
         self._running = _Kind(tokens.bit_length(), attended.bit_length()), now
 
     def end(self, now: float) -> None:
-        """It has ended."""
+        """Records the end of the step."""
         assert self._running is not None, "a step began"
         (kind, began_at), self._running = self._running, None
         took_s, usual = now - began_at, self._usual.get(kind)
@@ -102,10 +102,10 @@ class StepWatch:
         self._forget(now)
 
     def state(self, now: float, starved_s: float = 0.0) -> StepState:
-        """How it is now.
+        """Returns the state at this moment.
 
         Args:
-            starved_s: how long the process has waited for a core in all; no step can help that.
+            starved_s: total seconds that the process has waited for a core, which are subtracted.
         """
         self._forget(now)
         self._starved.append((now, starved_s))
@@ -128,8 +128,9 @@ class StepWatch:
         return StepState(age_s, expected_s, took_s / usual_s if usual_s > 0 else 0.0)
 
     def _of_like_kinds(self, kind: _Kind) -> float:
-        """What a step of a new kind may take, by those with as many tokens: what is compiled for a
-        number of tokens is there then. 0: there are none.
+        """Estimates a kind that was never measured from kinds with the same token count.
+
+        Their steps have compiled the kernels for that count. 0 if there are none.
         """
         like = [
             usual.mean_s * 2.0 ** max(kind.attended - other.attended, 0)
@@ -139,8 +140,9 @@ class StepWatch:
         return max(like, default=0.0)
 
     def _of_larger_ones(self, kind: _Kind) -> float:
-        """Of a step that is larger than all known ones with prompts, as parts of prompts are that
-        several workers compute; 0 if it is not.
+        """Estimates a step larger than every known prompt step, such as a part of a chain.
+
+        0 if the step is not larger.
         """
         known = [
             each
@@ -154,7 +156,7 @@ class StepWatch:
         return max(self._usual[largest].mean_s * 2.0**more, _LEAST_EXPECTED_S)
 
     def _starved_since(self, moment: float) -> float:
-        """From the last look before a moment on."""
+        """Returns the seconds without a core since the last `state` before a moment."""
         return self._starved[-1][1] - next(
             total for at, total in reversed(self._starved) if at <= moment
         )

@@ -1,8 +1,8 @@
-"""Constrained generation: a matcher per sequence says which tokens may follow.
+"""Constrained generation: a matcher per sequence determines the tokens that may follow.
 
-State is a function of the tokens generated so far, so a sequence that comes from another worker,
-or was preempted, is followed from where it stands. Compilation runs in a thread of its own and
-masks in the engine's; the event loop waits for neither. Tests: tests/unit/engine/test_structure.py.
+The state is a function of the tokens generated so far, so a sequence that comes from another
+worker, or was preempted, continues correctly. Compilation runs in a thread of its own and masks in
+the engine's; the event loop waits for neither. Tests: tests/unit/engine/test_structure.py.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def _nothing() -> None:
 
 
 _NO_TOKEN = "NoExtensionBias"
-"""What the matcher says when no token can follow."""
+"""Error of the matcher when no token can follow."""
 
 
 class StructureCompiler:
-    """Makes constraints for one model; the latest structures stay compiled.
+    """Creates constraints for one model; the latest structures stay compiled.
 
     Args:
         tokenizer_file: the model's tokenizer.json.
         vocab_size: width of the model's logits.
-        eos_token_ids: all of them may end a text that is complete.
+        eos_token_ids: all of them may end a complete text.
 
     Attributes:
         on_compiled: called in the compiling thread when a structure is ready, or failed.
@@ -62,7 +62,7 @@ class StructureCompiler:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="structure")
 
     def constraint(self, structure: Structure) -> GrammarConstraint:
-        """A constraint for one sequence; compilation, if it is new, goes on behind it."""
+        """Returns a constraint for one sequence; a new structure compiles in the background."""
         compiled = self._compiled.get(structure)
         if compiled is None:
             compiled = self._thread.submit(self._compile, structure)
@@ -83,7 +83,7 @@ class StructureCompiler:
         return matcher
 
     def close(self) -> None:
-        """Ends the thread after what it compiles now. May be called again."""
+        """Ends the thread after its current compilation. May be called again."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
@@ -115,8 +115,8 @@ class GrammarConstraint:
         matcher = self._matcher
         new = list(generated[self._num_consumed :])
         self._num_consumed = len(generated)
-        # What ends the text ends the sequence too, unless the request ignores ends: a complete
-        # text then only repeats its end.
+        # End tokens also end the sequence, unless the request ignores them; then a complete text
+        # only repeats its end token.
         new = [token_id for token_id in new if token_id not in self._eos]
         if new and not matcher.consume_tokens(new):
             raise StructureError(f"the text does not follow its structure: {_reason(matcher)}")
@@ -132,6 +132,6 @@ class GrammarConstraint:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first line of the matcher's error, in words; its state follows."""
+    """Returns the first line of the matcher's error, in plain words; the rest is its state."""
     first = str(matcher.get_error()).partition("\n")[0]
     return NO_TEXT if first == _NO_TOKEN else first

@@ -1,7 +1,7 @@
-"""Host memory for the KV of preempted sequences: what is kept there, and the copies out and back.
+"""Host memory for the KV of preempted sequences, with the copies out and back.
 
-Copies are long and run beside the event loop and the steps. Blocks that are copied out, places that
-are copied from and blocks that are copied into belong to the copy until it is made.
+Copies are long and run outside of the event loop and the steps. Until a copy ends it owns its
+source blocks, its places and its target blocks.
 Tests: tests/unit/engine/test_preemption.py, tests/property/test_engine_core.py.
 """
 
@@ -22,7 +22,7 @@ from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample, wit
 
 @dataclass(frozen=True, slots=True)
 class SwapStatistics:
-    """Counters since start, and places that are taken now."""
+    """Counters since start, and the number of places in use."""
 
     blocks_kept: int = 0
     swapped_out_total: int = 0
@@ -31,13 +31,13 @@ class SwapStatistics:
 
 @dataclass(slots=True)
 class _Kept:
-    """One sequence's KV in host memory.
+    """The KV of one sequence in host memory.
 
     Attributes:
-        places: by where the block was.
-        num_computed, num_sealed: as they were.
-        is_copied: whether all is there; until then the places cannot be given away.
-        is_forgotten: nobody wants it any more.
+        places: place of each block, by the block's spot in the sequence.
+        num_computed, num_sealed: values of the sequence when it was preempted.
+        is_copied: whether the copy is complete; until then the places must not be freed.
+        is_forgotten: whether the sequence ended meanwhile.
     """
 
     places: dict[BlockSpot, int]
@@ -51,8 +51,8 @@ class SwapSpace:
     """KV of preempted sequences in host memory.
 
     Args:
-        clock: measures the copies, in the thread that makes them.
-        copier: makes them.
+        clock: measures the copies, in the copying thread.
+        copier: makes the copies.
     """
 
     def __init__(self, arena: HostArena, clock: Clock, copier: Copier | None = None) -> None:
@@ -65,21 +65,21 @@ class SwapSpace:
         self._out = self._in = 0
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes a step with prompts, for what computing again would cost."""
+        """Records the duration of a step with prompts, to estimate the cost of recomputing."""
         token_s = with_sample(self._speeds.token_s, seconds / num_tokens)
         self._speeds = Speeds(token_s, self._speeds.byte_s)
 
     def keep(
         self, sequence: Sequence, kv: SequenceBlocks, cache: GroupCache, left: Callable[[], None]
     ) -> bool:
-        """Begins to copy what a sequence goes on from, where that pays and there is room.
+        """Starts to copy a sequence's KV out, if that pays and there is room.
 
         Args:
-            kv: the sequence's blocks, which must stay as they are until `left`.
+            kv: the sequence's blocks, which must stay unchanged until `left`.
             left: called when they are copied.
 
         Returns:
-            Whether it began; if not, `left` is not called.
+            Whether the copy started; if not, `left` is not called.
         """
         spots = cache.contents(kv, sequence.num_computed)
         if not spots:
@@ -107,26 +107,26 @@ class SwapSpace:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of which something is kept."""
+        """Number of sequences with KV in host memory."""
         return len(self._kept)
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether something is kept of a sequence."""
+        """Returns whether a sequence has KV in host memory."""
         return sequence in self._kept
 
     def restore(
         self, sequence: Sequence, cache: GroupCache, arrived: Callable[[], None]
     ) -> tuple[SequenceBlocks, int]:
-        """Begins to put a sequence's KV back, with room for its tokens.
+        """Starts to copy a sequence's KV back, with room for its tokens.
 
         Args:
-            arrived: called when it is there; nothing of it is kept any more then.
+            arrived: called when the copy is complete; the places are free then.
 
         Returns:
-            Its blocks and how many positions they will hold.
+            Its blocks, and the number of positions that they will hold.
 
         Raises:
-            OutOfBlocksError: all is as it was, and `arrived` is not called.
+            OutOfBlocksError: nothing has changed, and `arrived` is not called.
         """
         kept = self._kept[sequence]
         assert kept.is_copied, "it is still on its way out"
@@ -136,7 +136,7 @@ class SwapSpace:
         except OutOfBlocksError:
             cache.release(kv)
             raise
-        # The places are read until the copy is made, whoever forgets the sequence meanwhile.
+        # The copy reads the places until its end, even if the sequence is forgotten meanwhile.
         del self._kept[sequence]
         self._forgotten += len(kept.places)
         places = [kept.places[spot] for spot in missing]
@@ -152,7 +152,7 @@ class SwapSpace:
         return kv, kept.num_computed
 
     def forget(self, sequence: Sequence) -> None:
-        """Gives up what is kept of a sequence, if anything is."""
+        """Drops a sequence's KV in host memory, if there is any."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -186,16 +186,16 @@ class SwapSpace:
         self._copier.start(timed, observed)
 
     def close(self) -> None:
-        """Gives up the memory that copies pass through; none is being made."""
+        """Frees the staging memory of copies; no copy may be under way."""
         self._arena.close()
 
     def statistics(self) -> SwapStatistics:
-        """The counts of this moment."""
+        """Returns the current counts."""
         kept = self._arena.num_places - self._arena.num_free
         return SwapStatistics(kept, self._out, self._in)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when places were lost or are taken twice."""
+        """Raises AssertionError if places are lost or taken twice."""
         places = [place for kept in self._kept.values() for place in kept.places.values()]
         assert len(set(places)) == len(places), "a place is taken twice"
         taken = len(places) + self._forgotten

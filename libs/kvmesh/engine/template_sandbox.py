@@ -1,6 +1,6 @@
-"""Chat templates compiled as transformers does, but in a sandbox.
+"""Compiles chat templates as transformers does, but in a sandbox.
 
-Whoever serves chats renders them; whoever checks a model folder only compiles them.
+Services that serve chats render them; the check of a model folder only compiles them.
 Tests: tests/unit/engine/test_chat_template.py, tests/unit/gateway/test_real_templates.py.
 """
 
@@ -20,10 +20,10 @@ from kvmesh.core.errors import CheckpointError
 
 
 def compile_chat_template(source: str) -> jinja2.Template:
-    """A template in a sandbox.
+    """Compiles a template in a sandbox.
 
     Raises:
-        CheckpointError: it is no Jinja.
+        CheckpointError: it is not valid Jinja.
     """
     try:
         return _environment().from_string(source)
@@ -35,14 +35,14 @@ def compile_chat_template(source: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
+    """`{% generation %}…{% endgeneration %}`, which marks the model's own text for training."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The block's content alone."""
+        """Returns the block's content without the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -1,4 +1,4 @@
-"""Bytes of a tier: out of the pool into its places, and back.
+"""Byte stores of the tiers: copy blocks from the pool into places, and back.
 
 Tests: tests/unit/engine/test_tiered_cache.py.
 """
@@ -14,18 +14,18 @@ from kvmesh.engine.host_arena import HostArena
 from kvmesh.kv.tiers import Copy
 
 BATCH_BYTES = 8 << 20
-"""Most that is copied down at once: a prompt that waits for its prefix waits behind this."""
+"""Maximum bytes of one copy down, since a prompt that waits for its prefix waits for it."""
 
 Good = list[bool]
-"""Of each block of a call, whether its copy is whole."""
+"""Per block of a call, whether its copy is intact."""
 
 
 class TierStore(Protocol):
-    """Copies beside the event loop. Places and blocks belong to a call until `done` is called."""
+    """Copies outside of the event loop. A call owns its places and blocks until `done`."""
 
     @property
     def num_at_once(self) -> int:
-        """Blocks that one `save` takes at most."""
+        """Maximum number of blocks of one `save`."""
         ...
 
     def save(
@@ -38,7 +38,8 @@ class TierStore(Protocol):
         """Copies blocks of the pool to the places of `copies`.
 
         Args:
-            is_same: of each block, whether it still is what it was, when it has been read.
+            is_same: called after the blocks were read; returns per block whether it still holds the
+                same KV.
         """
         ...
 
@@ -49,12 +50,12 @@ class TierStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives its memory up; no copy is being made."""
+        """Frees its memory; no copy may be under way."""
         ...
 
 
 class HostStore:
-    """Places of an arena in host memory."""
+    """Store in the places of a host memory arena."""
 
     def __init__(self, arena: HostArena, copier: Copier) -> None:
         self._arena = arena

@@ -1,6 +1,6 @@
-"""Prefixes that do not fit the pool: copies down ahead of evictions, and back up before a prompt.
+"""Prefixes that do not fit the pool: copied to tiers before eviction, and back before a prompt.
 
-Copies are made beside the event loop and the steps, by whoever makes those of preempted sequences.
+The copies are made outside of the event loop and the steps, by the copier of preempted sequences.
 Tests: tests/unit/engine/test_tiered_cache.py, tests/integration/test_tiers.py.
 """
 
@@ -23,11 +23,11 @@ from kvmesh.policy.prefix_source import Way, cheapest_way
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What came of a load.
+    """Result of a load.
 
     Attributes:
-        num_blocks: leading blocks of the prefix that are here now.
-        num_loaded: of these, blocks by which there are more.
+        num_blocks: number of leading blocks of the prefix that are in the pool now.
+        num_loaded: number of blocks by which this exceeds the state before the load.
     """
 
     num_blocks: int
@@ -36,7 +36,7 @@ class LoadResult:
 
 
 class _Load:
-    """A prefix on its way up."""
+    """A prefix that is being brought up."""
 
     def __init__(self, fill: PrefixFill, done: Callable[[LoadResult], None], now: float) -> None:
         self.fill = fill
@@ -53,9 +53,9 @@ class TieredCache:
     """The tiers below one pool, with their bytes.
 
     Args:
-        stores: of the tiers, the fastest first.
-        spill: of the second tier, if the first one is host memory and there is one below.
-        clock: measures how long loads take.
+        stores: stores of the tiers, the fastest first.
+        clock: measures the durations of loads.
+        spill: store of the second tier, if the first one is host memory and has a tier below.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TieredCache:
     # --- down --------------------------------------------------------------------------------
 
     def clean(self) -> None:
-        """Begins to copy what would be lost soonest, if the pool is about to evict."""
+        """Starts to copy the blocks that would be lost soonest, if the pool is about to evict."""
         pool = self._pool
         if self._is_saving or pool.num_empty >= EMPTY_SHARE * pool.num_blocks:
             return
@@ -92,7 +92,7 @@ class TieredCache:
         while not copies:
             chosen = {each.key: each for each in pool.unsaved(self._stores[0].num_at_once)}
             copies = self._tiers.begin_write(0, chosen)
-            # Some came and went while their copy was made.
+            # Some of these blocks left the pool and returned while their copy was made.
             known = [each for key, each in chosen.items() if self._tiers[0].knows(key)]
             pool.saving(known)
             if not known:
@@ -114,7 +114,7 @@ class TieredCache:
         self._clean_host()
 
     def _clean_host(self) -> None:
-        """Likewise from host memory to disk."""
+        """Copies from host memory to disk, by the same rule as `clean`."""
         host = self._tiers[0]
         if self._spill is None or self._is_spilling:
             return
@@ -138,15 +138,15 @@ class TieredCache:
     # --- up ----------------------------------------------------------------------------------
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes a step with prompts, for what computing would cost."""
+        """Records the duration of a step with prompts, to estimate the cost of computing."""
         self._token_s = with_sample(self._token_s, seconds / num_tokens)
 
     def pays(self, hashes: Sequence[BlockHash], num_held: int) -> bool:
-        """Whether the first token comes sooner if more of a prefix is brought up.
+        """Returns whether bringing up more of a prefix makes the first token come sooner.
 
         Args:
-            hashes: of what may come from a cache, from the first block on.
-            num_held: leading blocks that are there.
+            hashes: hashes of the blocks that may come from a cache, from the first one on.
+            num_held: number of leading blocks that the pool has.
         """
         length = self._fills.rooms.resumable(hashes)
         if length <= num_held:
@@ -155,15 +155,16 @@ class TieredCache:
         compute_s = (length - num_held) * self._pool.block_size * self._token_s
         if not compute_s or cheapest_way(compute_s, None, None, load_s)[0] is Way.LOAD:
             return True
-        # One slow copy would else decide for ever: its weight fades until a load is tried again.
+        # Otherwise one slow copy would decide forever: its weight fades until a load is tried
+        # again.
         self._block_s = [seconds * (1 - FADING) for seconds in self._block_s]
         return False
 
     def token_s(self, tier: str) -> float:
-        """Seconds until a token's KV is up from a tier of this name, as measured; 0: not known.
+        """Returns the measured seconds to bring up a token's KV from the named tier; 0 if unknown.
 
-        Of a model with several groups more than one block has the KV of a token; a route that takes
-        loading to be a little cheaper than it is does no harm.
+        In a model with several groups more than one block holds the KV of a token. Loading then
+        costs a little more than this, which does no harm in routing.
         """
         for level, block_s in enumerate(self._block_s):
             if self._tiers[level].name == tier:
@@ -171,16 +172,16 @@ class TieredCache:
         return 0.0
 
     def _load_s(self, keys: Sequence[BlockHash]) -> float:
-        """Seconds until blocks are here, as far as it is known."""
+        """Returns the estimated seconds to load blocks, as far as measured."""
         levels = [self._tiers.find(key) for key in keys if self._pool.find(key) is None]
         return sum(self._block_s[level] for level in levels if level is not None)
 
     def load(self, fill: PrefixFill, done: Callable[[LoadResult], None]) -> None:
-        """Brings up what lies below of a prefix.
+        """Brings up the part of a prefix that lies in lower tiers.
 
         Args:
-            fill: ended here, whatever happens.
-            done: called once; by then nobody writes into the blocks.
+            fill: ended here in all cases.
+            done: called once; by then nothing writes into the blocks.
         """
         load = _Load(fill, done, self._clock.now())
         self._num_loads += 1
@@ -192,7 +193,7 @@ class TieredCache:
         load.keys = self._fills.rooms.missing(fill.hashes, held, length)
         found = {key: self._pool.find(key) for key in load.keys}
         here = {key: block for key, block in found.items() if block is not None}
-        # What is cached behind a gap stays, and takes the place of what was made room for.
+        # Cached blocks after a gap are kept; they will replace the room made for them.
         load.here, load.good = list(here.values()), set(here)
         self._pool.acquire(load.here)
         blocks = fill.open(length)
@@ -208,7 +209,7 @@ class TieredCache:
             into = [target[copy.key] for copy in copies]
             loaded = partial(self._loaded, load, level, copies, self._clock.now())
             self._stores[level].load(places, into, loaded)
-        if not reads:  # it came into the pool meanwhile
+        if not reads:  # the blocks came into the pool meanwhile
             self._close(load)
 
     def _loaded(
@@ -241,15 +242,15 @@ class TieredCache:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way, up or down."""
+        """Whether no copy is under way, up or down."""
         return not (self._num_loads or self._is_saving or self._is_spilling)
 
     def statistics(self) -> list[TierStatistics]:
-        """Of each tier, the fastest first."""
+        """Returns the statistics of each tier, the fastest first."""
         return self._tiers.statistics()
 
     def close(self) -> None:
-        """Gives memory and files up; no copy is being made."""
+        """Frees memory and files; no copy may be under way."""
         for store in self._stores:
             store.close()
 

@@ -1,6 +1,6 @@
-"""Steps that a device computes before there are requests: it compiles a kernel at its first launch.
+"""Warm-up steps before the first request, since a device compiles a kernel at its first launch.
 
-Captured decode steps compile what they launch when they are captured; these are the others.
+Captured decode steps compile their kernels at capture; these steps cover the others.
 Tests: tests/unit/engine/test_warm_up.py, tests/unit/kernels/test_triton_kernels.py.
 """
 
@@ -11,20 +11,20 @@ from kvmesh.engine.protocol import ModelRunner
 
 
 def warm_up(runner: ModelRunner, max_tokens: int) -> None:
-    """Computes steps after which no other step launches a kernel for the first time.
+    """Computes steps so that no later step launches a kernel for the first time.
 
-    Prompts of all sizes, as attention and experts have other kernels for many rows than for few,
-    and decode rows with a short context, which is one part, and a long one. They write to blocks,
-    so nobody may have been given one.
+    Runs prompts of all sizes, since attention and experts use other kernels for many rows than for
+    few, and decode rows with a short context (one part) and a long one. The steps write to blocks,
+    so no block may be in use.
 
     Args:
-        max_tokens: that a step computes at most.
+        max_tokens: maximum tokens of a step.
     """
     spec, groups = runner.spec, runner.spec.groups
     blocks = (runner.kv.num_blocks - groups.state_blocks) // len(groups.windows)
     context = min(spec.max_model_len, blocks * spec.layout.block_size)
     longest = min(max_tokens, context)
-    if longest < 1:  # a pool without room for one block; every request is refused
+    if longest < 1:  # the pool has no room for one block; every request is refused
         return
     halves = [longest >> power for power in range(longest.bit_length())]
     prompts = [(0, end) for end in halves if end > 1 or end == longest]

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights, and whether they are whole. Torch-free.
+"""Finds the weight files of a checkpoint folder and checks that they are complete. Torch-free.
 
 Tests: tests/unit/engine/test_weight_files.py, tests/unit/engine/test_hostile_checkpoint.py.
 """
@@ -20,10 +20,10 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _COMPUTED = frozenset({"F64", "F32", "F16", "BF16"})
 _MASKS = frozenset({"BOOL", "U8", "I64", "I32"})
-"""What older files hold beside weights, such as masks; nothing reads it."""
+"""Dtypes of tensors that older files hold beside weights, such as masks; nothing reads them."""
 
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as the library has it."""
+"""Maximum bytes of a safetensors header, the library's own limit."""
 
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 16
@@ -32,10 +32,10 @@ _POINTER = b"version https://git-lfs"
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files that make up the model, sorted by name.
+    """Returns the safetensors files that make up the model, sorted by name.
 
     Raises:
-        CheckpointError: naming the file that is missing or malformed.
+        CheckpointError: a file is missing or malformed; the message names it.
     """
     names = weight_file_names(folder)
     if not names:
@@ -52,7 +52,7 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def weight_file_names(folder: Path) -> tuple[str, ...]:
-    """Names of the files that make up the model, whether they are there or not; none if unknown.
+    """Returns the names of the model's files, present or not; empty if unknown.
 
     Raises:
         CheckpointError: the index is malformed.
@@ -61,7 +61,7 @@ def weight_file_names(folder: Path) -> tuple[str, ...]:
 
 
 def _owners(folder: Path) -> Mapping[str, str]:
-    """The file of each tensor that the index names; without an index, that of all; or none."""
+    """Maps each tensor of the index to its file; without an index, "" to the single file if any."""
     index = folder / _INDEX
     if not index.is_file():
         return {"": _SINGLE} if (folder / _SINGLE).is_file() else {}
@@ -71,7 +71,8 @@ def _owners(folder: Path) -> Mapping[str, str]:
         raise CheckpointError(f"{index}: not a valid weight index") from error
     outside = [name for name in owners.values() if not _is_file_name(name)]
     if outside or not owners:
-        # Links are followed, as caches of models are made of them; an index leads nowhere else.
+        # Symbolic links are followed, since model caches consist of them; an index may not leave
+        # the folder.
         raise CheckpointError(f"{index}: not names of files beside it: {outside!r}")
     return owners
 
@@ -88,14 +89,14 @@ def _other_weights(folder: Path) -> str:
 
 
 def check_weight_files(folder: Path) -> int:
-    """Checks that a folder's weights are there and whole, by their headers alone.
+    """Checks that a folder's weights are there and complete, by their headers alone.
 
     Returns:
-        Bytes of all of them.
+        Total bytes of the files.
 
     Raises:
-        CheckpointError: naming the file that is missing, damaged, or of a kind that is not
-            computed.
+        CheckpointError: a file is missing, damaged, or of an unsupported dtype; the message
+            names it.
     """
     paths = find_weight_files(folder)
     dtypes = {path.name: _dtypes(path) for path in paths}
@@ -109,7 +110,7 @@ def check_weight_files(folder: Path) -> int:
 
 
 def _dtypes(path: Path) -> dict[str, str]:
-    """Of all tensors of a file, by name."""
+    """Returns the dtypes of all tensors of a file, by name."""
     with open_weights(path, "numpy") as file:
         dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     for name, dtype in dtypes.items():
@@ -122,10 +123,10 @@ def _dtypes(path: Path) -> dict[str, str]:
 
 
 def open_weights(path: Path, framework: str) -> Any:
-    """A safetensors file, open for reading while it is entered.
+    """Returns a safetensors file as a context manager that opens it for reading.
 
     Raises:
-        CheckpointError: it is none, or not all of it is there.
+        CheckpointError: it is not a safetensors file, or it is truncated.
     """
     try:
         return safetensors.safe_open(path, framework=framework)
@@ -137,7 +138,7 @@ def open_weights(path: Path, framework: str) -> Any:
 
 
 def _why(path: Path) -> str:
-    """Why a file is no safetensors file, where that can be said better than the library does."""
+    """Explains why a file is not readable, if that is clearer than the library's error."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -157,7 +158,7 @@ def _why(path: Path) -> str:
 
 
 def _end(header: bytes) -> int:
-    """Bytes of all tensors, as a header says; 0 where it does not, as when it is cut."""
+    """Returns the bytes of all tensors according to a header; 0 if it is unreadable or cut."""
     try:
         table = json.loads(header)
         return max(int(each["data_offsets"][1]) for each in table.values() if "dtype" in each)
@@ -166,13 +167,13 @@ def _end(header: bytes) -> int:
 
 
 def identity_of(about: str, paths: tuple[Path, ...]) -> str:
-    """Short identity of weights and what is made of them.
+    """Returns a short identity of weights and of everything that KV depends on.
 
-    Cheap and independent of where the folder lies: file names, sizes, and samples of their bytes
-    spread from the header to the end, so that two fine-tunes of one architecture differ.
+    It is cheap and independent of the folder's path: it hashes file names, sizes, and samples of
+    bytes spread from the header to the end, so that two fine-tunes of one architecture differ.
 
     Args:
-        about: what else KV depends on.
+        about: everything else that KV depends on.
         paths: the weight files.
     """
     digest = hashlib.sha256(about.encode())

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder: which files hold them, their identity, and reading them.
+"""Tensors of a checkpoint folder: names, fingerprint, and reading.
 
 Tests: tests/unit/engine/test_weights.py.
 """
@@ -35,10 +35,10 @@ class WeightFiles:
         """Finds the files; reads none yet.
 
         Args:
-            names: parts of usual names and what the files have for them, replaced in this order.
+            names: pairs of a usual name's part and the files' part for it, replaced in this order.
 
         Raises:
-            CheckpointError: no weights, a malformed index, or a shard that is not there.
+            CheckpointError: there are no weights, the index is malformed, or a shard is missing.
         """
         self.paths = find_weight_files(folder)
         self._handles: list[Any] = []
@@ -63,11 +63,11 @@ class WeightFiles:
         self._handles.clear()
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name is in the files."""
+        """Returns whether the files have a tensor of this name."""
         return self._own_name(name) in self._owner
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor.
+        """Returns the shape of one tensor.
 
         Raises:
             CheckpointError: it is missing.
@@ -81,7 +81,7 @@ class WeightFiles:
         return name
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor in host memory, in the file's dtype.
+        """Reads one tensor into host memory, in the file's dtype.
 
         Raises:
             CheckpointError: it is missing, truncated or of another shape.
@@ -107,11 +107,11 @@ class WeightFiles:
     def read_rows(
         self, parts: list[tuple[str, int]], columns: int | None, dtype: torch.dtype, device: str
     ) -> Tensor:
-        """Several matrices (or vectors) stacked by rows into one, so that one product serves all.
+        """Reads matrices (or vectors) stacked by rows, so that one matrix product serves all.
 
         Args:
             parts: names and numbers of rows.
-            columns: of each matrix; None for vectors.
+            columns: number of columns of each matrix; None for vectors.
         """
         rows = sum(count for _, count in parts)
         tail = () if columns is None else (columns,)
@@ -124,7 +124,7 @@ class WeightFiles:
 
 
 def _newer_name(name: str) -> str:
-    """What a tensor of an older file is called now."""
+    """Returns the present name of an older file's tensor."""
     for older, newer in _OLDER_NAMES:
         if name.startswith(older):
             return newer + name.removeprefix(older)
@@ -136,12 +136,12 @@ class LayerWeights:
     """Reads the tensors of one layer, named from `model.layers.N` on.
 
     Attributes:
-        place: of the layer's KV.
-        prefix: of the decoder's tensors.
-        state_place: of its state, where it carries one.
+        place: place of the layer's KV.
+        prefix: name prefix of the decoder's tensors.
+        state_place: place of the layer's state, if it carries one.
         factors: see `RowFactors`.
 
-    All methods raise CheckpointError when a tensor is missing or of another shape.
+    All methods raise CheckpointError if a tensor is missing or of another shape.
     """
 
     files: WeightFiles
@@ -154,11 +154,11 @@ class LayerWeights:
     factors: RowFactors = ()
 
     def has(self, name: str) -> bool:
-        """Whether the layer has a tensor of this name."""
+        """Returns whether the layer has a tensor of this name."""
         return self.files.has(self._full(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor as the files have it."""
+        """Returns the shape of one tensor in the files."""
         return self.files.shape(self._full(name))
 
     def stacked(self, parts: list[tuple[str, int]], columns: int | None = None) -> Tensor:
@@ -173,7 +173,7 @@ class LayerWeights:
         return rows
 
     def _multiply(self, name: str, rows: Tensor) -> None:
-        """Multiplies what was read of a tensor, in place."""
+        """Multiplies rows of a tensor by its factors, in place."""
         first = 0
         for count, factor in dict(self.factors).get(name, ()):
             run = rows[first : first + count] if count else rows
@@ -181,16 +181,16 @@ class LayerWeights:
             first += count
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """[size], with an offset added before it is rounded."""
+        """Reads a vector [size]; adds the offset before rounding."""
         values = self.files.read(self._full(name), (size,)).float() + offset
         return values.to(self.device, self.dtype)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor of any shape."""
+        """Reads one tensor of any shape."""
         return self.files.read(self._full(name), shape).to(self.device, self.dtype)
 
     def transposed_or_not(self, name: str, shape: tuple[int, int, int]) -> Tensor:
-        """One tensor whose last two axes some files have the other way round."""
+        """Reads one tensor whose last two axes some files swap."""
         first, rows, columns = shape
         other_way = (first, columns, rows)
         if rows != columns and self.files.shape(self._full(name)) == other_way:
@@ -198,11 +198,11 @@ class LayerWeights:
         return self.tensor(name, shape)
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor in fp32 whatever the model computes in, for what a rounding would shift."""
+        """Reads one tensor in fp32, whatever dtype the model computes in."""
         return self.files.read(self._full(name), shape).to(self.device, torch.float32)
 
     def linear(self, name: str, rows: int, columns: int, bias: Tensor | None = None) -> Linear:
-        """A product with the [rows, columns] matrix of this name."""
+        """Reads a [rows, columns] matrix as a linear projection."""
         return make_linear(self.stacked([(name, rows)], columns), bias)
 
     def _full(self, name: str) -> str:
@@ -210,5 +210,5 @@ class LayerWeights:
 
 
 def fingerprint(config: ModelConfig, paths: tuple[Path, ...], dtype: str) -> str:
-    """Short identity of a model whose KV may be exchanged: same weights, same computation dtype."""
+    """Returns a short identity; KV may be exchanged between workers with equal ones."""
     return identity_of(f"{config!r} {dtype}", paths)
