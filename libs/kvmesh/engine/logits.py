@@ -101,6 +101,11 @@ def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
     """Lowers the logits of tokens that occurred; `row` is changed in place.
 
     Repetition counts prompt and output, presence and frequency only the output.
+
+    Args:
+        row: [vocab] fp32.
+
+    Source: repetition as in CTRL, arXiv 1909.05858 §4.1; the others as in OpenAI's API.
     """
     params = chunk.sampling
     tokens = np.asarray(chunk.token_ids[: chunk.end], dtype=np.int64)

@@ -254,6 +254,9 @@ class TorchRunner:
         delta: torch.Tensor,
     ) -> dict[int, list[TokenLogprobs]]:
         """Computes log-probabilities of prompt tokens.
+
+        Args:
+            x, delta: [rows to score, hidden], chunk after chunk, from the model.
         """
         assert self._model is not None
         found: dict[int, list[TokenLogprobs]] = {}

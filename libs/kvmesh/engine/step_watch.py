@@ -2,7 +2,7 @@
 
 Steps are of one kind if their tokens, and the positions that these attend to, are equal up to a
 factor of two. So neither a long prompt nor an engine that was always slow makes a worker count as
-slow.
+slow. Tests: tests/unit/engine/test_step_watch.py.
 """
 
 from __future__ import annotations

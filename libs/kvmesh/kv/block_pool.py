@@ -142,8 +142,8 @@ class BlockPool:
     def allocate(self, n: int, after: int | None = None) -> list[int]:
         """Takes `n` blocks in few contiguous runs, each with one reference.
 
-        after: last block of the sequence so far; the new blocks follow it if there is room.
-            after: last block of the sequence so far; the new ones follow it where they can.
+        Args:
+            after: last block of the sequence so far; the new blocks follow it if there is room.
 
         Raises:
             OutOfBlocksError: fewer than `n` blocks are free; nothing has changed.
