@@ -195,7 +195,7 @@ class Driver:
         return not self._queue(side, key).empty()
 
     async def reserve(
-        self, worker: Worker, key: Key, spec: SequenceSpec, tpot_ms: int = 0
+        self, worker: Worker, key: Key, spec: SequenceSpec, tpot_ms: int = 0, itl_ms: int = 0
     ) -> decode_pb.DecodeEvent:
         """Sends a reserve and returns the answer."""
         message = decode_pb.DecodeReserve(
@@ -203,6 +203,7 @@ class Driver:
             attempt=key.attempt,
             sequence=sequence_spec_to_proto(spec),
             tpot_ms=tpot_ms,
+            itl_ms=itl_ms,
         )
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)

@@ -10,6 +10,7 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.core.named_values import named_values
 from kvmesh.engine.model_source import served_name
 from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.convert import limit_from_ms
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -118,6 +119,9 @@ class LimitsConfig:
     tpot_limit_ms: int = option(
         0, "default longest mean time per token that requests accept; 0: any"
     )
+    itl_limit_ms: int = option(
+        0, "default longest time between two tokens that requests accept; 0: any"
+    )
     request_timeout_s: float = positive(600.0, "longest life of a request")
     prefill_timeout_s: float = positive(
         60.0, "a prefill without its first token or handoff after this long is lost"
@@ -134,6 +138,15 @@ class LimitsConfig:
     def patience_s(self, ttft_ms: int) -> float:
         """Longest wait for workers in seconds; 0 takes the default."""
         return (ttft_ms or self.ttft_deadline_ms) / 1000
+
+    def token_limits_s(self, tpot_ms: int, itl_ms: int) -> tuple[float, float]:
+        """Longest mean time per token, and longest time between two tokens, in seconds.
+
+        0 takes the default; infinite is no limit.
+        """
+        itl_s = limit_from_ms(itl_ms or self.itl_limit_ms)
+        # Where no gap is longer than this, the mean is not either.
+        return min(limit_from_ms(tpot_ms or self.tpot_limit_ms), itl_s), itl_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
 from kvmesh.kv.hashing import packed_tokens
-from kvmesh.rpc.convert import limit_from_ms
 from services.gateway.api.model_checks import (
     ServedNames,
     check_call,
@@ -155,8 +154,7 @@ class Frontend:
         call = changed(call, seed=seed)
         # A caller may repeat its id in a retry, but ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
-        ttft_s = self.limits.patience_s(caller.ttft_ms)
-        tpot_s = limit_from_ms(caller.tpot_ms or self.limits.tpot_limit_ms)
+        tpot_s, itl_s = self.limits.token_limits_s(caller.tpot_ms, caller.itl_ms)
         ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
         checkpoints = self._checkpoints(call, caller, delivered, adapter)
@@ -177,7 +175,7 @@ class Frontend:
                     packed_prompt=packed,
                     sampling=choice_sampling(sampling, seed, number),
                     arrived_at=caller.arrived_at,
-                    ttft_s=ttft_s,
+                    ttft_s=self.limits.patience_s(caller.ttft_ms),
                     cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,
                     placement=caller.placement,
@@ -186,6 +184,7 @@ class Frontend:
                     rank=call.priority,
                     checkpoint=checkpoints[index],
                     tpot_s=tpot_s,
+                    itl_s=itl_s,
                     adapter=adapter,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))

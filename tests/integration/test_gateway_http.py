@@ -295,6 +295,7 @@ async def test_bad_headers_name_themselves(stack: Stack) -> None:
         ("x-kvmesh-placement", "elsewhere"),
         ("x-slo-ttft-ms", "soon"),
         ("x-slo-tpot-ms", "0"),
+        ("x-slo-itl-ms", "-1"),
     ):
         with pytest.raises(openai.BadRequestError, match=name):
             await stack.client.completions.create(

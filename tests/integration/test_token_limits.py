@@ -1,9 +1,15 @@
-"""A worker refuses whom it, or those who decode there, would get tokens later than accepted."""
+"""Workers keep the limits on the time per token, and on the time between two tokens."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
+import pytest
+
+from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.step_times import load_step_times
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from kvmesh.v1 import types_pb2
@@ -43,3 +49,65 @@ async def test_limits_of_both_sides_are_kept() -> None:
         for key, tpot_ms in ((Key("patient"), 1000), (Key("any"), 0)):
             event = await driver.reserve(worker, key, hasty, tpot_ms)
             assert event.HasField("reserved"), event
+
+
+DECODE_S, PROMPT_TOKEN_S = 0.01, 2e-4
+PROFILE = {
+    "devices": {
+        "device": {
+            "prefill_s": {"quadratic": [0.0, PROMPT_TOKEN_S, 0.0]},
+            "decode_s": {"constant": DECODE_S, "per_sequence": 0.0, "per_token": 0.0},
+        }
+    }
+}
+ITL_MS = 60
+NUM_PROMPT = 3000
+
+
+@pytest.mark.parametrize("itl_ms", [0, ITL_MS])
+async def test_a_prompt_is_cut_into_parts_that_keep_the_time_between_two_tokens(
+    itl_ms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    times = load_step_times(path, "device")
+    engine = EngineSection(kind="fake", fake_profile=str(path), fake_device="device")
+    steps: list[list[SequenceChunk]] = []
+    async with running_worker(WorkerSection(), engine) as worker, driving(worker) as driver:
+        plan = worker.core.plan_step
+
+        def recorded() -> list[SequenceChunk]:
+            steps.append(plan())
+            return steps[-1]
+
+        monkeypatch.setattr(worker.core, "plan_step", recorded)
+        # Steps beside little context would say nothing about steps beside a long prompt.
+        spec = make_spec([each % 999 + 1 for each in range(1000)], max_tokens=LONG)
+        event = await driver.reserve(worker, Key("decodes"), spec, itl_ms=itl_ms)
+        await driver.offer(worker, Key("decodes"), spec, event.reserved)
+        pace = worker.decode.pace
+        await until(lambda: pace.room(0.0).pace.of(10) > 0.0, "a step has been measured")
+
+        prompt = make_spec([each % 999 + 1 for each in range(NUM_PROMPT)])
+        asked = await driver.start(worker, Key("prompt"), prompt)
+        assert asked.prefill.WhichOneof("event") == "accepted", asked
+        await driver.decode_event(Key("prompt"))  # its first token
+    mixed = [
+        times.of((chunk.start, chunk.end) for chunk in step)
+        for step in steps
+        if len(step) == 2 and any(chunk.end - chunk.start > 1 for chunk in step)
+    ]
+    if itl_ms:
+        assert max(mixed) <= itl_ms / 1000
+        assert len(mixed) < NUM_PROMPT / 32, "parts are as large as the limit allows"
+    else:
+        assert max(mixed) > ITL_MS / 1000
+
+
+async def test_no_prompt_is_welcome_where_not_even_a_small_part_keeps_the_limit() -> None:
+    async with running_worker(WorkerSection(), ENGINE) as worker, driving(worker) as driver:
+        spec = make_spec([5, 6, 7], max_tokens=LONG)
+        event = await driver.reserve(worker, Key("runs"), spec, itl_ms=int(STEP_S * 1000))
+        await driver.offer(worker, Key("runs"), spec, event.reserved)
+        await until(lambda: worker.report().room.spare_s == 0.0, "no time is left for prompts")
+        assert worker.report().room.strictest_s == STEP_S

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--ttft-ms", 0.0, text, kind=not_negative)
     text = "longest mean time per token of an answer"
     add_flag(parser, "--tpot-ms", 100.0, text, kind=positive)
+    text = "longest time between two tokens that workers are told of; 0: any"
+    add_flag(parser, "--itl-ms", 0.0, text, kind=not_negative)
     add_flag(parser, "--json", "", "file for all numbers", kind=output_file)
     add_flag(
         parser, "--csv", "", "file for the table's numbers, a row per system", kind=output_file
@@ -152,20 +155,21 @@ def _scenario(
         requests=requests,
         closed_loop=arguments.closed_loop,
         failures=failures,
-        objectives=objectives(arguments.ttft_ms, arguments.tpot_ms),
+        objectives=objectives(arguments.ttft_ms, arguments.tpot_ms, arguments.itl_ms),
         seed=arguments.seed,
         jitter=arguments.jitter,
         chains=arguments.chains,
     )
 
 
-def objectives(ttft_ms: float, tpot_ms: float) -> Objectives:
+def objectives(ttft_ms: float, tpot_ms: float, itl_ms: float = 0.0) -> Objectives:
     """The limits of goodput.
 
     Args:
         ttft_ms: 0 keeps the limits by prompt length.
+        itl_ms: 0 is no limit.
     """
-    limits = Objectives(tpot_s=tpot_ms / 1000)
+    limits = Objectives(tpot_s=tpot_ms / 1000, itl_s=itl_ms / 1000 if itl_ms else math.inf)
     if not ttft_ms:
         return limits
     every_length = TimeoutTier(limits.timeouts[-1].max_tokens, ttft_ms / 1000)

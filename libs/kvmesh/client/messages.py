@@ -77,6 +77,8 @@ class GenerateOptions(SamplingOptions, ToolOptions, total=False):
         ttft_deadline_s: time to the first token after which the gateway refuses.
         tpot_limit_s: longest mean time per token that is accepted; workers that would take longer
             are not asked.
+        itl_limit_s: longest time between two tokens that is accepted; prompts that a worker
+            computes between them are cut into parts that keep it.
         request_id: identity in logs and traces; made by the gateway when absent.
         scenario: routing class of the request.
         cache_salt: keeps cached prefixes of callers with other salts apart.
@@ -90,6 +92,7 @@ class GenerateOptions(SamplingOptions, ToolOptions, total=False):
     timeout_s: float
     ttft_deadline_s: float
     tpot_limit_s: float
+    itl_limit_s: float
     request_id: str
     scenario: str
     cache_salt: str
@@ -182,6 +185,7 @@ def request_message(
         request_id=options.get("request_id", ""),
         ttft_deadline_ms=_milliseconds(options.get("ttft_deadline_s", 0.0), "ttft_deadline_s"),
         tpot_limit_ms=_milliseconds(options.get("tpot_limit_s", 0.0), "tpot_limit_s"),
+        itl_limit_ms=_milliseconds(options.get("itl_limit_s", 0.0), "itl_limit_s"),
         scenario=options.get("scenario", ""),
         cache_salt=options.get("cache_salt", ""),
         placement=placement_to_proto(options.get("placement", Placement.AUTO)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 _LIMITS = (
     "ttft_deadline_ms",
     "tpot_limit_ms",
+    "itl_limit_ms",
     "request_timeout_s",
     "prefill_timeout_s",
     "stall_s",

@@ -271,6 +271,10 @@ class EngineCore:
 
     # --- steps -------------------------------------------------------------------------------
 
+    def limit_prompts(self, num_tokens: int | None) -> None:
+        """Bounds the prompt tokens of the steps in which some sequence decodes; None: no bound."""
+        self._running.beside_decode = num_tokens
+
     def plan_step(self) -> list[SequenceChunk]:
         """Returns the chunks of the next step; empty if there is nothing to do.
 
@@ -422,9 +426,8 @@ class EngineCore:
             is_eos = token_id in self.spec.eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:
                 return FinishReason.STOP
-        if sequence.num_generated >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if len(sequence.tokens) >= self.max_model_len:
+        is_full = len(sequence.tokens) >= self.max_model_len
+        if is_full or sequence.num_generated >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -454,13 +457,8 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence and no referenced block."""
-        return not (
-            self._held
-            or self._running
-            or self._preempted
-            or self._in_flight
-            or not self.pool.is_idle
-        )
+        is_busy = self._held or self._running or self._preempted or self._in_flight
+        return not is_busy and self.pool.is_idle
 
     def statistics(self) -> EngineStatistics:
         """Returns counters and gauges."""

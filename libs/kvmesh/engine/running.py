@@ -30,6 +30,8 @@ class RunningSequences:
         preempted: sequences that lost their blocks.
         num_preemptions: number of preemptions since start.
         on_preempted: called with each preempted sequence.
+        beside_decode: most prompt tokens of a step in which some sequence decodes; None: as many
+            as the step's budget leaves.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RunningSequences:
         self._members: list[Sequence] = []
         self.preempted = preempted
         self.num_preemptions = 0
+        self.beside_decode: int | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda _: None
 
     def __len__(self) -> int:
@@ -82,7 +85,8 @@ class RunningSequences:
         whole = next((s for s in runnable if s.in_one_step and s.num_remaining > 1), None)
         if whole is not None and self._grow(whole, len(whole.tokens), ()):
             return [(whole, len(whole.tokens))]
-        plans = plan_batch([s.num_remaining for s in runnable], self._limits)
+        remaining = [s.num_remaining for s in runnable]
+        plans = plan_batch(remaining, self._limits, self.beside_decode)
         grown: dict[Sequence, int] = {}
         for plan in plans:
             sequence = runnable[plan.index]

@@ -34,11 +34,15 @@ class ChunkPlan:
     num_tokens: int
 
 
-def plan_batch(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]:
+def plan_batch(
+    remaining: Sequence[int], limits: BatchLimits, beside_decode: int | None = None
+) -> list[ChunkPlan]:
     """Divides the step's budget.
 
     Args:
         remaining: per sequence, oldest first, the number of tokens without KV; 1 is a decode step.
+        beside_decode: most prompt tokens of a step in which some sequence decodes; None: as many
+            as the budget leaves.
 
     Returns:
         One entry per sequence that takes part, in the order of the list. Decode comes first, so a
@@ -52,6 +56,8 @@ def plan_batch(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]
             budget -= 1
     if shares and limits.mixed_tokens is not None:
         budget = min(budget, limits.mixed_tokens - len(shares))
+    if shares and beside_decode is not None:
+        budget = min(budget, beside_decode)
     for index, tokens in enumerate(remaining):
         if tokens > 1 and budget > 0 and len(shares) < limits.max_sequences:
             shares[index] = min(tokens, budget)

@@ -150,7 +150,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             spec = sequence_spec_from_proto(message.sequence)
         except ProtocolError as error:
             return Refusal(RefusalReason.INVALID, str(error))
-        limit_s = limit_from_ms(message.tpot_ms)
+        itl_s = limit_from_ms(message.itl_ms)
+        # Where no gap is longer than this, the mean is not either.
+        limit_s = min(limit_from_ms(message.tpot_ms), itl_s)
         if not takes(self.pace.room(self._clock.now()), limit_s, len(spec.token_ids)):
             text = "with this request a token would take longer than it or others here accept"
             return Refusal(RefusalReason.NO_SLOTS, text, retry_after_ms=50)
@@ -161,7 +163,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         arriving = self._core.arriving_blocks(sequence, num_cached_blocks)
         blocks = [each.block for each in arriving]
         task = DecodeTask(outbox, key[1], message.attempt, sequence, span, blocks)
-        task.tpot_s = limit_s
+        task.tpot_s, task.itl_s = limit_s, itl_s
         reservation = self.arriving.reserve(task)
         self._tasks[key] = task
         self._idle.clear()

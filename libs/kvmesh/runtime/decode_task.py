@@ -25,6 +25,7 @@ class DecodeTask:
         local_write: the engine of this worker computes the prompt right in the blocks.
         stop_prefill: ends the prompt that was started with the reservation.
         tpot_s: longest mean time per token that its client accepts; infinite for none.
+        itl_s: longest time between two tokens that its client accepts; infinite for none.
         decodes_since: when its KV was complete, in seconds on the worker's clock.
     """
 
@@ -38,6 +39,7 @@ class DecodeTask:
     local_write: int | None = None
     stop_prefill: Callable[[], None] | None = None
     tpot_s: float = math.inf
+    itl_s: float = math.inf
     decodes_since: float | None = None
 
     @property

@@ -323,8 +323,8 @@ class Worker:
         self._metrics.step_seconds.observe(seconds)
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
-        if not self._steps.last_prompt_tokens:
-            self.decode.pace.observe(seconds)
+        self.decode.pace.observe(seconds, self._steps.last_prompt_tokens)
+        self.core.limit_prompts(self.decode.pace.most_prompt_tokens())
         if self.queries is not None and self._steps.last_prompt_tokens:
             self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
         if num_tokens := self._steps.last_prompt_tokens:

@@ -72,10 +72,13 @@ class Objectives:
     Attributes:
         timeouts: longest time to the first token by prompt length; later ones are failures.
         tpot_s: longest mean time per token.
+        itl_s: longest time between two tokens that workers are told of; infinite for none. It does
+            not count for goodput.
     """
 
     timeouts: tuple[TimeoutTier, ...] = (TimeoutTier(8192, 5.0), TimeoutTier(1 << 62, 30.0))
     tpot_s: float = 0.1
+    itl_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +109,10 @@ class Scenario:
 
 def accepted_tpot_s(scenario: Scenario) -> float:
     """Longest mean time per token that the system is told of; infinite where it knows none."""
-    return scenario.objectives.tpot_s if scenario.system.knows_tpot else math.inf
+    limits = scenario.objectives
+    return min(limits.tpot_s, limits.itl_s) if scenario.system.knows_tpot else math.inf
+
+
+def accepted_itl_s(scenario: Scenario) -> float:
+    """Longest time between two tokens that the system is told of; infinite where it knows none."""
+    return scenario.objectives.itl_s if scenario.system.knows_tpot else math.inf

@@ -26,7 +26,13 @@ from kvmesh.sim.gaps import Gaps
 from kvmesh.sim.placing import Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.router import Decide, SimRouter
-from kvmesh.sim.scenario import Failure, FailureKind, Scenario, accepted_tpot_s
+from kvmesh.sim.scenario import (
+    Failure,
+    FailureKind,
+    Scenario,
+    accepted_itl_s,
+    accepted_tpot_s,
+)
 from kvmesh.sim.systems import System
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.turns import Lanes
@@ -127,7 +133,11 @@ class Simulation:
             scenario.profile,
             self,
             WorkerRules(
-                system.queue_offers, scenario.chunks, accepted_tpot_s(scenario), scenario.chains
+                system.queue_offers,
+                scenario.chunks,
+                accepted_tpot_s(scenario),
+                accepted_itl_s(scenario),
+                scenario.chains,
             ),
             report_interval_s=system.report_interval_s,
             order=_index(system, self.rng),

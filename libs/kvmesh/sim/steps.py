@@ -17,6 +17,7 @@ from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.pace import PaceRoom
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.batching import BatchLimits, plan_batch
+from kvmesh.policy.mixed_step import MixedSteps
 from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
@@ -130,6 +131,7 @@ class StepLoop:
         events: EventQueue,
         listener: StepListener,
         host: Host | None = None,
+        itl_s: float = math.inf,
     ) -> None:
         self._device = device
         self._host = host
@@ -148,6 +150,8 @@ class StepLoop:
         self._in_step = False
         self._other_work_s = 0.0
         self._fit = StepFit()
+        self._itl_s = itl_s
+        self._mixed = MixedSteps()
         self._answers = AnswerLength()
         self.gaps = Gaps()
         self.computed_tokens = 0
@@ -176,12 +180,10 @@ class StepLoop:
         paced += [(limit_s, 0, 0.0)] * len(awaited)
         pace, current = self._fit.pace(), decoding.context
         context = current + sum(awaited)
-        return PaceRoom(
-            pace,
-            context,
-            limit_s if context else math.inf,
-            spare_s(paced, pace.of(current), self._answers.tokens),
-        )
+        spare = spare_s(paced, pace.of(current), self._answers.tokens)
+        if not self._mixed.has_room(self._itl_s, pace.of(current)):
+            spare = 0.0
+        return PaceRoom(pace, context, limit_s if context else math.inf, spare)
 
     def join(self, sequence: SimSequence) -> None:
         """Computes what the sequence has no KV for, from the next step on."""
@@ -313,9 +315,11 @@ class StepLoop:
     def _start_mixed(self) -> None:
         count = self._decoding.count
         remaining = [1] * count + [each.remaining for each in self._prompts]
+        decode_s = self._fit.pace().of(self._decoding.context) if count else 0.0
+        beside = self._mixed.most_tokens(self._itl_s, decode_s) if count else None
         chunks = [
             (self._prompts[plan.index - count], plan.num_tokens)
-            for plan in plan_batch(remaining, self._limits)
+            for plan in plan_batch(remaining, self._limits, beside)
             if plan.index >= count
         ]
         duration, context = 0.0, self._decoding.context
@@ -326,6 +330,8 @@ class StepLoop:
                 # The last token of a prompt is a decode step like any other.
                 count += 1
                 context += sequence.num_tokens
+        if self._itl_s < math.inf and duration:
+            self._mixed.add(sum(tokens for _, tokens in chunks if tokens > 1), duration)
         if count:
             duration += self._step_s(count, context)
         duration += self._take_other_work_s()

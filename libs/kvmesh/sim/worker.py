@@ -49,12 +49,14 @@ class WorkerRules:
         queue_offers: accept prompts beyond the slots into a local queue.
         chunks: tokens per step.
         tpot_s: longest mean time per token that requests accept; infinite for none.
+        itl_s: longest time between two tokens that requests accept; infinite for none.
         chains: they compute parts of prompts for each other.
     """
 
     queue_offers: bool = False
     chunks: ChunkTokens = ChunkTokens()
     tpot_s: float = math.inf
+    itl_s: float = math.inf
     chains: bool = False
 
 
@@ -115,7 +117,7 @@ class SimWorker:
         self._tpot_s = rules.tpot_s
         num_slots = info.prefill_slots + info.decode_slots
         limits = BatchLimits(rules.chunks.alone, num_slots, rules.chunks.mixed)
-        self.steps = StepLoop(device, self.pool, limits, events, self, host)
+        self.steps = StepLoop(device, self.pool, limits, events, self, host, rules.itl_s)
         self._num_sequences = 0
         self._waiting: list[SimSequence] = []
         self._prefills: set[SimSequence] = set()

@@ -33,6 +33,7 @@ class DecodeReserve(_message.Message):
     START_WITHIN_MS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
+    ITL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -45,6 +46,8 @@ class DecodeReserve(_message.Message):
     """
     tpot_ms: _builtins.int
     """Longest mean time per token that the client accepts, in milliseconds; 0: any."""
+    itl_ms: _builtins.int
+    """Longest time between two tokens that the client accepts, in milliseconds; 0: any."""
     @_builtins.property
     def sequence(self) -> _types_pb2.SequenceSpec:
         """The sequence that will be decoded."""
@@ -63,10 +66,11 @@ class DecodeReserve(_message.Message):
         start_within_ms: _builtins.int = ...,
         source: _types_pb2.PrefixSource | None = ...,
         tpot_ms: _builtins.int = ...,
+        itl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "itl_ms", b"itl_ms", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

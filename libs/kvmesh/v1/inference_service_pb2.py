@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/v1/inference_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"~\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.kvmesh.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"B\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"\xcd\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\x12\x1e\n\x05tools\x18\x02 \x03(\x0b\x32\x0f.kvmesh.v1.Tool\x12*\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x15.kvmesh.v1.ToolChoice\x12\x13\n\x0b\x63hosen_tool\x18\x04 \x01(\t\x12\x13\n\x0bsingle_call\x18\x05 \x01(\x08\x12\x1f\n\x17template_arguments_json\x18\x06 \x01(\t\"$\n\x0bTokenPrompt\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"x\n\x0bResumePoint\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x12\n\nprompt_sum\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\"\xbc\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.TokenPromptH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x18\n\x10ttft_deadline_ms\x18\x08 \x01(\r\x12\x10\n\x08scenario\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12+\n\tplacement\x18\x0b \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12\x1e\n\x11include_reasoning\x18\x0c \x01(\x08H\x01\x88\x01\x01\x12&\n\x06resume\x18\r \x01(\x0b\x32\x16.kvmesh.v1.ResumePoint\x12\x15\n\rtpot_limit_ms\x18\x0e \x01(\rB\x08\n\x06promptB\x14\n\x12_include_reasoning\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"\x89\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12#\n\x06placed\x18\x08 \x01(\x0b\x32\x13.kvmesh.v1.PlacedAt\x12\x11\n\treasoning\x18\t \x01(\t\x12,\n\ntool_calls\x18\n \x03(\x0b\x32\x18.kvmesh.v1.ToolCallDelta\x12&\n\x06resume\x18\x0b \x01(\x0b\x32\x16.kvmesh.v1.ResumePoint\"f\n\x08PlacedAt\x12+\n\tplacement\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\",\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kvmesh.v1.Model*Y\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x02\x32\xa4\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/v1/inference_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"~\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.kvmesh.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"B\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"\xcd\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\x12\x1e\n\x05tools\x18\x02 \x03(\x0b\x32\x0f.kvmesh.v1.Tool\x12*\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x15.kvmesh.v1.ToolChoice\x12\x13\n\x0b\x63hosen_tool\x18\x04 \x01(\t\x12\x13\n\x0bsingle_call\x18\x05 \x01(\x08\x12\x1f\n\x17template_arguments_json\x18\x06 \x01(\t\"$\n\x0bTokenPrompt\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"x\n\x0bResumePoint\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x12\n\nprompt_sum\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\"\xd2\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.TokenPromptH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x18\n\x10ttft_deadline_ms\x18\x08 \x01(\r\x12\x10\n\x08scenario\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12+\n\tplacement\x18\x0b \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12\x1e\n\x11include_reasoning\x18\x0c \x01(\x08H\x01\x88\x01\x01\x12&\n\x06resume\x18\r \x01(\x0b\x32\x16.kvmesh.v1.ResumePoint\x12\x15\n\rtpot_limit_ms\x18\x0e \x01(\r\x12\x14\n\x0citl_limit_ms\x18\x0f \x01(\rB\x08\n\x06promptB\x14\n\x12_include_reasoning\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"\x89\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12#\n\x06placed\x18\x08 \x01(\x0b\x32\x13.kvmesh.v1.PlacedAt\x12\x11\n\treasoning\x18\t \x01(\t\x12,\n\ntool_calls\x18\n \x03(\x0b\x32\x18.kvmesh.v1.ToolCallDelta\x12&\n\x06resume\x18\x0b \x01(\x0b\x32\x16.kvmesh.v1.ResumePoint\"f\n\x08PlacedAt\x12+\n\tplacement\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\",\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kvmesh.v1.Model*Y\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x02\x32\xa4\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEPOINT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._loaded_options = None
   _globals['_GENERATERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_TOOLCHOICE']._serialized_start=1957
-  _globals['_TOOLCHOICE']._serialized_end=2046
+  _globals['_TOOLCHOICE']._serialized_start=1979
+  _globals['_TOOLCHOICE']._serialized_end=2068
   _globals['_TOOLCALL']._serialized_start=71
   _globals['_TOOLCALL']._serialized_end=131
   _globals['_CHATMESSAGE']._serialized_start=133
@@ -53,21 +53,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEPOINT']._serialized_start=575
   _globals['_RESUMEPOINT']._serialized_end=695
   _globals['_GENERATEREQUEST']._serialized_start=698
-  _globals['_GENERATEREQUEST']._serialized_end=1142
-  _globals['_USAGE']._serialized_start=1144
-  _globals['_USAGE']._serialized_end=1250
-  _globals['_TOOLCALLDELTA']._serialized_start=1252
-  _globals['_TOOLCALLDELTA']._serialized_end=1332
-  _globals['_GENERATERESPONSE']._serialized_start=1335
-  _globals['_GENERATERESPONSE']._serialized_end=1728
-  _globals['_PLACEDAT']._serialized_start=1730
-  _globals['_PLACEDAT']._serialized_end=1832
-  _globals['_LISTMODELSREQUEST']._serialized_start=1834
-  _globals['_LISTMODELSREQUEST']._serialized_end=1853
-  _globals['_MODEL']._serialized_start=1855
-  _globals['_MODEL']._serialized_end=1899
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1901
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1955
-  _globals['_INFERENCESERVICE']._serialized_start=2049
-  _globals['_INFERENCESERVICE']._serialized_end=2213
+  _globals['_GENERATEREQUEST']._serialized_end=1164
+  _globals['_USAGE']._serialized_start=1166
+  _globals['_USAGE']._serialized_end=1272
+  _globals['_TOOLCALLDELTA']._serialized_start=1274
+  _globals['_TOOLCALLDELTA']._serialized_end=1354
+  _globals['_GENERATERESPONSE']._serialized_start=1357
+  _globals['_GENERATERESPONSE']._serialized_end=1750
+  _globals['_PLACEDAT']._serialized_start=1752
+  _globals['_PLACEDAT']._serialized_end=1854
+  _globals['_LISTMODELSREQUEST']._serialized_start=1856
+  _globals['_LISTMODELSREQUEST']._serialized_end=1875
+  _globals['_MODEL']._serialized_start=1877
+  _globals['_MODEL']._serialized_end=1921
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1923
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1977
+  _globals['_INFERENCESERVICE']._serialized_start=2071
+  _globals['_INFERENCESERVICE']._serialized_end=2235
 # @@protoc_insertion_point(module_scope)

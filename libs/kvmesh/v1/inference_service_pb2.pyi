@@ -274,6 +274,7 @@ class GenerateRequest(_message.Message):
     INCLUDE_REASONING_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     TPOT_LIMIT_MS_FIELD_NUMBER: _builtins.int
+    ITL_LIMIT_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name; empty takes the only one."""
     text: _builtins.str
@@ -292,6 +293,8 @@ class GenerateRequest(_message.Message):
     """Whether the thinking of a chat is part of the answer; unset says yes. It is told apart from the text either way."""
     tpot_limit_ms: _builtins.int
     """Longest mean time per token that the caller accepts, in milliseconds; 0: any."""
+    itl_limit_ms: _builtins.int
+    """Longest time between two tokens that the caller accepts, in milliseconds; 0: any."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids."""
@@ -331,10 +334,11 @@ class GenerateRequest(_message.Message):
         include_reasoning: _builtins.bool | None = ...,
         resume: Global___ResumePoint | None = ...,
         tpot_limit_ms: _builtins.int = ...,
+        itl_limit_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "chat", b"chat", "include_reasoning", b"include_reasoning", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "cache_salt", b"cache_salt", "chat", b"chat", "include_reasoning", b"include_reasoning", "model", b"model", "placement", b"placement", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "scenario", b"scenario", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tpot_limit_ms", b"tpot_limit_ms", "ttft_deadline_ms", b"ttft_deadline_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "cache_salt", b"cache_salt", "chat", b"chat", "include_reasoning", b"include_reasoning", "itl_limit_ms", b"itl_limit_ms", "model", b"model", "placement", b"placement", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "scenario", b"scenario", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tpot_limit_ms", b"tpot_limit_ms", "ttft_deadline_ms", b"ttft_deadline_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__include_reasoning: _TypeAlias = _typing.Literal["include_reasoning"]  # noqa: Y015
     _WhichOneofArgType__include_reasoning: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning"]  # noqa: Y015

@@ -231,6 +231,7 @@ def caller_of(headers: Headers, arrived_at: float, request_id: str, ticket: Tick
         placement=parse_placement(headers.get("x-kvmesh-placement", "")),
         ttft_ms=ttft_ms_of(headers),
         tpot_ms=milliseconds_of(headers, "x-slo-tpot-ms"),
+        itl_ms=milliseconds_of(headers, "x-slo-itl-ms"),
         traceparent=headers.get("traceparent", ""),
         ticket=ticket,
     )

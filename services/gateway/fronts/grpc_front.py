@@ -141,6 +141,7 @@ def _caller(
         placement=placement_of(request),
         ttft_ms=request.ttft_deadline_ms,
         tpot_ms=request.tpot_limit_ms,
+        itl_ms=request.itl_limit_ms,
         traceparent=metadata.get("traceparent", ""),
         ticket=ticket,
     )

@@ -27,6 +27,7 @@ class Caller:
         request_id: the caller's id for the call; if empty, the gateway makes one.
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         tpot_ms: longest mean time per token; 0 takes the default.
+        itl_ms: longest time between two tokens; 0 takes the default.
         traceparent: the caller's trace context.
         ticket: from `Entrance.admit`; the call's usage is charged to its tenant.
     """
@@ -39,6 +40,7 @@ class Caller:
     traceparent: str = ""
     ticket: Ticket | None = None
     tpot_ms: int = 0
+    itl_ms: int = 0
 
     @property
     def tenant(self) -> Tenant:

@@ -342,6 +342,7 @@ class Life:
             self._write_sequence(reserve.sequence)
             reserve.traceparent = traceparent
             reserve.tpot_ms = limit_to_ms(self.ledger.request.tpot_s)
+            reserve.itl_ms = limit_to_ms(self.ledger.request.itl_s)
             if ask.kind is Kind.START:
                 reserve.start_within_ms = search.remaining_ms
                 if source is not None:

@@ -44,6 +44,16 @@ def test_the_last_token_of_the_budget_is_spent_and_no_more() -> None:
     assert plan_batch([2], BatchLimits()) == [ChunkPlan(0, 2)]
 
 
+def test_prompt_tokens_are_bounded_beside_decode_only() -> None:
+    limits = BatchLimits(max_tokens=100)
+    assert plan_batch([1, 500, 1], limits, 20) == [
+        ChunkPlan(0, 1),
+        ChunkPlan(1, 20),
+        ChunkPlan(2, 1),
+    ]
+    assert plan_batch([500], limits, 20) == [ChunkPlan(0, 100)]
+
+
 @given(
     st.lists(st.integers(0, 2000), max_size=40),
     st.integers(1, 1024),

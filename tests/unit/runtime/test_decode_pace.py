@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvmesh.core.pace import PaceRoom, StepPace
+from kvmesh.policy.mixed_step import KEPT_SHARE
 from kvmesh.policy.token_pace import BEARABLE_MISSES
 from kvmesh.runtime.decode_pace import DecodePace
 from kvmesh.runtime.decode_task import DecodeTask
@@ -73,3 +74,20 @@ def test_what_never_decoded_is_no_answer() -> None:
     before = pace.room(0.0)
     pace.ended(task(10, 0, 0.03, since=None))
     assert pace.room(0.0) == before
+
+
+def test_prompts_beside_decode_are_bounded_by_the_strictest_gap() -> None:
+    patient, strict = task(100, 20, math.inf), task(100, 20, math.inf)
+    strict.itl_s = 0.05
+    pace = pace_of(patient, strict)
+    pace.observe(0.02)
+    pace.observe(0.02 + 0.1, 502)  # 500 tokens of a prompt took 0.1 s
+    assert pace.most_prompt_tokens() == int((KEPT_SHARE * 0.05 - 0.02) / 2e-4)
+    strict.itl_s = math.inf
+    assert pace.most_prompt_tokens() is None
+
+
+def test_a_gap_bounds_nothing_before_its_sequence_decodes() -> None:
+    awaited = task(100, 0, math.inf, since=None)
+    awaited.itl_s = 0.05
+    assert pace_of(awaited).most_prompt_tokens() is None

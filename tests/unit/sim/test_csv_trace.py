@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,8 @@ def test_limits_of_goodput() -> None:
     assert objectives(0, 100).timeouts[0].timeout_s == 5.0
     strict = objectives(250, 30)
     assert strict.tpot_s == 0.03
+    assert strict.itl_s == math.inf
+    assert objectives(0, 100, 40).itl_s == 0.04
     assert {timeout_s(tokens, strict.timeouts) for tokens in (1, 100_000)} == {0.25}
 
 
