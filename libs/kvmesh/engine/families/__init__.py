@@ -1,4 +1,4 @@
-"""The model families, by the `model_type` of their config.json; what they compute is in models/.
+"""Registry of model families by the `model_type` of config.json; models/ has their computation.
 
 Torch-free: `kvmesh up` reads a folder without loading it. docs/adding-a-model.md.
 """

@@ -1,5 +1,5 @@
-"""Trinity (AFMoE): norms on both sides of attention and MLP and of heads, a gate of attention,
-experts chosen by biased sigmoid scores beside shared ones; layers without a window are not rotated.
+"""Trinity (AFMoE): norms before and after attention and MLP and per head, gated attention, and
+experts chosen by biased sigmoid scores beside shared ones. Layers without a window are not rotated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _experts(fields: Fields, num_layers: int) -> MoeConfig:
-    # What published files say of their experts and transformers does not read.
+    # Keys of published files that transformers does not read.
     fields.only("n_group", 1)
     fields.only("route_norm", True)
     fields.only("score_func", "sigmoid")

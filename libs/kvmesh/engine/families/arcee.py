@@ -1,4 +1,4 @@
-"""Arcee (AFM-4.5B): Llama whose MLP has no gate but squares what is positive."""
+"""Arcee (AFM-4.5B): Llama with an MLP without a gate, activated by squared ReLU."""
 
 from __future__ import annotations
 

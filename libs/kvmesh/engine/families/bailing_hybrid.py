@@ -1,5 +1,5 @@
 """Bailing hybrid (Ling 3.0): KDA in most layers, latent attention with a gate per head in the
-others, DeepSeek's choice of experts.
+others, and DeepSeek's routing of experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     bound = fields.real("kda_lower_bound", default=-5.0)
     return replace(
         config,
-        # The head is its own whatever the file says: transformers ties none of this family.
+        # The head is never tied, whatever the file says: transformers ties none of this family.
         tie_word_embeddings=False,
         head_dim=latent.rope_dim,
         latent=latent,
@@ -62,7 +62,7 @@ _EXPERTS = MoeConfig(
     scale=2.5,
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 
 FAMILY = Family(

@@ -1,5 +1,5 @@
-"""Bamba: Mamba-2 in most layers, attention with rotation of half a head in those that the file
-names.
+"""Bamba: Mamba-2 in most layers; the layers named in the file have attention with half of each head
+rotated.
 """
 
 from __future__ import annotations

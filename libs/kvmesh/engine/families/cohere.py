@@ -1,8 +1,8 @@
-"""Command R, R7B and A: attention and MLP side by side behind one norm, which subtracts the mean;
-the second version has windows in most layers and rotates in those alone.
+"""Command R, R7B and A: attention and MLP in parallel after one LayerNorm. The second version has
+windows in most layers and rotates only in those.
 
-A part's mean is taken out of it before it is added to the stream. The stream then has none, and its
-norms are those of other families.
+The mean of each part is subtracted before the part is added to the stream. The stream then has mean
+zero, so its norms are RMS norms like those of other families.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code World Model: Llama with a window in all layers but each fourth, the first among them."""
+"""Code World Model: Llama with a window in all layers except each fourth, starting at the first."""
 
 from __future__ import annotations
 

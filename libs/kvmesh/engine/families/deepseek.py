@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention (MLA), experts chosen within groups beside shared ones."""
+"""DeepSeek V2 and V3: latent attention (MLA), group-limited routing of experts, shared experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _moe(fields: Fields, config: ModelConfig, *, is_v3: bool) -> MoeConfig:
 def with_latents(
     fields: Fields, config: ModelConfig, moe: MoeConfig, *, interleaved: bool
 ) -> ModelConfig:
-    """A config with latent attention and experts.
+    """Returns a config with latent attention and experts.
 
     Raises:
         CheckpointError: a value is malformed or not supported.
@@ -51,7 +51,7 @@ def with_latents(
 
 
 def _configure_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # It always rotates neighbours; V3's files say.
+    # V2 always rotates neighbours; V3's files specify it.
     return with_latents(fields, config, _moe(fields, config, is_v3=False), interleaved=True)
 
 

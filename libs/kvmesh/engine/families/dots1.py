@@ -16,7 +16,7 @@ _EXPERTS = MoeConfig(
     sparse_layers=frozenset(),
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Ernie 4.5 with experts: they are chosen by biased softmax scores, beside shared ones."""
+"""Ernie 4.5 with experts, chosen by biased softmax scores, beside shared ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmesh.engine.json_fields import Fields
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # It bounds a sum of scores, which no row comes near.
+    # The minimum of a sum of scores, which no row comes near.
     fields.only("moe_norm_min", 1e-12)
     size = fields.number("moe_intermediate_size", int, default=1536)
     moe = MoeConfig(

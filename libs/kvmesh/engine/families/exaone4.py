@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP and of each head; where there are windows, layers
-without one are not rotated.
+"""EXAONE 4: norms after attention and MLP and per head. In models with windows, layers without one
+are not rotated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""K-EXAONE: norms of heads, DeepSeek's choice of experts beside a shared one; where there are
+"""K-EXAONE: norms per head, DeepSeek's routing of experts beside a shared one. In models with
 windows, layers without one are not rotated.
 """
 
@@ -20,7 +20,7 @@ _EXPERTS = MoeConfig(
     scale=2.5,
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:

@@ -1,6 +1,6 @@
-"""Falcon 7B, 40B, 180B and Falcon 2: norms that take the mean out, attention and an MLP without a
-gate side by side behind one of them or one each; queries, keys and values are one in the files.
-Not those with ALiBi (Falcon-RW).
+"""Falcon 7B, 40B, 180B and Falcon 2: LayerNorms, attention and an MLP without a gate in parallel
+after one shared norm or one norm each; queries, keys and values are one tensor in the files. Models
+with ALiBi (Falcon-RW) are not supported.
 """
 
 from __future__ import annotations

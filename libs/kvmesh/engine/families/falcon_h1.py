@@ -1,5 +1,5 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer, and factors of most of what is
-computed, which weights take up as they are read.
+"""Falcon-H1: attention and Mamba-2 in parallel in every layer. It scales most intermediate results;
+the factors are multiplied into the weights as they are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _factors(fields: Fields, shape: LinearConfig) -> RowFactors:
-    """What rows of weights are multiplied by."""
+    """Returns the factors of weight rows."""
 
     def factor(name: str) -> float:
         return fields.number(name, float, default=1.0)
@@ -50,7 +50,7 @@ def _factors(fields: Fields, shape: LinearConfig) -> RowFactors:
 
     values = shape.num_value_heads * shape.value_dim
     of_groups = shape.num_key_heads * shape.key_dim
-    # The gate; what is convolved: values, keys and queries; durations.
+    # The gate; the convolution's input: values, keys and queries; durations.
     runs = (values, values, of_groups, of_groups, shape.num_value_heads)
     before = factor("ssm_in_multiplier")
     read = factor("attention_in_multiplier")

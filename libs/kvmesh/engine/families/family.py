@@ -1,4 +1,4 @@
-"""What a model family tells the engine."""
+"""Interface of a model family to the engine, and helpers that families share."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.rope_fields import rope_of
 
 SEEING_PREFIX = "model.language_model"
-"""Of the decoder's tensors in a model that also sees pictures."""
+"""Name prefix of the decoder's tensors in a vision-language model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family's own part.
+    """Definition of one family.
 
     Attributes:
-        configure: config.json and the config that every family shares, to the family's config.
-        defaults: what config.json may leave out, by key.
-        rope_theta: where no key of config.json says it.
-        activations: names of the one that is computed.
-        computed_keys: of those that are refused for other families.
-        rounds_embedding_scale: the factor of embeddings has the dtype of computation.
-        norm_offset: added to the weights of norms.
-        aliases: own names of config.json's keys, and the usual ones.
-        decoders: `model_type` of decoders whose keys are under `text_config`, and what files with
-            such a one may leave out, by key; empty when the keys lie open.
-        older_lie_open: older files have the decoder's keys beside the others.
-        weight_prefix: of the decoder's tensors.
-        tensor_names: parts of tensors' usual names and the family's own, replaced in this order.
-        derived: of a file's keys, those that follow from others and win over what it says.
+        configure: maps config.json and the config common to all families to the family's config.
+        defaults: defaults for keys that config.json may omit.
+        rope_theta: default if no key of config.json specifies it.
+        activations: accepted names of the activation that is computed.
+        computed_keys: keys that are refused for other families and computed for this one.
+        rounds_embedding_scale: the factor of embeddings is rounded to the dtype of computation.
+        norm_offset: value added to the weights of norms.
+        aliases: pairs of the family's own key in config.json and the usual key.
+        decoders: by `model_type` of a decoder whose keys are under `text_config`, defaults for its
+            keys; empty if the keys are at the top level.
+        older_lie_open: older files have the decoder's keys at the top level.
+        weight_prefix: name prefix of the decoder's tensors.
+        tensor_names: pairs of a part of usual tensor names and the family's part, replaced in
+            order.
+        derived: returns keys that follow from others and override the file's own.
     """
 
     configure: Callable[[Fields, ModelConfig], ModelConfig]
@@ -51,7 +52,7 @@ class Family:
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def usual_keys(self, raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-        """A config.json's keys as other families name them.
+        """Returns a config.json's keys under their usual names, with defaults.
 
         Raises:
             CheckpointError: the decoder's keys are missing, or contradict each other.
@@ -61,7 +62,7 @@ class Family:
             inner = raw.get("text_config")
             if isinstance(inner, Mapping):
                 defaults = {**defaults, **self._decoder_defaults(inner, origin)}
-                # What such a file says for the whole model counts for its decoder.
+                # Keys of the whole model apply to its decoder.
                 raw = {**inner, **{key: value for key, value in raw.items() if value is not None}}
             elif inner is not None or not self.older_lie_open:
                 raise CheckpointError(f"{origin}: text_config is missing")
@@ -79,7 +80,7 @@ class Family:
 
 
 def _refuse_two_ropes(fields: Fields) -> None:
-    """Refuses an old key, as pages on long contexts say to add it, that a new one contradicts."""
+    """Refuses an old rope key, as added by long-context guides, that contradicts a new one."""
     old, new = fields.table("rope_scaling"), fields.table("rope_parameters")
     if new and any(old[key] != new.get(key) for key in old):
         raise CheckpointError(
@@ -88,7 +89,7 @@ def _refuse_two_ropes(fields: Fields) -> None:
 
 
 def uniform_window(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
-    """`windows` of a model whose layers all have the same one, or none where the key is null.
+    """Returns `windows` of a model with the same window in all layers; none if the key is null.
 
     Raises:
         CheckpointError: the window is malformed.
@@ -99,10 +100,10 @@ def uniform_window(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
 
 
 def windows_of_types(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:
-    """`windows` from the type of each layer.
+    """Returns `windows` by the type of each layer.
 
     Raises:
-        CheckpointError: a layer slides and the window is missing.
+        CheckpointError: a layer has a sliding window whose size is missing.
     """
     if "sliding_attention" not in types:
         return (0,) * len(types)
@@ -111,10 +112,10 @@ def windows_of_types(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def types_or_each_nth(fields: Fields, num_layers: int, usual: int) -> tuple[str, ...]:
-    """The type of each layer; where the file has no list, each n-th has full attention.
+    """Returns the type of each layer; without a list in the file each n-th has full attention.
 
     Args:
-        usual: n, where `sliding_window_pattern` does not say.
+        usual: n, unless the file has `sliding_window_pattern`.
 
     Raises:
         CheckpointError: a value is malformed.
@@ -130,13 +131,13 @@ def types_or_each_nth(fields: Fields, num_layers: int, usual: int) -> tuple[str,
 
 
 def unrotated_without_window(config: ModelConfig) -> ModelConfig:
-    """A config whose layers are rotated only where they have a window."""
+    """Returns a config in which only layers with a window are rotated."""
     full = frozenset(layer for layer, window in enumerate(config.windows) if not window)
     return replace(config, unrotated=full)
 
 
 def qwen_windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
-    """`windows` of Qwen2 and Qwen3: none unless asked for, and then in the upper layers."""
+    """Returns `windows` of Qwen2 and Qwen3: none unless configured, and then in upper layers."""
     if not fields.flag("use_sliding_window"):
         return config.windows
     types = fields.layer_types(config.num_layers)
@@ -148,7 +149,7 @@ def qwen_windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
 
 
 def qwen_sparse_layers(fields: Fields, config: ModelConfig) -> frozenset[int]:
-    """Layers with experts as Qwen says them: each n-th, but those named as dense.
+    """Returns the layers with experts in Qwen's terms: each n-th, except those named as dense.
 
     Raises:
         CheckpointError: `decoder_sparse_step` or `mlp_only_layers` is malformed.
@@ -160,14 +161,14 @@ def qwen_sparse_layers(fields: Fields, config: ModelConfig) -> frozenset[int]:
 
 
 def latent_shape(fields: Fields, *, interleaved: bool) -> LatentConfig:
-    """Shape of latent attention by its usual keys.
+    """Reads the shape of latent attention by its usual keys.
 
     Raises:
         CheckpointError: a value is malformed or not supported.
     """
     if fields.flag("attention_bias"):
         raise CheckpointError(f"{fields.origin}: attention_bias of latents is not supported")
-    # A latent is shared by all heads: there are no groups of them.
+    # All heads share a latent, so there are no groups of heads.
     fields.only("num_key_value_heads", fields.number("num_attention_heads", int))
     compressed = fields.raw.get("q_lora_rank") is not None
     return LatentConfig(
@@ -187,17 +188,17 @@ EXPERT_ALIASES = (
     ("num_experts_per_token", "num_experts_per_tok"),
     ("num_shared_experts", "n_shared_experts"),
 )
-"""What published files of Kimi Linear and Ling call keys that transformers names otherwise."""
+"""Keys of published files of Kimi Linear and Ling, with transformers' names for them."""
 
 
 def grouped_experts(
     fields: Fields, num_layers: int, usual: MoeConfig, *, usual_dense: int
 ) -> MoeConfig:
-    """Experts in groups, chosen by biased scores.
+    """Reads experts in groups, chosen by biased scores.
 
     Args:
-        usual: where config.json leaves something out.
-        usual_dense: how many of the first layers have no experts where it does not say.
+        usual: defaults for keys that config.json omits.
+        usual_dense: default number of leading layers without experts.
 
     Raises:
         CheckpointError: a value is malformed.
@@ -218,10 +219,10 @@ def grouped_experts(
 
 
 def sparse_layers(fields: Fields, num_layers: int, usual_dense: int) -> frozenset[int]:
-    """Layers with experts: as the file lists them, or all behind the first few.
+    """Returns the layers with experts: as listed in the file, or all after the leading dense ones.
 
     Args:
-        usual_dense: how many the first few are where the file does not say.
+        usual_dense: default number of leading dense layers.
 
     Raises:
         CheckpointError: a value is malformed.
@@ -233,11 +234,11 @@ def sparse_layers(fields: Fields, num_layers: int, usual_dense: int) -> frozense
 
 
 def rope_of_windows(fields: Fields, theta: float, older: RopeConfig) -> RopeConfig:
-    """The rope of layers with a window, where each type of layer has its own.
+    """Reads the rope of layers with a window, in models whose layer types have their own ropes.
 
     Args:
-        theta: where the file does not say.
-        older: where it has no `rope_parameters`.
+        theta: default base.
+        older: rope of files without `rope_parameters`.
 
     Raises:
         CheckpointError: a value is malformed or not supported.
@@ -253,13 +254,13 @@ def rope_of_windows(fields: Fields, theta: float, older: RopeConfig) -> RopeConf
 def with_ropes(
     fields: Fields, usual: Mapping[str, Mapping[str, Any]], types: Iterable[str]
 ) -> Fields:
-    """A file's keys with a rope for each of these types of layers.
+    """Returns a file's keys with a rope for each of these layer types.
 
     Args:
-        usual: where the file has none at all.
+        usual: ropes of a file without any.
 
     Raises:
-        CheckpointError: one of them has none.
+        CheckpointError: a type has no rope.
     """
     table = fields.table("rope_parameters") or usual
     missing = [kind for kind in types if not isinstance(table.get(kind), Mapping)]

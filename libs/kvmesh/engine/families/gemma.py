@@ -8,7 +8,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.families.family import Family
 from kvmesh.engine.json_fields import Fields
 
-# Weights of norms are stored as their difference from one.
+# Norm weights are stored as their difference from one.
 NORM_OFFSET = 1.0
 
 
@@ -19,7 +19,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 FAMILY = Family(
     _configure,
     {"head_dim": 256, "tie_word_embeddings": True},
-    # The older name, which means the approximation in this family.
+    # "gelu" is the older name, which means the tanh approximation in this family.
     activations=("gelu_pytorch_tanh", "gelu"),
     rounds_embedding_scale=True,
     norm_offset=NORM_OFFSET,

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma 3 without norms of queries and keys, with bent scores and logits."""
+"""Gemma 2: Gemma 3 without norms of queries and keys, with soft-capping of scores and logits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gemma 3: windows in most layers with their own rope, norms before and after each part.
 
-Checkpoints that also see pictures are read for text only.
+Vision-language checkpoints are read for text only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvmesh.engine.families.family import (
 )
 from kvmesh.engine.json_fields import Fields
 
-# Weights of norms are stored as their difference from one.
+# Norm weights are stored as their difference from one.
 NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     types = types_or_each_nth(fields, config.num_layers, 6)
-    # Older files stretch the global rope only.
+    # Older files scale only the rope of layers with full attention.
     older = RopeConfig(fields.number("rope_local_base_freq", float, default=10000.0))
     scalar = fields.number("query_pre_attn_scalar", float, default=256.0)
     return replace(

@@ -1,9 +1,8 @@
-"""Gemma 4: windows in most layers, whose heads are smaller than those of the others; norms before
-and after each part, values normalised too; the last layers may read keys and values of earlier
-ones; layers may be told of a token besides the stream, and may have experts beside the MLP.
+"""Gemma 4: windows in most layers, whose heads are smaller than those of full layers; norms before
+and after each part, and of values. The last layers may reuse KV of earlier ones. Layers may have
+per-layer embeddings, and experts beside the MLP.
 
-Checkpoints that also see and hear are read for text only; those called unified do it otherwise,
-which text does not notice.
+Checkpoints with vision and audio are read for text only. "Unified" ones differ only in these parts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", "vision")
     types = types_or_each_nth(fields, config.num_layers, 6)
-    # As transformers has it, whatever the file says.
+    # The last layer has full attention in transformers, whatever the file says.
     types = (*types[:-1], _FULL)
     if _SLIDING not in types:
         raise CheckpointError(f"{fields.origin}: layer_types without {_SLIDING} are not supported")
@@ -66,13 +65,13 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _configure_unified(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # transformers does not look for the keys of what these have not.
+    # transformers ignores the keys of features that unified checkpoints lack.
     without = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
     return _configure(Fields({**fields.raw, **without}, fields.origin), config)
 
 
 def _full_heads(fields: Fields, config: ModelConfig, types: tuple[str, ...]) -> HeadShape:
-    """Heads of layers with full attention, by either of the keys that files have for them."""
+    """Returns the heads of layers with full attention, from either of the two kinds of keys."""
     layers = fields.raw.get("per_layer_config")
     if layers is None:
         kv_heads = config.num_kv_heads
@@ -104,7 +103,7 @@ def _heads(fields: Fields, config: ModelConfig, kv_heads: int, head_dim: int) ->
 
 
 def _heads_said(fields: Fields, kind: str, types: tuple[str, ...]) -> dict[str, Any]:
-    """What `per_layer_config` says of all layers of a kind."""
+    """Returns the entry of `per_layer_config` that all layers of a type share."""
     table = fields.table("per_layer_config")
     by_layer: dict[int, Any] = {}
     for key, said in table.items():
@@ -122,7 +121,7 @@ def _heads_said(fields: Fields, kind: str, types: tuple[str, ...]) -> dict[str, 
 
 
 def _kv_sources(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:
-    """The last layers read the keys and values of the last of their kind before them."""
+    """Returns each layer's KV source: the last layers reuse the last earlier one of their type."""
     count = fields.count("num_kv_shared_layers", default=0)
     if not count:
         return ()
@@ -145,7 +144,7 @@ def _experts(fields: Fields, config: ModelConfig) -> MoeConfig | None:
         intermediate_size=fields.number("moe_intermediate_size", int),
         normalize=True,
         sparse_layers=frozenset(range(config.num_layers)),
-        # The MLP, which all rows take.
+        # The dense MLP, which all rows use.
         shared_size=config.intermediate_size,
     )
 

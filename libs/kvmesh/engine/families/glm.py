@@ -1,5 +1,5 @@
-"""GLM-4 and its second version, GLM-4-0414: half of each head is rotated, pairs being neighbours;
-0414 has norms on both sides of each part.
+"""GLM-4 and its second version, GLM-4-0414: half of each head is rotated, in neighbouring pairs.
+0414 has norms before and after each part.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7: half of a head is rotated, DeepSeek's choice of experts beside a shared one.
-Solar Open: the same with all of a head rotated and experts in all layers.
+"""GLM-4.5 to 4.7: half of each head is rotated; DeepSeek's routing of experts beside a shared one.
+Solar Open: the same with whole heads rotated and experts in all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPERTS = MoeConfig(
     sparse_layers=frozenset(),
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 _SOLAR_EXPERTS = replace(_EXPERTS, intermediate_size=1280)
 

@@ -16,11 +16,11 @@ _EXPERTS = MoeConfig(
     scale=1.8,
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # transformers knows no other for this family, whatever the file says.
+    # transformers has no other value for this family, whatever the file says.
     fields.only("first_k_dense_replace", 1)
     fields.only("moe_layer_freq", 1)
     fields.only("scoring_func", "sigmoid")

@@ -1,5 +1,5 @@
-"""GPT-2: norms that take the mean out, learned positions instead of rotation, an MLP without a
-gate, biases everywhere; the files hold matrices the other way round.
+"""GPT-2: LayerNorms, learned positions instead of rotation, an MLP without a gate, biases
+everywhere. The files hold transposed matrices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIELD_NAMES = (
     ("n_layer", "num_hidden_layers"),
     ("n_positions", "max_position_embeddings"),
 )
-"""Of fields in config.json, GPT-J's too, and what they are called elsewhere."""
+"""Keys of config.json, also GPT-J's, with their usual names."""
 
 FAMILY = Family(
     _configure,

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: norms that take the mean out, attention and MLP side by side behind one
-each, rotation of a quarter of a head; queries, keys and values of a head are one in the files.
+"""GPT-NeoX and Pythia: LayerNorms, attention and MLP in parallel after one norm each, rotation of a
+quarter of each head. Queries, keys and values of a head are one tensor in the files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gpt-oss: windows in every other layer, sinks, biases, and experts with a bounded activation."""
+"""gpt-oss: windows in every other layer, sinks, biases, and experts with a clamped activation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPT-J: norms that take the mean out, attention and an MLP without a gate side by side behind one
-of them, rotation of a part of each head, pairs being neighbours, biases of the MLP and of logits.
+"""GPT-J: LayerNorms, attention and an MLP without a gate in parallel after one norm, rotation of a
+part of each head in neighbouring pairs, biases of the MLP and of logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Granite 3: Llama with factors of embeddings, attention scores, residual parts and logits.
 
-The residual stream is kept divided by the factor of what is added to it. Norms do not see that but
-for their epsilon, and no product with the factor is needed.
+The residual stream is kept divided by the residual factor. Norms do not depend on that, except for
+their epsilon, and nothing needs to be multiplied by the factor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvmesh.engine.json_fields import Fields
 
 
 def scaled(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """A config with the four factors.
+    """Returns a config with the four factors.
 
     Raises:
         CheckpointError: one of them is not positive.

@@ -1,4 +1,4 @@
-"""Granite 3 with experts in all layers, whose weights are two tensors."""
+"""Granite 3 with experts in all layers, whose weights are stacked in two tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvmesh.engine.json_fields import Fields
 
 
 def with_experts(fields: Fields, config: ModelConfig, *, shared_size: int = 0) -> ModelConfig:
-    """A config with the four factors, and experts in all layers.
+    """Returns a config with the four factors, and experts in all layers.
 
     Args:
-        shared_size: of the expert that all rows take; 0 for none.
+        shared_size: intermediate size of the shared expert; 0 for none.
 
     Raises:
         CheckpointError: a value is malformed.
@@ -23,7 +23,7 @@ def with_experts(fields: Fields, config: ModelConfig, *, shared_size: int = 0) -
         num_experts=fields.number("num_local_experts", int, default=8),
         top_k=fields.number("num_experts_per_tok", int, default=2),
         intermediate_size=config.intermediate_size,
-        # A softmax over the chosen ones' scores is one over all, made to sum to 1.
+        # A softmax over the chosen scores equals one over all scores, normalised to sum to 1.
         normalize=True,
         sparse_layers=frozenset(range(config.num_layers)),
         shared_size=shared_size,
@@ -36,6 +36,6 @@ EXPERT_NAMES = (
     (".mlp.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
     (".mlp.gate.", ".block_sparse_moe.router.layer."),
 )
-"""Of the tensors of experts, and of what chooses them."""
+"""Parts of tensor names of experts and their router, with the family's names."""
 
 FAMILY = Family(with_experts, tensor_names=EXPERT_NAMES)

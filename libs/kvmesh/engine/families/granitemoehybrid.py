@@ -1,6 +1,6 @@
-"""Granite 4: Granite 3 with Mamba-2 in most layers of those named H, and another name for the MLP,
-which all rows take beside experts where there are some; rotated only where the file says so.
-Granite 3 with experts and a shared one is the same without Mamba, always rotated.
+"""Granite 4: Granite 3 with Mamba-2 in most layers of the H models, and another name for the MLP,
+which all rows use beside experts, if there are any. It is rotated only if the file says so. Granite
+3 with experts and a shared one is the same without Mamba, always rotated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvmesh.engine.json_fields import Fields
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # The factors change the epsilon of norms of the stream alone.
+    # The factors change only the epsilon of the stream's norms.
     config = replace(config, linear=_mamba(fields, config), state_norm_eps=config.rms_norm_eps)
     size = fields.number("shared_intermediate_size", int, default=1024)
     if fields.count("num_local_experts", default=8):
@@ -29,7 +29,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _mamba(fields: Fields, config: ModelConfig) -> LinearConfig | None:
-    """The shape of Mamba layers, None where there are none."""
+    """Returns the shape of Mamba layers; None if there are none."""
     types = fields.layer_types(config.num_layers) or ("linear_attention",) * config.num_layers
     layers = frozenset(layer for layer, kind in enumerate(types) if kind == "linear_attention")
     if not layers:

@@ -10,7 +10,7 @@ from kvmesh.engine.json_fields import Fields
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # The output projection is as wide as the stream.
+    # The output projection's input is as wide as the stream.
     fields.only("head_dim", config.hidden_size // config.num_heads)
     return replace(config, interleaved=True, output_bias=False)
 

@@ -16,7 +16,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _rope(fields: Fields, config: ModelConfig) -> RopeConfig:
-    """The rotary embedding; "dynamic" is this family's own kind where it has an `alpha`."""
+    """Reads the rotary embedding; "dynamic" with an `alpha` is this family's own kind."""
     parameters = rope_parameters(fields)
     if config.rope.kind != "dynamic" or not parameters.get("alpha"):
         return config.rope
@@ -38,7 +38,7 @@ def _configure_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _top_k(fields: Fields) -> int:
-    """How many experts a row takes; files may say it for each layer."""
+    """Returns the number of experts per row, which files may repeat for each layer."""
     said = fields.raw.get("num_experts_per_tok")
     if not isinstance(said, list):
         return fields.number("num_experts_per_tok", int, default=1)

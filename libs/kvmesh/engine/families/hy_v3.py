@@ -1,4 +1,4 @@
-"""Hy3: norms of queries and keys, experts in most layers, chosen by biased sigmoid scores, beside
+"""Hy3: norms of queries and keys; most layers have experts, chosen by biased sigmoid scores, beside
 shared ones.
 """
 
@@ -19,7 +19,7 @@ _EXPERTS = MoeConfig(
     scale=2.826,
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""HyperCLOVA X: Granite with norms on both sides of attention and MLP."""
+"""HyperCLOVA X: Granite with norms before and after attention and MLP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     usual = {"attention_multiplier": config.attention_scale}
     given = {key: value for key, value in fields.raw.items() if value is not None}
     known = Fields({**usual, **given}, fields.origin)
-    # Granite divides by it.
+    # Granite divides logits by this factor.
     configured = replace(
         scaled(known, config), logit_scale=fields.number("logits_scaling", float, default=1.0)
     )
     if not fields.flag("use_post_norm", default=True):
         return configured
-    # A norm is the last of each part: its weight takes the factor, and the stream is as it is.
+    # Each part ends with a norm, whose weight takes the factor; the stream is not divided.
     factor = fields.number("residual_multiplier", float, default=1.0)
     return replace(
         configured,

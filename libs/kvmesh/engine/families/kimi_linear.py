@@ -20,7 +20,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     latent = latent_shape(fields, interleaved=False)
     return replace(
         config,
-        # The head is its own whatever the file says: transformers ties none of this family.
+        # The head is never tied, whatever the file says: transformers ties none of this family.
         tie_word_embeddings=False,
         head_dim=latent.rope_dim,
         latent=latent,
@@ -31,7 +31,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _linear(fields: Fields, num_layers: int) -> LinearConfig:
-    # The published files have a table for this, which counts layers from one.
+    # Published files have a table for this, which counts layers from one.
     table = fields.table("linear_attn_config")
     own = Fields(table, fields.origin)
     types = fields.layer_types(num_layers)
@@ -66,7 +66,7 @@ _EXPERTS = MoeConfig(
     scale=2.446,
     biased_choice=True,
 )
-"""What the published files may leave out."""
+"""Defaults for keys that published files may omit."""
 
 
 FAMILY = Family(_configure, {"rms_norm_eps": 1e-5}, aliases=EXPERT_ALIASES)

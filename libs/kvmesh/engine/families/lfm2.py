@@ -1,5 +1,5 @@
-"""LFM2: short convolutions in most layers, attention with norms of queries and keys in the others;
-dense, or experts in most layers, chosen by sigmoid scores.
+"""LFM2: short convolutions in most layers, attention with norms of queries and keys in the others.
+MLPs are dense, or most are experts chosen by sigmoid scores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _adjusted(fields: Fields, size: int) -> int:
-    """The MLP's size: two thirds of what the file says, and a whole number of steps."""
+    """Returns the MLP's size: two thirds of the file's number, rounded up to whole steps."""
     step = fields.number("block_multiple_of", int, default=256)
     share = fields.number("block_ffn_dim_multiplier", float, default=1.0)
     return -(-int(share * int(2 * size / 3)) // step) * step
@@ -49,10 +49,10 @@ def _configure_sparse(fields: Fields, config: ModelConfig) -> ModelConfig:
 def with_convolutions(
     fields: Fields, config: ModelConfig, types: tuple[str, ...], *, usual_kernel: int = 3
 ) -> ModelConfig:
-    """A config with norms of heads, and convolutions in the layers of that type.
+    """Returns a config with norms per head, and convolutions in the layers of that type.
 
     Args:
-        usual_kernel: inputs that they span where the file does not say.
+        usual_kernel: default number of inputs that a convolution spans.
 
     Raises:
         CheckpointError: a value is malformed or not supported.
@@ -82,7 +82,7 @@ def _as_in_version_2(fields: Fields, config: ModelConfig, types: tuple[str, ...]
         with_convolutions(fields, config, types),
         qkv_bias=False,
         output_bias=False,
-        # The older name wins.
+        # The older key takes precedence.
         tie_word_embeddings=fields.flag("tie_embedding", default=config.tie_word_embeddings),
     )
 

@@ -1,6 +1,6 @@
-"""LFM3: short convolutions in most layers; attention in the others, some with a window and a rope
-of their own, with norms of queries and keys and a gate for each head; norms on both sides of each
-part.
+"""LFM3: short convolutions in most layers, attention in the others, some with a window and a rope
+of their own. Attention has norms of queries and keys and a gate per head; each part has norms
+before and after it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _configure_internlm3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # One flag is for the attention, one for the MLP; the latter is refused for all families.
+    # This flag is for attention; the one for the MLP is refused for all families.
     fields.only("attention_bias", False)
     return config
 

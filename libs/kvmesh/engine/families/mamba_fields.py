@@ -1,4 +1,4 @@
-"""What config.json says of Mamba-2 layers, by the keys that Bamba's followers share."""
+"""Reads Mamba-2 layers from config.json, by the keys that Bamba and similar families share."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvmesh.engine.json_fields import Fields
 
 
 def only_free_durations(fields: Fields) -> None:
-    """Refuses bounds of what a layer takes for the time between two positions.
+    """Refuses limits of the time step between two positions.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: there are limits.
     """
-    # The last is how transformers writes what JSON has no number for.
+    # The last form is how transformers writes infinity, for which JSON has no number.
     no_limits = [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]
     fields.only("time_step_limit", *no_limits)
 
 
 def mamba_shape(fields: Fields, layers: frozenset[int], values: int) -> LinearConfig:
-    """The shape of these layers.
+    """Returns the shape of these layers.
 
     Args:
-        values: of all heads of one position.
+        values: number of values of all heads at one position.
 
     Raises:
         CheckpointError: a value is malformed or not supported.

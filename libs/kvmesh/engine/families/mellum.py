@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3-MoE with windows where asked for, whose layers have their own rope."""
+"""Mellum 2: Qwen3-MoE with optional windows, whose layers have their own rope."""
 
 from __future__ import annotations
 

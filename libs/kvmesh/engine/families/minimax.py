@@ -1,5 +1,6 @@
 """MiniMax-Text-01: lightning attention in most layers, softmax attention in the others, experts in
-all; the residual stream starts at the norms and both of its parts are scaled.
+all. The output of each norm is the new residual stream; the stream and the addition to it are
+scaled.
 
 Source: MiniMax-01, arXiv 2501.08313.
 """

@@ -1,5 +1,5 @@
-"""MiniMax-M2: full attention in all layers, norms of queries and keys over all heads, rotation of
-part of a head, experts chosen by biased sigmoid scores.
+"""MiniMax-M2: full attention in all layers, norms of queries and keys over all heads, rotation of a
+part of each head, experts chosen by biased sigmoid scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     fields.only("use_routing_bias", True)
     if 0 in fields.numbers("attn_type_list"):
         raise CheckpointError(f"{fields.origin}: attn_type_list has linear attention")
-    # The published files say it in elements, transformers as a share.
+    # Published files give the number of elements, transformers a fraction.
     rotated = fields.number("rotary_dim", int, default=config.head_dim)
     moe = MoeConfig(
         num_experts=fields.number("num_local_experts", int, default=256),

@@ -1,7 +1,8 @@
-"""Mistral: Llama, and in its first version a window in all layers; Ministral: in some or all.
-Ministral 3: queries grow with the length of the context.
+"""Mistral: Llama, in its first version with a window in all layers; Ministral: in some or all
+layers.
+Ministral 3: queries are scaled by position.
 
-Mistral Small 3.1 and Ministral 3 also see pictures; they are read for text only.
+Mistral Small 3.1 and Ministral 3 are vision-language models, read for text only.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ MINISTRAL3 = Family(_configure_ministral3, _DEFAULTS3)
 
 SEEING = Family(
     _configure_seeing,
-    # transformers ties unless the files have a head of their own, and so it is done here.
+    # As in transformers, the head is tied unless the files have one of their own.
     {"tie_word_embeddings": True},
     weight_prefix=SEEING_PREFIX,
     decoders={"mistral": _DEFAULTS, "ministral3": _DEFAULTS3},

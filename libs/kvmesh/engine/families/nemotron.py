@@ -1,5 +1,5 @@
-"""Nemotron-4 and Minitron: norms that take the mean out, an MLP without a gate that squares what is
-positive, rotation of half a head.
+"""Nemotron-4 and Minitron: LayerNorms, an MLP without a gate with squared ReLU, rotation of half of
+each head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvmesh.engine.families.family import Family
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.rope_fields import rotary_dim
 
-# Weights of norms are stored as their difference from one.
+# Norm weights are stored as their difference from one.
 NORM_OFFSET = 1.0
 
 

@@ -1,8 +1,8 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: every layer is one part behind one norm: Mamba-2,
-attention without rotation, an MLP that squares what is positive, or experts of that kind.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: every layer is one part after one norm: Mamba-2,
+attention without rotation, an MLP with squared ReLU, or experts with it.
 
-Durations of Mamba-2 have no lower bound, as in training and in the decode steps of transformers;
-its prompts raise those below `time_step_min` to it.
+The time steps of Mamba-2 have no lower limit, as in training and in the decode steps of
+transformers. For prompts transformers raises time steps to `time_step_min`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BY_LETTER = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "
 
 
 def _layers(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The type of each layer, which older files say by a letter each, and their number."""
+    """Returns the type of each layer, one letter each in older files, and the number of layers."""
     types = raw.get("layer_types")
     pattern = raw.get("hybrid_override_pattern")
     if types is None and isinstance(pattern, str):
@@ -81,7 +81,7 @@ def _mamba(fields: Fields, layers: frozenset[int]) -> LinearConfig | None:
 def _experts(fields: Fields, layers: frozenset[int]) -> MoeConfig | None:
     if not layers:
         return None
-    # transformers has one, whatever the file says.
+    # transformers computes one shared expert, whatever the file says.
     fields.only("n_shared_experts", 1)
     return MoeConfig(
         num_experts=fields.number("n_routed_experts", int, default=8),

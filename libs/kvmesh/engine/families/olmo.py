@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP, and of queries and keys over all heads; version 3
+"""OLMo 2 and 3: norms after attention and MLP, and of queries and keys over all heads. Version 3
 has windows in most layers.
 """
 
@@ -22,7 +22,7 @@ def _configure_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def _configure_v3(fields: Fields, config: ModelConfig) -> ModelConfig:
     types = types_or_each_nth(fields, config.num_layers, 4)
-    # Older files stretch the rope of full layers only, and versions of transformers disagree about
+    # Older files scale only the rope of full layers, and versions of transformers disagree about
     # any other base than the published one.
     fields.only("rope_theta", _THETA)
     return replace(

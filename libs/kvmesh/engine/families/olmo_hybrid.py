@@ -1,5 +1,5 @@
-"""OLMo Hybrid: the gated delta rule in most layers, which may take back twice what a state holds;
-in the others OLMo 2's attention, not rotated unless the file says how.
+"""OLMo Hybrid: the gated delta rule with beta up to 2 in most layers. The others have OLMo 2's
+attention, rotated only if the file says how.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     linear = _linear_layers(fields, config.num_layers)
     if not linear:
         raise CheckpointError(f"{fields.origin}: layer_types without linear_attention")
-    # Published files have a base of null where nothing is rotated.
+    # Published files have a null base if nothing is rotated.
     theta = rope_parameters(fields).get("rope_theta", fields.raw.get("rope_theta", 1e4))
     layers = range(config.num_layers)
     return replace(

@@ -10,7 +10,7 @@ from kvmesh.engine.json_fields import Fields
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # Its norms are as wide as the stream.
+    # Its norms of queries and keys are as wide as the stream.
     fields.only("head_dim", config.hidden_size // config.num_heads)
     moe = MoeConfig(
         num_experts=fields.number("num_experts", int, default=64),

@@ -1,5 +1,5 @@
-"""OPT: norms that take the mean out, learned positions instead of rotation, an MLP without a gate;
-not its 350M, whose norms are behind its parts and whose embeddings are smaller than its stream.
+"""OPT: LayerNorms, learned positions instead of rotation, an MLP without a gate. OPT-350M is not
+supported: its norms come after its parts, and its embeddings are smaller than its stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         mlp_bias=bias,
         qkv_bias=bias,
         output_bias=bias,
-        # In front of the first position are two that padding had in training.
+        # Two rows for padding in training precede the first position.
         positions_before=2,
         unrotated=frozenset(range(config.num_layers)),
     )

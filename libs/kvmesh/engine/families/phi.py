@@ -1,5 +1,5 @@
-"""Phi-1, 1.5 and 2: norms that take the mean out, attention and an MLP without a gate side by side
-behind one of them, rotation of half a head or less, biases everywhere, of the head too.
+"""Phi-1, 1.5 and 2: LayerNorms, attention and an MLP without a gate in parallel after one norm,
+rotation of at most half of each head, biases everywhere, including the head.
 """
 
 from __future__ import annotations

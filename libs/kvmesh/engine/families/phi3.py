@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama whose files hold queries, keys and values as one, gates and ups too."""
+"""Phi-3 and Phi-4: Llama with queries, keys and values in one tensor, and gates and ups in one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _rope(fields: Fields, usual: RopeConfig) -> RopeConfig:
-    """The rotary embedding; the original length lies beside its other parameters and wins."""
+    """Reads the rotary embedding; the original length beside its parameters takes precedence."""
     if usual.kind == "default":
         return usual
     original = fields.number(_ORIGINAL, int, default=4096)

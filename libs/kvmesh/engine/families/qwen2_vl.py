@@ -1,5 +1,5 @@
-"""Qwen2-VL and Qwen2.5-VL: Qwen2 beside a part that sees pictures; read for text only, where the
-rope of three axes is the usual one.
+"""Qwen2-VL and Qwen2.5-VL: Qwen2 with vision; read for text only, where the rope of three axes
+equals the usual one.
 """
 
 from __future__ import annotations

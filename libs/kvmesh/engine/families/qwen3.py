@@ -1,7 +1,7 @@
 """Qwen3: Llama with norms of queries and keys, per head.
 
-Qwen3-VL has the same decoder and is read for text only, where its rope of three axes is the usual
-one.
+Qwen3-VL has the same decoder and is read for text only, where its rope of three axes equals the
+usual one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _configure_seeing(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True)
 
 
-# The head size is fixed apart from the hidden size, and files may leave it out.
+# The head size is independent of the hidden size, and files may omit it.
 FAMILY = Family(_configure, {"head_dim": 128})
 
 SEEING = Family(

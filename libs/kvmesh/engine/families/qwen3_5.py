@@ -1,7 +1,7 @@
 """Qwen3.5, dense and with experts: Qwen3-Next's layers with plainly laid out projections.
 
-Checkpoints that also see pictures hold the decoder as `language_model` and its keys in
-`text_config`; they are read for text only, where their rope of three axes is the usual one.
+Vision-language checkpoints hold the decoder as `language_model` and its keys in `text_config`. They
+are read for text only, where their rope of three axes equals the usual one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in most layers.
 
-Qwen3-VL-MoE has the same decoder and is read for text only, where its rope of three axes is the
+Qwen3-VL-MoE has the same decoder and is read for text only, where its rope of three axes equals the
 usual one.
 """
 
@@ -15,7 +15,7 @@ from kvmesh.engine.json_fields import Fields
 
 def _configure(fields: Fields, config: ModelConfig, *, usual_experts: int = 128) -> ModelConfig:
     fields.only("use_sliding_window", False)
-    # transformers writes the number under its own name, the published files under another.
+    # transformers writes the number under its own key, published files under another.
     key = "num_experts" if "num_experts" in fields.raw else "num_local_experts"
     moe = MoeConfig(
         num_experts=fields.number(key, int, default=usual_experts),
@@ -28,7 +28,7 @@ def _configure(fields: Fields, config: ModelConfig, *, usual_experts: int = 128)
 
 
 def _configure_seeing(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # The weights of the chosen experts sum to 1 whatever the file says.
+    # The weights of the chosen experts sum to 1, whatever the file says.
     summed = Fields({**fields.raw, "norm_topk_prob": True}, fields.origin)
     return _configure(summed, config, usual_experts=60)
 

@@ -9,12 +9,12 @@ from kvmesh.engine.families.family import Family, qwen_sparse_layers
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.rope_fields import rotary_dim
 
-# Weights of norms are stored as their difference from one, but for that of the delta rule.
+# Norm weights are stored as their difference from one, except the delta rule's.
 NORM_OFFSET = 1.0
 
 
 def gated_delta_shape(fields: Fields, num_layers: int) -> LinearConfig:
-    """Which layers are linear, and their heads.
+    """Reads the linear layers and their heads.
 
     Raises:
         CheckpointError: a value is malformed.

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of queries, keys and values, and of the output if asked for."""
+"""Seed-OSS: Llama with biases of queries, keys and values, and optionally of the output."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _unrotated(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Layers without rotation: as the file flags them, or each n-th."""
+    """Returns the layers without rotation: as flagged in the file, or each n-th."""
     if fields.raw.get("no_rope_layers") is None:
         every = fields.number("no_rope_layer_interval", int, default=4)
         return frozenset(layer for layer in range(num_layers) if (layer + 1) % every == 0)

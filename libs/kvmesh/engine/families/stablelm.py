@@ -1,5 +1,5 @@
-"""StableLM: norms that take the mean out, rotation of a quarter of a head; attention and MLP are
-side by side where the file says so. Not its 12B, which has norms of queries and keys.
+"""StableLM: LayerNorms, rotation of a quarter of each head; attention and MLP are in parallel if
+the file says so. The 12B model, with norms of queries and keys, is not supported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""StarCoder2: norms that take the mean out, an MLP without a gate, biases, a window in all layers
-where the file has one.
+"""StarCoder2: LayerNorms, an MLP without a gate, biases, and a window in all layers if the file has
+one.
 """
 
 from __future__ import annotations

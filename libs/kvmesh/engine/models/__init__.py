@@ -1,4 +1,4 @@
-"""What reads the layers of each model family, by its name in families/."""
+"""Layer loaders of the model families, by their names in families/."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvmesh.kernels import reference
 
 def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     """See `LoadLayer`."""
-    # The two that are learned are stored as what softplus makes them of.
+    # The two learned parameters are stored before their softplus.
     rise, fall = (
         functional.softplus(weights.exact(f"mlp.act_fn.alpha_{name}", (1,))).item() for name in "pn"
     )

@@ -23,10 +23,10 @@ class _Projection:
     """Inputs of the delta rule.
 
     Attributes:
-        main: to queries, keys, values, shares, decays and gates.
-        rate: [heads, 1] fp32, how fast a state decays.
-        bias: [heads, key_dim] fp32, of the decay.
-        bound: the fastest decay, a logarithm; 0 where there is none.
+        main: projection to queries, keys, values, betas, decays and gates.
+        rate: [heads, 1] fp32, decay rate of a state.
+        bias: [heads, key_dim] fp32, bias of the decay.
+        bound: logarithm of the fastest decay; 0 for no bound.
     """
 
     main: Linear

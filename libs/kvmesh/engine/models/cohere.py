@@ -15,7 +15,7 @@ from kvmesh.kernels import layer_ops
 
 @dataclass(frozen=True, slots=True)
 class _ParallelLayer:
-    """Norm, then attention and MLP of what it gave."""
+    """Layer with one norm, whose output both attention and MLP read."""
 
     norm: Tensor
     mixer: Mixer

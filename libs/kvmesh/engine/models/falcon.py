@@ -16,9 +16,7 @@ from kvmesh.kernels.linear import make_linear
 
 
 def _by_kind(rows: Tensor, config: ModelConfig) -> Tensor:
-    """Rows of the heads that share a key and a value, their key, their value, and so on for all,
-    as those of all queries, all keys and all values.
-    """
+    """Reorders groups of query heads, key and value to all queries, all keys, all values."""
     shared = config.num_heads // config.num_kv_heads
     groups = rows.view(config.num_kv_heads, shared + 2, config.head_dim, -1)
     parts = (groups[:, :-2], groups[:, -2], groups[:, -1])

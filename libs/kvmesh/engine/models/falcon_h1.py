@@ -15,13 +15,13 @@ from kvmesh.engine.weights import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """Attention and Mamba side by side."""
+    """Attention and Mamba in parallel."""
 
     attention: SelfAttention
     mamba: Mamba
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        """Maps normalised [rows, hidden] to [rows or kept, hidden]."""
         return self.mamba.run(h, step, keep) + self.attention.run(h, step, keep)
 
 

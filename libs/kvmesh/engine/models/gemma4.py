@@ -27,11 +27,11 @@ from kvmesh.kernels.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class _MixedMlp:
-    """An MLP and experts side by side, with norms on both sides of each but the first.
+    """An MLP and experts in parallel, with norms around each; the caller norms the MLP's input.
 
     Attributes:
-        router_norm: [hidden], of what the choice is made by.
-        expert_scale: [experts], of the chosen ones' weights.
+        router_norm: [hidden], norm of the router's input.
+        expert_scale: [experts], factors of the chosen experts' weights.
     """
 
     mlp: GatedMlp
@@ -44,7 +44,7 @@ class _MixedMlp:
     eps: float
 
     def run(self, h: Tensor, x: Tensor) -> Tensor:
-        """[rows, hidden] of the norm of the stream, and of the stream itself."""
+        """Maps [rows, hidden] of the normed stream, and of the stream, to the MLP's output."""
         common = reference.rms_norm(self.mlp.run(h), self.mlp_norm, self.eps)
         scores = self.experts.router(reference.rms_norm(x, self.router_norm, self.eps))
         weights, chosen = self.experts.route(scores.float())
@@ -55,10 +55,10 @@ class _MixedMlp:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a layer makes of its own input.
+    """The part of a layer that reads its per-layer embeddings.
 
     Attributes:
-        layer: whose it is.
+        layer: index of the layer.
     """
 
     layer: int
@@ -68,14 +68,14 @@ class _Told:
     eps: float
 
     def run(self, x: Tensor, told: Tensor) -> Tensor:
-        """[rows, hidden] and [rows, size] to [rows, hidden]."""
+        """Maps the stream [rows, hidden] and embeddings [rows, size] to [rows, hidden]."""
         part = functional.gelu(self.gate(x), approximate="tanh") * told
         return reference.rms_norm(self.project(part), self.norm, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Norm, attention, norm; norm, MLP, norm; input of the layer, norm; and a factor of it all."""
+    """Layer with norms around attention and MLP, then per-layer embeddings, then a factor."""
 
     input_norm: Tensor
     mixer: Mixer

@@ -27,7 +27,7 @@ def load_sandwich_layer(weights: LayerWeights, config: ModelConfig) -> SandwichL
         input_norm=norm("input"),
         mixer=load_attention(weights, config),
         post_mixer_norm=norm("post_self_attn"),
-        # Its name is that of older models, where it stands in the same place.
+        # Its name is that of older models' only second norm, at the same place.
         pre_mlp_norm=norm("post_attention"),
         mlp=load_joined_mlp(weights, config),
         post_mlp_norm=norm("post_mlp"),

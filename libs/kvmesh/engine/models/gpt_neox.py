@@ -20,7 +20,7 @@ def _load_attention(weights: LayerWeights, config: ModelConfig) -> SelfAttention
     order = rotated_halves(head_dim, config.rotary_dim)
 
     def by_kind(rows: Tensor) -> Tensor:
-        """Rows of head after head as those of all queries, all keys and all values."""
+        """Reorders rows from head after head to all queries, all keys, all values."""
         q, k, v = rows.view(heads, 3, head_dim, -1).unbind(1)
         return torch.cat([q[:, order], k[:, order], v]).reshape(rows.shape)
 

@@ -16,7 +16,7 @@ from kvmesh.kernels.linear import make_linear
 
 
 def route_among_best(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """As `layer_ops.route`, but the softmax is over the chosen experts' scores alone."""
+    """Variant of `layer_ops.route` with a softmax over the chosen experts' scores only."""
     best, experts = logits.topk(top_k, dim=-1)
     return torch.softmax(best, dim=-1), experts
 
@@ -36,7 +36,7 @@ def _load_experts(weights: LayerWeights, config: ModelConfig, moe: MoeConfig) ->
 
     return [
         GatedMlp(
-            # Stored as [inputs, outputs], gates and the rest taking turns.
+            # Stored as [inputs, outputs], with gates and ups interleaved.
             make_linear(gates_first(gate_up[expert].T), gates_first(gate_up_bias[expert])),
             make_linear(down[expert].T.contiguous(), down_bias[expert]),
             activation,

@@ -21,7 +21,7 @@ class _LateNormAttention:
     """Attention whose queries and keys are rotated, then normalised.
 
     Attributes:
-        inner: without norms.
+        inner: the attention without norms.
         norms: [heads + kv_heads, head_dim].
     """
 

@@ -23,11 +23,11 @@ class _Projection:
     """Inputs of the delta rule.
 
     Attributes:
-        main: to queries, keys, values, shares, and what decays and gates are made of.
-        forget: to the decay of every channel, before its activation.
-        gate: to the gate of the output.
-        rate: [heads, 1] fp32, how fast a state decays.
-        bias: [heads, key_dim] fp32, of the decay.
+        main: projection to queries, keys, values, betas, and inputs of `forget` and `gate`.
+        forget: projection to the decay of every channel, before its activation.
+        gate: projection to the gate of the output.
+        rate: [heads, 1] fp32, decay rate of a state.
+        bias: [heads, key_dim] fp32, bias of the decay.
     """
 
     main: Linear

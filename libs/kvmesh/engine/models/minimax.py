@@ -17,10 +17,10 @@ from kvmesh.kernels import layer_ops
 
 @dataclass(frozen=True, slots=True)
 class _ScaledLayer:
-    """Norm, attention, norm, MLP; what a norm gave is the stream that the part is added to.
+    """Layer with norms before attention and MLP, whose outputs become the residual stream.
 
     Attributes:
-        mixer_factors, mlp_factors: of the stream and of the part that is added.
+        mixer_factors, mlp_factors: factors of the stream and of the addition to it.
     """
 
     input_norm: Tensor

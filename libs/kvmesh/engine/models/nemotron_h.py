@@ -19,7 +19,7 @@ from kvmesh.kernels.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class _MixerLayer:
-    """Norm, and what mixes positions."""
+    """Layer that is a norm and a mixer."""
 
     norm: Tensor
     mixer: Mixer
@@ -35,7 +35,7 @@ class _MixerLayer:
 
 @dataclass(frozen=True, slots=True)
 class _MlpLayer:
-    """Norm and MLP."""
+    """Layer that is a norm and an MLP."""
 
     norm: Tensor
     mlp: Mlp
@@ -53,11 +53,11 @@ class _MlpLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """Experts that rows choose, and one that all rows take.
+    """Routed experts plus one shared expert.
 
     Attributes:
-        down, up: to what chosen experts read, and from what they give; None where that is the
-            stream's size.
+        down, up: projections to the routed experts' input and from their output; None if these
+            have the stream's size.
     """
 
     chosen: SparseMlp
@@ -107,10 +107,10 @@ def _load_experts(weights: LayerWeights, config: ModelConfig, moe: MoeConfig) ->
 
 
 def _load_chosen(weights: LayerWeights, moe: MoeConfig, width: int) -> list[GatedMlp]:
-    """Experts without a gate.
+    """Reads experts without a gate.
 
     Args:
-        width: of what they read and give.
+        width: size of their input and output.
     """
     size = moe.intermediate_size
     return [

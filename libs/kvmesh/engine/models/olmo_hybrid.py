@@ -14,12 +14,12 @@ from kvmesh.engine.linear_attention import DeltaAttention
 from kvmesh.engine.norm_orders import PostNormLayer
 from kvmesh.engine.weights import LayerWeights
 
-# Of the output's norm, whatever the file says of the others.
+# Epsilon of the output's norm, whatever the file says of other norms.
 _OUTPUT_EPS = 1e-5
 
 
 def _norm(weights: LayerWeights, config: ModelConfig, *names: str) -> Tensor:
-    """Under the first of these names that the files have, or the last."""
+    """Reads a norm under the first of these names that the files have, or the last."""
     name = next((name for name in names if weights.has(f"{name}.weight")), names[-1])
     return weights.vector(f"{name}.weight", config.hidden_size)
 
@@ -65,9 +65,10 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
 
 
 def _load_taps(weights: LayerWeights, shape: LinearConfig) -> Tensor | None:
-    """The convolution where it is three tensors, None where it is one.
+    """Reads the convolution from three tensors; None if it is one tensor.
 
-    Files of transformers cut it in three equal parts, whatever queries, keys and values need.
+    Files of transformers split it into three equal parts, whatever sizes queries, keys and values
+    have.
     """
     names = [f"linear_attn.{name}_conv1d.weight" for name in "qkv"]
     if not weights.has(names[0]):

@@ -27,7 +27,7 @@ def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
 
 
 def _projection(weights: LayerWeights, config: ModelConfig) -> Tensor:
-    """Weights of queries, keys and values, with rotated pairs half a head apart."""
+    """Returns the weights of queries, keys and values, with rotated pairs half a head apart."""
     head_dim, rotated = config.head_dim, config.num_heads + config.num_kv_heads
     rows = (rotated + config.num_kv_heads) * head_dim
     weight = weights.stacked([("self_attn.qkv_proj.weight", rows)], config.hidden_size)

@@ -18,7 +18,7 @@ from kvmesh.engine.weights import LayerWeights
 
 
 def _by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Rows that take turns by key head, [key heads, rows, columns], to all of a kind together."""
+    """Reorders [key heads, rows, columns] with interleaved kinds to all rows of each kind."""
     return torch.cat([part.flatten(0, 1) for part in torch.split(rows, sizes, dim=1)])
 
 
@@ -43,7 +43,7 @@ def load_hybrid_layer(
     config: ModelConfig,
     load_delta: Callable[[LayerWeights, ModelConfig], DeltaAttention],
 ) -> MixerLayer:
-    """Reads a layer of either kind of attention.
+    """Reads a layer with either kind of attention.
 
     Args:
         load_delta: reads the delta rule, whose projections families lay out differently.
