@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 RowFactors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
-"""By name of a layer's tensor: runs of rows (0 for all rows) with their factors."""
+"""Factors of weight rows: per tensor name, runs of (number of rows, factor); 0 rows for all."""
 
 
 class Rotation(Enum):

@@ -1,1 +1,1 @@
-"""Kernels over paged KV, each with a plain torch twin in `reference`."""
+"""Kernels over paged KV. Each has a twin: the same function in plain torch, which tests compare."""

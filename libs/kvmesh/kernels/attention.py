@@ -1,10 +1,11 @@
-"""Triton attention over paged KV: decode rows, contexts cut into parts. prompt_attention.py has
-prompts.
+"""Triton attention of decode rows over paged KV, with contexts split into parts.
+prompt_attention.py has prompts.
 
-Operands stay in the pool's dtype on a device; under the interpreter, whose bf16 arithmetic is
-wrong, they are upcast to fp32. Accumulators are fp32, products of fp32 operands are three tf32 ones
-(plain fp32 takes ptxas ten times as long). Positions find their block one by one, so any block size
-works. Twins: attention_reference.py. Tests: tests/unit/kernels/test_triton_kernels.py, tests/gpu.
+On a device operands stay in the pool's dtype. Under the interpreter, whose bf16 arithmetic is
+wrong, they are upcast to fp32. Accumulators are fp32. Products of fp32 operands are three tf32
+products (plain fp32 takes ptxas ten times as long). Each position finds its own block, so any block
+size works. Twins: attention_reference.py. Tests: tests/unit/kernels/test_triton_kernels.py,
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     context_len, start_of_part, end = part_of(
         lens_ptr, sequence, split, num_splits, split_len, TILE
     )
-    # Positions before the window are neither read nor seen.
+    # Positions before the window are neither loaded nor visible.
     seen = tl.maximum(context_len - window, 0)
     first = tl.maximum(start_of_part, seen // TILE * TILE)
     last = tl.minimum(end, context_len)
@@ -127,20 +128,20 @@ def paged_decode_attention(
     sinks: Tensor | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """Attention of one query per sequence over its blocks.
+    """Computes attention of one query per sequence over its blocks.
 
     Args:
         q: [sequences, heads, head_dim], last axis contiguous.
         kv: [num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous, dtype of `q`.
         block_tables: [sequences, blocks] int32 or int64.
         context_lens: [sequences] int32 or int64, at least 1.
-        max_context_len: at least the largest of them; 0 cuts every context by its own length,
+        max_context_len: at least the largest of them. 0 splits every context by its own length,
             which a captured launch needs.
-        num_splits: parts that a context is cut into, see `num_decode_splits`.
+        num_splits: number of parts of a context, see `num_decode_splits`.
         scale: factor of the scores.
-        window: latest positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
         sinks: [heads] fp32, see `attention_reference.decode_attention`.
-        cap: see `reference.capped`; 0 for none.
+        cap: bound of soft-capping, see `reference.capped`; 0 for none.
 
     Returns:
         [sequences, heads, head_dim], dtype of `q`.
@@ -178,16 +179,18 @@ def _decode_parts(
     cap: float,
     is_whole: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Each part's attention [sequences, heads, splits, head_dim] and lse without the last axis.
+    """Computes each part's attention [sequences, heads, splits, head_dim], and its lse.
+
+    The lse has the same shape without the last axis.
 
     Args:
-        is_whole: there is one part, whose attention is the result.
+        is_whole: whether there is only one part, whose attention is the result.
     """
     num_sequences, num_heads, head_dim = q.shape
     pool = kv[:, layer]
     kv_heads = kv.shape[4]
     shared_bytes = shared_memory_bytes(kv.device) if kv.is_cuda else 0
-    # Whole tiles, so that no part ends within one and the launch is specialised once.
+    # Whole tiles, so that no part ends within a tile and the launch is specialised once.
     split_len = triton.cdiv(triton.cdiv(max_context_len, num_splits), DECODE_TILE) * DECODE_TILE
     lse = torch.empty((num_sequences, num_heads, num_splits), dtype=torch.float32, device=q.device)
     dtype = q.dtype if is_whole else lse.dtype
@@ -215,7 +218,7 @@ def _decode_parts(
         HEAD_DIM=head_dim,
         DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
         TILE=tile_of(head_dim, kv.element_size()),
-        # Only the interpreter runs on host tensors.
+        # Host tensors occur only under the interpreter.
         UPCAST=not kv.is_cuda,
         HAS_CAP=cap > 0,
         num_warps=4,

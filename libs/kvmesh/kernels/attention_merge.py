@@ -1,4 +1,4 @@
-"""Triton: attention over parts of contexts as attention over all of them, in one launch.
+"""Triton kernel that merges attention over parts of contexts, in one launch.
 
 Twin: attention_reference.merge_partials. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Values of parts that a program holds.
+# Number of part values that a program holds.
 _TILE_VALUES = 4096
 
 
@@ -31,7 +31,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device s
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head
     dim = tl.arange(0, DIM_TILE)
     split = tl.arange(0, SPLIT_TILE)
-    # Below any score: parts that hold nothing, of weight -inf, count nothing.
+    # Below any score, so that parts without positions, whose lse is -inf, have weight zero.
     highest = tl.full((1,), -1e30, tl.float32)
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((DIM_TILE,), tl.float32)
@@ -51,7 +51,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device s
         acc = acc * rescale + tl.sum(values * weights[:, None], 0)
         highest = new_highest
     if HAS_SINKS:
-        # A score of no position, which takes its share of the softmax.
+        # The sink is a score without a position that takes a share of the softmax.
         sink = tl.load(sinks_ptr + head)
         new_highest = tl.maximum(highest, sink)
         rescale = tl.exp(highest - new_highest)
@@ -61,7 +61,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device s
 
 
 def merged(parts: Tensor, lse: Tensor, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
-    """Joins parts, at least one of which holds a position.
+    """Merges parts, at least one of which holds a position.
 
     Args:
         parts: [sequences, heads, parts, dim] fp32, each normalised over its own part; contiguous.

@@ -1,7 +1,7 @@
-"""Plain torch maths of attention over paged KV: the CPU path and the kernels' oracle.
+"""Attention over paged KV in plain torch: the CPU path and the kernels' oracle.
 
-`kv` is the whole pool, as in `reference.py`. Index work is done once per step (`plan_*`), the maths
-once per layer. Tests: tests/unit/kernels/test_reference.py.
+`kv` is the whole pool, as in `reference.py`. Indexes are computed once per step (`plan_*`),
+attention once per layer. Tests: tests/unit/kernels/test_reference.py.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.nn import functional
 from kvmesh.kernels.plan import padded_tables
 from kvmesh.kernels.reference import capped
 
-# Scores over the whole context that are in memory at once, and rows that are worth a call.
+# Maximum number of whole-context scores in memory at once, and minimum rows worth a call.
 _SCORES = 8 << 20
 _FEWEST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Index work for one batch of decode sequences.
+    """Indexes of one batch of decode sequences.
 
     Attributes:
-        gather: [2 * sequences * blocks] int64, rows of layer 0 in the pool seen as
+        gather: [2 * sequences * blocks] int64, rows of layer 0 in the pool viewed as
             `[num_blocks * layers * 2, ...]`; all keys, then all values.
         mask: [sequences, 1, 1, blocks * block_size], 0 or -inf in the pool's dtype.
-        spare: positions gathered beside the contexts that nothing may have written, in the
-            gathered tensor seen as `[positions, ...]`, or None.
-        num_sequences: sequences in the batch.
+        spare: gathered positions outside of the contexts that may be uninitialised, in the
+            gathered tensor viewed as `[positions, ...]`, or None.
+        num_sequences: number of sequences in the batch.
     """
 
     gather: Tensor
@@ -47,7 +47,7 @@ def plan_decode(
     """Prepares `decode_attention` for sequences with one query each.
 
     Args:
-        window: latest positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
     """
     _, layers, _, size, _, _ = kv.shape
     tables = padded_tables(block_tables)
@@ -59,7 +59,7 @@ def plan_decode(
     if window:
         visible &= positions >= lens[:, None] - window
     mask = np.where(visible, np.float32(0), np.float32(-np.inf))
-    # The last block's tail may hold anything, and 0 * NaN is NaN: the mask alone is not enough.
+    # The tail of the last block may hold NaN, and 0 * NaN is NaN: the mask alone is not enough.
     spare = [
         sequence * span + position
         for sequence, length in enumerate(context_lens)
@@ -84,15 +84,15 @@ def decode_attention(
     *,
     cap: float = 0.0,
 ) -> Tensor:
-    """Attention of one query per sequence over its blocks.
+    """Computes attention of one query per sequence over its blocks.
 
     The queries of one KV head become rows of one matrix, so grouped heads cost no copy of K or V.
 
     Args:
         q: [sequences, heads, head_dim].
         scale: factor of the scores.
-        sinks: [heads], a logit per head that takes a share of the softmax and gives no value.
-        cap: see `capped`.
+        sinks: [heads], a logit per head that takes a share of the softmax and has no value.
+        cap: bound of soft-capping, see `capped`.
 
     Returns:
         [sequences, heads, head_dim].
@@ -109,7 +109,7 @@ def decode_attention(
 
 
 def _gathered(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries by KV head and copies of the keys and values of their contexts, with the head second.
+    """Returns queries by KV head, and copies of their contexts' keys and values, heads second.
 
     Returns:
         [sequences, kv_heads, heads of one, head_dim] and twice [sequences, kv_heads, longest,
@@ -133,15 +133,15 @@ def attention_by_scores(
     sinks: Tensor | None,
     cap: float = 0.0,
 ) -> Tensor:
-    """Attention whose scores are written out, for what the fused one does not have.
+    """Computes attention with materialised scores, for features that fused attention lacks.
 
     Args:
         q: [..., queries, head_dim].
         k, v: [..., positions, head_dim].
         mask: broadcastable to [..., queries, positions], 0 or -inf.
-        sinks: broadcastable to [..., queries, 1], one more logit of each query with no value
-            behind it; or None.
-        cap: see `capped`.
+        sinks: broadcastable to [..., queries, 1], an extra logit of each query without a value;
+            or None.
+        cap: bound of soft-capping, see `capped`.
 
     Source: the "attention sinks" of gpt-oss; StreamingLLM, arXiv 2309.17453 §3.2.
     """
@@ -157,12 +157,12 @@ def attention_by_scores(
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Index work for one prefill chunk.
+    """Indexes of one prefill chunk.
 
     Attributes:
-        gather: as in `DecodePlan`, for a chunk with cached positions before it, else None.
-        mask: [queries, context], 0 or -inf, None for plain causal attention from position 0.
-        context_len: cached positions and the chunk's own.
+        gather: as in `DecodePlan`, for a chunk after cached positions, else None.
+        mask: [queries, context], 0 or -inf; None for plain causal attention from position 0.
+        context_len: number of cached positions and the chunk's own.
     """
 
     gather: Tensor | None
@@ -176,7 +176,7 @@ def plan_prefill(
     """Prepares `prefill_attention` for the last `num_queries` positions of a context.
 
     Args:
-        window: latest positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
     """
     cached = context_len - num_queries
     gather = None
@@ -205,7 +205,7 @@ def prefill_attention(
     *,
     cap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of a chunk over its cached prefix and itself.
+    """Computes causal attention of a chunk over its cached prefix and itself.
 
     Args:
         q: [queries, heads, head_dim].
@@ -220,7 +220,7 @@ def prefill_attention(
         pool = kv.view(-1, size * kv_heads * head_dim)[2 * layer :]
         both = functional.embedding(plan.gather, pool).view(2, -1, kv_heads, head_dim)
         k, v = both[0, : plan.context_len], both[1, : plan.context_len]
-    # KV heads take the batch axis and their query heads the head axis: K and V are not repeated.
+    # KV heads become the batch axis and their query heads the head axis: K and V are not repeated.
     grouped = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     if sinks is not None or cap:
         return _prefill_by_scores(grouped, k, v, plan.mask, scale, sinks, cap).reshape(q.shape)
@@ -245,7 +245,7 @@ def _prefill_by_scores(
     sinks: Tensor | None,
     cap: float,
 ) -> Tensor:
-    """As `prefill_attention`, query rows in parts because the scores are written out.
+    """Variant of `prefill_attention` with materialised scores, for some query rows at a time.
 
     Args:
         grouped: [kv_heads, group, queries, head_dim].
@@ -255,7 +255,7 @@ def _prefill_by_scores(
     """
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
     columns = None if sinks is None else sinks.view(len(grouped), -1, 1, 1)
-    # One result for all parts: many small ones between large scores would tear the heap apart.
+    # One result for all rows: small allocations between large scores would fragment the heap.
     out = torch.empty_like(grouped)
     step = max(_FEWEST_ROWS, _SCORES // (grouped.shape[0] * grouped.shape[1] * len(k)))
     for first in range(0, grouped.shape[2], step):
@@ -271,7 +271,7 @@ def _prefill_by_scores(
 
 
 def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
-    """Joins attention over parts of a context into attention over all of it.
+    """Merges attention over parts of a context into attention over all of it.
 
     Args:
         out: [..., parts, head_dim] fp32, each normalised over its own part.

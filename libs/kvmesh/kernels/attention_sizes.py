@@ -1,4 +1,4 @@
-"""How large the tiles of attention kernels are, and into how many parts they cut contexts.
+"""Tile sizes of the attention kernels, and the number of parts of decode contexts.
 
 Pure. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -11,40 +11,40 @@ import torch
 
 DECODE_TILE = 64
 NO_WINDOW = 1 << 30
-"""Longer than any context."""
-# Of a padded head: with more, tiles of so many positions pass the least shared memory that a
-# program may have, the 99 KiB of sm_86, sm_89 and sm_120.
+"""Window size longer than any context."""
+# Bytes of a padded head up to which a full tile of positions fits the smallest shared memory of a
+# program, the 99 KiB of sm_86, sm_89 and sm_120.
 _TILE_ROW_BYTES = 512
-# The least that matrix units take.
+# Smallest tile of the matrix units.
 _LEAST_TILE = 16
-# What the larger tiles of a prompt take, with loads running ahead.
+# Shared memory of the larger prompt tiles with pipelined loads.
 _LARGE_TILES_BYTES = 161 << 10
-# Of sm_90 and sm_100.
+# Shared memory of a program on sm_90 and sm_100.
 _HOPPER_BYTES = 227 << 10
-# Of one program: with fewer, the second level of the cache is read faster than it gives.
+# Queries of one program: with fewer, loads exceed the bandwidth of the L2 cache.
 _MANY_QUERIES = 128
-# Programs that fill a large device twice over; contexts are split until there are as many.
+# Number of programs that fill a large device twice; contexts are split to reach it.
 _TARGET_PROGRAMS = 264
 
 
 def tile_of(head_dim: int, element_size: int) -> int:
-    """Positions that a program takes at once: fewer where heads are long, to fit shared memory."""
+    """Returns the positions per tile: fewer for large heads, to fit shared memory."""
     padded = (1 << (head_dim - 1).bit_length()) * element_size
-    # fp32 lies there twice: operands, and what three tf32 products take of them.
+    # fp32 needs twice the memory: operands, and their halves for three tf32 products.
     needed = 2 * padded if element_size == torch.float32.itemsize else padded
     return max(_LEAST_TILE, min(DECODE_TILE, DECODE_TILE * _TILE_ROW_BYTES // needed))
 
 
-# Loops whose loads need a block table first: with three stages one tile is on its way while
-# another is computed, with five two are. Read off what the compiler makes of them.
+# Pipeline stages of loops whose loads need the block table first: with three stages one tile is
+# loaded while another is computed, with five two are. Taken from the compiler's output.
 _STAGES, _MORE_STAGES = 3, 5
 
 
 def stages_of(head_dim: int, element_size: int, shared_bytes: int) -> int:
-    """Stages of a loop over tiles of positions: more where another tile fits beside.
+    """Returns the pipeline stages of a loop over tiles: more if another tile fits.
 
     Args:
-        shared_bytes: that a program may have.
+        shared_bytes: maximum shared memory of a program.
     """
     is_short = head_dim <= 128 and element_size < torch.float32.itemsize
     return _MORE_STAGES if is_short and shared_bytes >= _LARGE_TILES_BYTES else _STAGES
@@ -52,7 +52,7 @@ def stages_of(head_dim: int, element_size: int, shared_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """What one program of a prompt's attention takes at once."""
+    """Sizes of one program of prompt attention."""
 
     queries: int
     positions: int
@@ -62,11 +62,11 @@ class PromptTiles:
 def prompt_tiles_of(
     head_dim: int, element_size: int, shared_bytes: int, max_query_len: int
 ) -> PromptTiles:
-    """As `tile_of`, for prompts.
+    """Returns the tiles of prompt attention.
 
     Args:
-        shared_bytes: that a program may have.
-        max_query_len: of the longest chunk.
+        shared_bytes: maximum shared memory of a program.
+        max_query_len: length of the longest chunk.
 
     Source: tiles of heads up to 128 are those that PyTorch 2.13's FlexAttention takes on A100, H100
         and B200 before it tunes (`_inductor/template_heuristics/triton.py`).
@@ -75,27 +75,27 @@ def prompt_tiles_of(
     if element_size == torch.float32.itemsize:
         return PromptTiles(tile, tile, 4)
     if shared_bytes < _LARGE_TILES_BYTES:
-        # In the registers of four warps there is no room for a whole tile of long heads.
+        # The registers of four warps do not hold a whole tile of large heads.
         small = tile if head_dim <= 128 else tile // 2
         return PromptTiles(small, small, 4)
     if head_dim > 128:
         return PromptTiles(tile, tile, 8)
     if max_query_len <= tile:
         return PromptTiles(tile, tile, 4)
-    # Four warps hold a tile of short heads where matrix units read operands from shared memory.
+    # Four warps suffice for small heads where matrix units read operands from shared memory.
     few_warps = head_dim <= 64 and shared_bytes >= _HOPPER_BYTES
     return PromptTiles(_MANY_QUERIES, tile, 4 if few_warps else 8)
 
 
 def num_decode_splits(num_programs: int, longest: int, tile: int = DECODE_TILE) -> int:
-    """Into how many parts contexts are cut so that the device is filled.
+    """Returns the number of parts per context, so that programs fill the device.
 
     Args:
-        num_programs: where no context is cut.
+        num_programs: number of programs without splitting.
         longest: positions of the longest context.
-        tile: positions that a program takes at once.
+        tile: positions of one tile.
     """
-    # The nearest: with twice as many as run at once, the last ones have the device to themselves.
+    # Rounded to the nearest: of two waves of programs the last ones have the device to themselves.
     wanted = (2 * _TARGET_PROGRAMS + num_programs) // (2 * num_programs)
-    # Parts under four tiles cost more in the merge than they win.
+    # Parts under four tiles cost more in the merge than they save.
     return max(1, min(wanted, longest // (4 * tile)))

@@ -1,5 +1,5 @@
-"""Many equal pieces of memory copied by one kernel: blocks of a pool gathered into a buffer,
-scattered out of one, or moved from pool to pool.
+"""Copies many pieces of equal size by one kernel: gathers blocks of a pool into a buffer, scatters
+them out of one, or moves them between pools.
 
 The twin is `block_ops.copy_pieces`. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _VECTOR_BYTES = 16
-"""What one thread moves at once where everything is aligned to it."""
+"""Bytes that one thread moves at once if everything is aligned to them."""
 _TILE_WORDS = 2048
 _TILE_BYTES = 2048
 
@@ -30,7 +30,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     # One program copies one tile of one piece. Places and size are in elements of the pointers.
     place = places_ptr + 2 * tl.program_id(0).to(tl.int64)
     to, begin = tl.load(place), tl.load(place + 1)
-    if ALIGNED:  # the compiler cannot know what is behind a load
+    if ALIGNED:  # the compiler cannot infer the alignment of loaded values
         to, begin = tl.multiple_of(to, 2), tl.multiple_of(begin, 2)
     offsets = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = offsets < size
@@ -41,8 +41,8 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 def copy_pieces(target: Tensor, source: Tensor, places: Tensor, size: int) -> None:
     """See `block_ops.copy_pieces`.
 
-    One launch, whatever the number of pieces. Pieces and places that are multiples of 16 bytes,
-    in memory aligned to that, are copied in words of that size.
+    One launch for any number of pieces. If sizes, places and memory are multiples of 16 bytes, it
+    copies words of that size.
     """
     assert target.dtype == source.dtype == torch.uint8, "copies bytes"
     if len(places) == 0 or size == 0:
@@ -57,7 +57,7 @@ def copy_pieces(target: Tensor, source: Tensor, places: Tensor, size: int) -> No
 
 
 def _words(target: Tensor, source: Tensor, places: Tensor, size: int) -> tuple[int, int]:
-    """Bytes of an element, and elements of a tile."""
+    """Returns the bytes of an element, and the elements of a tile."""
     numbers = target.data_ptr() | source.data_ptr() | size
     lengths = target.numel() | source.numel()
     is_aligned = numbers % _VECTOR_BYTES == 0 and lengths % _WORD_BYTES == 0

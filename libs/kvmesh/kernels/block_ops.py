@@ -1,4 +1,4 @@
-"""Equal pieces of memory, such as KV blocks, copied in one call: Triton on CUDA, torch elsewhere.
+"""Copies pieces of equal size, such as KV blocks, in one call: Triton on CUDA, torch elsewhere.
 
 Gather, scatter and copies between pools are the same call with other places.
 Tests: tests/unit/kernels/test_block_ops.py, tests/unit/kernels/test_triton_kernels.py.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def _triton() -> ModuleType:
-    # Triton costs half a second to import and is only needed where there is a device.
+    # Triton takes half a second to import and is needed only with a device.
     from kvmesh.kernels import block_copy  # noqa: PLC0415
 
     return block_copy
@@ -22,10 +22,10 @@ def copy_pieces(target: Tensor, source: Tensor, places: Tensor, size: int) -> No
     """Copies `size` bytes from each place of `source` to its place of `target`, in any order.
 
     Args:
-        target, source: [bytes] uint8, contiguous, on one device or on two that reach each other;
+        target, source: [bytes] uint8, contiguous, on one device or on two with peer access;
             `target` is changed in place.
         places: [pieces, 2] int64 on the host: first byte in the target and in the source. Pieces
-            do not overlap in the target, and lie in both.
+            lie within both tensors and do not overlap in the target.
     """
     if target.is_cuda:
         _triton().copy_pieces(target, source, places, size)
@@ -34,6 +34,6 @@ def copy_pieces(target: Tensor, source: Tensor, places: Tensor, size: int) -> No
 
 
 def copy_one_by_one(target: Tensor, source: Tensor, places: Tensor, size: int) -> None:
-    """The twin of `copy_pieces`: a copy per piece, on any device."""
+    """Twin of `copy_pieces`: one copy per piece, on any device."""
     for to, begin in places.tolist():
         target[to : to + size].copy_(source[begin : begin + size])

@@ -1,4 +1,4 @@
-"""Triton kernels of the gated delta rule: one position of many sequences, many of one sequence.
+"""Triton kernels of the gated delta rule: one position of many sequences, or many of one.
 
 One decay per head (gated delta net) or one per channel (KDA). Twins: linear_reference.py.
 Tests: tests/unit/kernels/test_triton_kernels.py.
@@ -27,7 +27,7 @@ from kvmesh.kernels.state_tiles import (
 from kvmesh.kernels.states import StatePlaces
 
 _CHUNK = 16
-# Prompts differ in length: one kernel serves all.
+# Prompt lengths vary: not specialised, so that one compiled kernel serves all.
 _COUNTS = ("num_positions",)
 
 
@@ -81,10 +81,10 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 
 @triton.jit
 def _channel_products(q, k, decay, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # `k_i · k_j` and `q_i · k_j`, every channel decayed from j to i, and what channels lose after
-    # each position. Column by column from the last: what lies between two positions is summed by
-    # itself, as a difference of two totals that are large beside it would have few digits. Above
-    # the diagonal the products mean nothing.
+    # `k_i · k_j` and `q_i · k_j` with every channel decayed from j to i, and each channel's decay
+    # to the end. Computed column by column from the last. The decay between two positions is summed
+    # directly: as a difference of two large totals it would lose precision. Values above the
+    # diagonal are meaningless.
     one = tl.arange(0, CHUNK)
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     reads = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -127,7 +127,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     CHUNK: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
 ):
-    # One program: one chunk of one head, all that does not depend on the state before it.
+    # One program: one chunk of one head, everything that does not depend on the state before it.
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     key = tl.arange(0, KEY_TILE)
@@ -136,7 +136,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     row, valid = rows_of(chunk * CHUNK + one, num_positions, num_heads, head)
     keys, key_mask = places_of(row, valid, key, KEY_DIM)
     k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
-    # Positions past the end keep the state: they forget nothing and take no share.
+    # Positions past the end keep the state: no decay, and beta 0.
     beta = tl.load(beta_ptr + row, mask=valid, other=0.0)
     place = chunk * num_heads + head
     if PER_CHANNEL:
@@ -154,7 +154,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         gaps, left = decays_between(decay, CHUNK)
         tl.store(late_k_ptr + keys, k * left, mask=key_mask)
         products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
-        # Not before: there are no registers for it.
+        # Not loaded before: registers are short.
         q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
         reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
     tl.store(late_q_ptr + keys, q * grown, mask=key_mask)
@@ -195,7 +195,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     PER_CHANNEL: tl.constexpr,
 ):
     # One program: one head, VALUE_TILE columns of the state, all positions in chunks. `out` holds
-    # the changes that a state of zeros would get.
+    # the result for a zero state.
     head = tl.program_id(0)
     key, value, is_key, is_value, cell = cells_of(
         head.to(tl.int64), tl.program_id(1), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
@@ -230,14 +230,14 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, places: StatePlaces
 ) -> Tensor:
-    """See `linear_reference.delta_step`; takes either kind of decay, states where they lie.
+    """See `linear_reference.delta_step`; takes either kind of decay, and updates states in place.
 
     Returns:
         [sequences, heads, value_dim].
     """
     sequences, heads, key_dim = q.shape
     value_dim = v.shape[-1]
-    # Contiguous whatever the strides of `v` are: the kernel writes it so.
+    # Contiguous, whatever the strides of `v` are, since the kernel writes it so.
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     tiles = state_tiles(key_dim, value_dim)
     _step_kernel[(sequences, heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
@@ -257,8 +257,8 @@ def delta_scan(
 ) -> tuple[Tensor, Tensor]:
     """See `linear_reference.delta_scan`; takes either kind of decay.
 
-    What does not depend on the state is computed for all chunks at once; only the rest goes from
-    chunk to chunk.
+    One kernel computes everything that does not depend on the state, for all chunks at once. A
+    second kernel carries the state from chunk to chunk.
     """
     positions, heads, key_dim = q.shape
     value_dim = v.shape[-1]

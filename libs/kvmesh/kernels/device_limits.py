@@ -1,4 +1,4 @@
-"""What a CUDA device grants a program, for kernels whose tiles depend on it.
+"""Shared memory limits of CUDA devices, for kernels whose tile sizes depend on them.
 
 Tests: tests/unit/kernels/test_triton_kernels.py, tests/unit/engine/test_device_check.py.
 """
@@ -9,17 +9,18 @@ from functools import cache
 
 import torch
 
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": by capability, and
-# by the first number of those that are alike. The rest, such as 8.6, 8.9 and 12.0, has the least.
+# KiB by capability, or by the major number if all of it agree. All others, such as 8.6, 8.9 and
+# 12.0, have the minimum. CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability".
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, 9: 227, 10: 227, 11: 227}
 _LEAST_SHARED_KIB = 99
 MOST_SHARED_BYTES = 227 << 10
-"""Of any device."""
+"""Largest shared memory of a program on any device, in bytes."""
 
 
 @cache
 def shared_memory_bytes(device: torch.device | str) -> int:
-    """Most shared memory that one program of a kernel may have on a CUDA device."""
+    """Returns the maximum bytes of shared memory of one program on a CUDA device."""
     capability = torch.cuda.get_device_capability(device)
     kib = _SHARED_KIB.get(capability) or _SHARED_KIB.get(capability[0], _LEAST_SHARED_KIB)
     return kib << 10

@@ -1,6 +1,5 @@
-"""Attention of a step, planned once and run per layer: Triton on CUDA, blocks read in place by
-`host.h` on the CPU, the torch twins elsewhere.
-
+"""Attention of a step, planned once and run per layer: Triton on CUDA, `host.h` with blocks in
+place on the CPU, the torch twins elsewhere.
 Tests: tests/unit/kernels/test_dispatch.py.
 """
 
@@ -21,7 +20,7 @@ from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slot
 from kvmesh.kernels.upload import sent
 
 AfterWrite = Callable[[int], None]
-"""Called in each layer, with its number in a block, between the writes of its KV and attention."""
+"""Called in each layer, with its number in a block, after its KV is written, before attention."""
 
 
 class StepAttention(Protocol):
@@ -49,7 +48,7 @@ class ReferenceAttention:
         self._kv = kv
         self._after_write = after_write
         self._slots = torch.from_numpy(slots_of(batch)).to(kv.device)
-        # Layers of one model have at most a few windows; the index work is done once for each.
+        # Layers of one model have at most a few windows; indexes are computed once for each.
         self._decode_plans: dict[int, list[tuple[slice, attention_reference.DecodePlan]]] = {}
         self._prefill_plans: dict[int, list[tuple[slice, attention_reference.PrefillPlan]]] = {}
 
@@ -80,7 +79,7 @@ class ReferenceAttention:
         )
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
-        """Attention of the chunks; `q`, `k` and `v` have all rows of the step."""
+        """Computes attention of the chunks; `q`, `k` and `v` have all rows of the step."""
         if spec.window not in self._prefill_plans:
             self._prefill_plans[spec.window] = self._plan_prefill(spec.window)
         return [
@@ -165,7 +164,7 @@ class _Chunks:
 
 
 class HostAttention(ReferenceAttention):
-    """As the twins, but blocks are read where they lie, and rotation is fused."""
+    """`ReferenceAttention` that reads blocks in place and fuses the rotation."""
 
     def __init__(
         self, batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
@@ -178,7 +177,7 @@ class HostAttention(ReferenceAttention):
         if cut < batch.num_sequences and host.has_prefill(kv):
             self._chunks = _Chunks.of(batch)
         self.decode_rows: host_layer.DecodeRows | None = None
-        """What halves of a layer in one call read, in a step of decode rows alone."""
+        """Rows for native calls of whole layers, in a step of decode rows only."""
         if 0 < cut == batch.num_sequences and host.has_rope(kv):
             self.decode_rows = host_layer.DecodeRows(kv, self._slots, self._tables, self._lens)
 
@@ -232,7 +231,7 @@ class TritonAttention:
     def __init__(
         self, batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
     ) -> None:
-        # Triton costs half a second to import and is only needed where there is a device.
+        # Triton takes half a second to import and is needed only with a device.
         from kvmesh.kernels import attention, fused, prompt_attention  # noqa: PLC0415
 
         self._decode = attention.paged_decode_attention
@@ -309,10 +308,10 @@ class TritonAttention:
 def plan_attention(
     batch: RaggedBatch, kv: Tensor, after_write: AfterWrite | None = None
 ) -> StepAttention:
-    """The attention of one step, on the device of the pool.
+    """Returns the attention of one step, on the device of the pool.
 
     Args:
-        after_write: not called where one call computes layers whose rows all decode.
+        after_write: not called by native calls that compute whole layers of decode rows.
     """
     if kv.is_cuda:
         return TritonAttention(batch, kv, after_write)

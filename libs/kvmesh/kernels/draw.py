@@ -1,6 +1,7 @@
-"""Triton draw from logits: noise and argmax in one pass, so no noise is written to memory.
+"""Triton sampling from logits: noise and argmax in one pass, so noise is never in memory.
 
-Twin: `engine/noise.py`, whose integers these are. Tests: tests/unit/kernels/test_triton_kernels.py.
+Twin: `engine/noise.py`, which computes the same integers. Tests:
+tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 2048
-# Programs that fill a large device; rows are split until there are as many.
+# Number of programs that fill a large device; rows are split to reach it.
 _TARGET_PROGRAMS = 264
-# Rows of one table, as long as there are rows: aligned or not, one kernel is compiled.
+# Rows of one table: not specialised by alignment, so that one kernel is compiled.
 _ROW_POINTERS = ("low_ptr", "high_ptr", "random_ptr")
 
 
@@ -49,7 +50,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     is_random = tl.load(random_ptr + row) != 0
     lane = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    # A row with nothing above -inf, or of NaN, gives a token all the same: others go on beside it.
+    # A row whose logits are all -inf or NaN still gives a token, since other rows continue.
     index = tl.zeros((TILE,), tl.int32)
     first = split * split_len
     last = tl.minimum(first + split_len, vocab_size)
@@ -64,7 +65,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
         # 2^-31, and the largest fp32 under 1.
         uniform = (x.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 4.656612873077393e-10
         uniform = tl.minimum(uniform, 0.999999940395355)
-        # -log1p(-uniform): Kahan's way, exact where 1 - uniform is rounded.
+        # -log1p(-uniform) by Kahan's method, exact where 1 - uniform is rounded.
         rest = 1.0 - uniform
         ratio = tl.where(rest == 1.0, 1.0, tl.log(rest) / tl.where(rest == 1.0, 1.0, rest - 1.0))
         noise = -tl.log(uniform * ratio)
@@ -73,7 +74,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
         best = tl.where(better, value, best)
         index = tl.where(better, token, index)
     highest = tl.max(best, 0)
-    # Equal values: the lowest token, whatever lane it was in.
+    # Among equal values the lowest token wins, whatever lane it was in.
     lowest = tl.min(tl.where(best == highest, index, 0x7FFFFFFF), 0)
     part = row * tl.num_programs(1) + split
     tl.store(best_ptr + part, highest)
@@ -81,7 +82,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 
 
 def draw(logits: Tensor, low: Tensor, high: Tensor, is_random: Tensor) -> Tensor:
-    """The highest logit of each row, with Gumbel noise where the row is random.
+    """Returns the index of each row's highest logit, with Gumbel noise in random rows.
 
     Args:
         logits: [rows, vocab] fp32, last axis contiguous.
@@ -89,7 +90,7 @@ def draw(logits: Tensor, low: Tensor, high: Tensor, is_random: Tensor) -> Tensor
         is_random: [rows] int32, 0 for plain argmax.
 
     Returns:
-        [rows] int64 token ids; the lowest of equal ones, 0 where none is above -inf.
+        [rows] int64 token ids; the lowest of equal ones, 0 if none is above -inf.
     """
     rows, vocab_size = logits.shape
     splits = max(1, min(triton.cdiv(_TARGET_PROGRAMS, rows), triton.cdiv(vocab_size, _TILE)))

@@ -1,5 +1,5 @@
-"""Choices of experts sorted into tiles of rows of one expert each, on the device: nothing waits for
-counts. A few choices, as a decode step has them, are sorted by one launch instead of two dozen.
+"""Sorts expert choices into tiles of rows with one expert each, on the device, without reading
+counts back. One launch instead of two dozen sorts a few choices, such as a decode step's.
 
 Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -18,10 +18,10 @@ from kvmesh.kernels.device_limits import MOST_SHARED_BYTES, shared_memory_bytes
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What one program computes: rows and columns of the result, in steps of the depth.
+    """Tile of one program: rows and columns of the result, and steps of the depth.
 
     Attributes:
-        depth: for values of two bytes.
+        depth: step of the depth for two-byte values.
     """
 
     rows: int
@@ -30,32 +30,32 @@ class TileShape:
     warps: int
 
 
-# By how many rows an expert has on average. Those that vLLM's tuning found on an H200 for 128
-# experts of 768 (`fused_moe/configs/E=128,N=768,device_name=NVIDIA_H200.json`).
-# The least rows that matrix units take: little is computed in vain where experts have few.
+# Tiles by the average number of rows per expert, as vLLM's tuning found on an H200 for 128 experts
+# of 768 (`fused_moe/configs/E=128,N=768,device_name=NVIDIA_H200.json`).
+# The fewest rows of the matrix units, so that little is padding if experts have few rows.
 FEW_ROWS = TileShape(16, 64, 128, 4)
-# A weight is read once per tile of rows: many rows must share it.
+# Each tile of rows reads the weight once, so many rows share it.
 MANY_ROWS = TileShape(64, 128, 64, 4)
 MOST_ROWS = TileShape(128, 256, 64, 8)
 _MANY, _MOST = 24, 64
-# What a program has of `MOST_ROWS` in shared memory, with loads running ahead.
+# Shared memory of a program with `MOST_ROWS` and pipelined loads.
 _MOST_ROWS_BYTES = 200 << 10
-# More choices would take one program longer to count than the launches that it saves.
+# With more choices, one program would count longer than the saved launches take.
 _FEW_CHOICES = 4096
-# Choices that a program finds the places of, those that it holds them against at once, and pairs
-# of a choice and an expert that are held against each other at once.
+# Number of choices that a program places, number of choices that it compares them with at once, and
+# number of (choice, expert) pairs compared at once.
 _OWN, _OTHERS, _PAIRS = 64, 64, 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Rows by expert.
+    """Rows sorted by expert and cut into tiles.
 
     Attributes:
         order: [rows * top_k] int64, choices (row * top_k + place) sorted by expert.
-        expert: [tiles] int64; `num_experts` for a tile that is not used.
-        first, end: [tiles] int64, places in `order`; `end` is not above `first` for such a tile.
-        shape: of all tiles.
+        expert: [tiles] int64; `num_experts` for an unused tile.
+        first, end: [tiles] int64, places in `order`; `end` is not above `first` for an unused tile.
+        shape: shape of all tiles.
     """
 
     order: Tensor
@@ -66,10 +66,10 @@ class ExpertTiles:
 
 
 def tile_shape(num_choices: int, num_experts: int, shared_bytes: int) -> TileShape:
-    """Chosen by how many rows an expert has on average, which is known without a wait.
+    """Returns the tile shape for the average number of rows per expert, known without waiting.
 
     Args:
-        shared_bytes: that a program may have.
+        shared_bytes: maximum shared memory of a program.
     """
     if num_choices < _MANY * num_experts:
         return FEW_ROWS
@@ -79,14 +79,14 @@ def tile_shape(num_choices: int, num_experts: int, shared_bytes: int) -> TileSha
 
 
 def shape_for(chosen: Tensor, num_experts: int) -> TileShape:
-    """`tile_shape` for choices that are on a device."""
-    # Only the interpreter runs on host tensors.
+    """Returns the `tile_shape` of choices that are on a device."""
+    # Host tensors occur only under the interpreter.
     shared = shared_memory_bytes(chosen.device) if chosen.is_cuda else MOST_SHARED_BYTES
     return tile_shape(chosen.numel(), num_experts, shared)
 
 
 def plan_tiles(chosen: Tensor, num_experts: int) -> ExpertTiles:
-    """Sorts choices of experts, [rows, top_k] int64, into tiles; waits for nothing."""
+    """Sorts expert choices, [rows, top_k] int64, into tiles; never waits."""
     plan = plan_few if chosen.numel() <= _FEW_CHOICES else plan_many
     return plan(chosen.flatten(), num_experts, shape_for(chosen, num_experts))
 
@@ -97,7 +97,7 @@ def _most_tiles(num_choices: int, num_experts: int, shape: TileShape) -> int:
 
 
 def plan_many(flat: Tensor, num_experts: int, shape: TileShape) -> ExpertTiles:
-    """As `plan_tiles`, by operations of torch; the twin of `plan_few`.
+    """Variant of `plan_tiles` by torch operations; the twin of `plan_few`.
 
     Args:
         flat: [choices] int64.
@@ -120,8 +120,8 @@ def plan_many(flat: Tensor, num_experts: int, shape: TileShape) -> ExpertTiles:
 def _write_order(  # type: ignore[no-untyped-def]
     chosen_ptr, order_ptr, num_choices, begin, OWN: tl.constexpr, OTHERS: tl.constexpr
 ):
-    # A choice's place is how many come before it: those of lower experts, and earlier ones of its
-    # own.
+    # A choice's place is the number of choices before it: those of lower experts, and earlier ones
+    # of its own expert.
     own = begin + tl.arange(0, OWN)
     is_own = own < num_choices
     mine = tl.load(chosen_ptr + own, mask=is_own, other=0).to(tl.int32)
@@ -154,7 +154,7 @@ def _write_tiles(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - part of a k
     counts = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, num_choices, CHUNK):
         is_choice = start + one < num_choices
-        # No expert has the number of what is not there.
+        # EXPERTS marks missing choices, since no expert has this number.
         chosen = tl.load(chosen_ptr + start + one, mask=is_choice, other=EXPERTS).to(tl.int32)
         counts += tl.sum((expert[:, None] == chosen[None, :]).to(tl.int32), 1)
     tiles = (counts + ROWS - 1) // ROWS
@@ -162,7 +162,7 @@ def _write_tiles(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - part of a k
     row_ends = tl.cumsum(counts, 0)
     for start in range(0, num_tiles, CHUNK):
         index = start + one
-        # Experts all of whose tiles come before.
+        # Number of experts all of whose tiles come before.
         known = tl.sum((tile_ends[:, None] <= index[None, :]).to(tl.int32), 0)
         is_it = expert[:, None] == known[None, :]
         tile_begin = tl.sum(tl.where(is_it, (tile_ends - tiles)[:, None], 0), 0)
@@ -194,7 +194,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    # The first program cuts the tiles, each other one finds the places of OWN choices.
+    # The first program cuts the tiles, each other one places OWN choices.
     program = tl.program_id(0)
     if program == 0:
         _write_tiles(
@@ -214,7 +214,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 
 
 def plan_few(flat: Tensor, num_experts: int, shape: TileShape) -> ExpertTiles:
-    """As `plan_many`, in one launch."""
+    """Variant of `plan_many` in one launch."""
     order = torch.empty_like(flat)
     num_tiles = _most_tiles(len(flat), num_experts, shape)
     expert, first, end = (flat.new_empty(num_tiles) for _ in range(3))

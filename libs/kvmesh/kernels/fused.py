@@ -17,7 +17,7 @@ _ACTIVATION_TILE = 1024
 
 @triton.jit
 def _add_to_stream(x, delta, mask, HAS_DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
-    # What the stream holds then, in fp32: rounded as it is stored.
+    # Returns the stream's new value in fp32, rounded as it is stored.
     value = tl.load(x, mask=mask, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta, mask=mask, other=0.0)
@@ -65,7 +65,7 @@ def _add_layer_norm_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a
     column = tl.arange(0, TILE)
     mask = column < dim
     x = _add_to_stream(x_ptr + row * dim + column, delta_ptr + row * dim + column, mask, HAS_DELTA)
-    # Columns that are not there are no part of the spread, whatever the mean is.
+    # Padding columns must not contribute to the variance.
     centred = tl.where(mask, x - tl.sum(x, 0) / dim, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / dim + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)

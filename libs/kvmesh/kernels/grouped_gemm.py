@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts, as one launch on CUDA.
+"""Multiplies rows by the weights of their experts, in one launch on CUDA.
 
 Twin: `grouped_product` on the host. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvmesh.kernels.expert_tiles import ExpertTiles, TileShape
 
-# Of fp32, which lies in shared memory twice.
+# Maximum tile width of fp32, which takes twice the shared memory.
 _WIDEST_FP32 = 128
 
 
@@ -50,11 +50,11 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     else:
         row = choice // top_k
         target = place
-    # int64 by its type: expert times a weight passes 2^31.
+    # int64 by its type: expert times weight size exceeds 2^31.
     expert = tl.load(expert_ptr + tile)
     step = tl.arange(0, DEPTH_TILE)
     acc = tl.zeros((ROW_TILE, COLUMN_TILE), tl.float32)
-    # A tile that is not used has no rows; its expert is past the last, and is not read.
+    # An unused tile has no rows; its expert is out of range and is not read.
     used = is_row.to(tl.int32)
     if tl.max(used, 0) > 0:
         base = weights_ptr + expert * depth * columns
@@ -95,17 +95,17 @@ def grouped_gemm(
     shares: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Products of the rows of choices, in the order of `tiles.order`; or, with shares, back.
+    """Multiplies the rows of choices in the order of `tiles.order`; with shares, undoes the order.
 
     Args:
         x: [rows, depth], contiguous; with shares [choices, depth] in that order.
         weights: [experts, columns, depth], contiguous.
-        top_k: choices of a row.
-        shares: [rows, top_k] any float dtype, what a choice counts.
+        top_k: number of choices per row.
+        shares: [rows, top_k] any float dtype, weights of the choices.
         bias: [experts, columns], contiguous.
 
     Returns:
-        [choices, columns], dtype of `x`; with shares in the order of choices and times them.
+        [choices, columns], dtype of `x`; with shares multiplied by them, in the order of choices.
     """
     columns, depth = weights.shape[1:]
     shape = _for_values_of(tiles.shape, x.element_size())
@@ -126,7 +126,7 @@ def grouped_gemm(
         ROW_TILE=shape.rows,
         COLUMN_TILE=shape.columns,
         DEPTH_TILE=shape.depth,
-        # Only the interpreter runs on host tensors.
+        # Host tensors occur only under the interpreter.
         UPCAST=not x.is_cuda,
         HAS_BIAS=bias is not None,
         BY_CHOICE=shares is not None,
@@ -143,11 +143,11 @@ def _for_values_of(shape: TileShape, num_bytes: int) -> TileShape:
 
 
 def grouped_product(x: Tensor, weights: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
-    """The twin of `grouped_gemm` without shares.
+    """Twin of `grouped_gemm` without shares.
 
     Args:
         rows: [choices] int64, row of `x` of each choice.
-        experts: [choices] int64, of each choice, ascending.
+        experts: [choices] int64, expert of each choice, ascending.
     """
     counts = torch.bincount(experts, minlength=len(weights)).tolist()
     parts = torch.split(x[rows], counts)

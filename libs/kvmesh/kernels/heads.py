@@ -1,4 +1,4 @@
-"""How heads attend and are turned: what a layer says to the attention of a step."""
+"""Parameters of a layer's heads for the attention of a step: scores, norms and rotation."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """How one layer attends.
+    """Attention parameters of one layer.
 
     Attributes:
         scale: factor of the scores.
-        window: latest positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
         sinks: [heads] fp32, see `attention_reference.decode_attention`, or None.
-        qk_norm: [heads + kv_heads, head_dim] or None.
-        norm_eps: of `qk_norm`.
-        cap: scores are bent to stay between -cap and cap; 0 for not.
+        qk_norm: [heads + kv_heads, head_dim] weights of norms, or None.
+        norm_eps: epsilon of `qk_norm`.
+        cap: bound of soft-capping of scores, between -cap and cap; 0 for none.
     """
 
     scale: float
@@ -30,11 +30,11 @@ class HeadSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeRows:
-    """Rotation of the rows of a step.
+    """Rotary embedding of the rows of a step.
 
     Attributes:
         cos: [rows, 1, head_dim], contiguous, in the computation dtype.
-        signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
+        signed_sin: same shape, first half negated, as `reference.apply_rope` expects it.
     """
 
     cos: Tensor

@@ -1,5 +1,5 @@
-"""`host.h` on torch tensors. The twins are in reference.py and
-attention_reference.py; layer_ops.py and dispatch.py choose.
+"""`host.h` on torch tensors. The twins are in reference.py and attention_reference.py; layer_ops.py
+and dispatch.py choose between them.
 
 Tests: tests/unit/kernels/test_host.py.
 """
@@ -60,7 +60,7 @@ _MOST_BESIDE_TILES = 4
 
 @functools.cache
 def function_of(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """A function of the library, which is there."""
+    """Returns a function of the library, which must be loaded."""
     loaded = load_host_library()
     assert loaded is not None
     function = getattr(loaded.library, f"{name}_{_NAMES[dtype]}")
@@ -71,7 +71,7 @@ def function_of(name: str, dtype: torch.dtype) -> Callable[..., int]:
 
 
 def has_vectors(x: Tensor) -> bool:
-    """Whether rows of this tensor can go through the library."""
+    """Returns whether the library can process rows of this tensor."""
     return (
         x.device.type == "cpu"
         and x.dtype in _NAMES
@@ -81,28 +81,28 @@ def has_vectors(x: Tensor) -> bool:
 
 
 def has_rope(x: Tensor) -> bool:
-    """Whether heads (the last axis of `x`) can be rotated."""
+    """Returns whether the library can rotate heads (the last axis of `x`)."""
     return x.shape[-1] % (2 * _VECTOR) == 0 and has_vectors(x)
 
 
 def has_decode(kv: Tensor) -> bool:
-    """Whether decode attention over this pool is compiled."""
+    """Returns whether decode attention over this pool is compiled."""
     return kv.shape[-1] in _HEAD_DIMS and has_vectors(kv)
 
 
 def has_prefill(kv: Tensor) -> bool:
-    """Whether attention of prompts over this pool is faster by the library than by torch.
+    """Returns whether prompt attention over this pool is faster by the library than by torch.
 
-    It is not for bf16 where torch multiplies that in AMX tiles.
+    It is not for bf16 if torch multiplies that in AMX tiles.
     """
     return has_decode(kv) and not (kv.dtype == torch.bfloat16 and has_bf16_tiles())
 
 
 def prefill_head_dim(x: Tensor, dim: int) -> int | None:
-    """The least head size not below `dim` for which `has_prefill` would say yes, or None.
+    """Returns the smallest head size from `dim` on that `has_prefill` accepts, or None.
 
     Args:
-        x: of the dtype and on the device in question.
+        x: a tensor of the intended dtype and device.
     """
     fitting = [size for size in sorted(_HEAD_DIMS) if size >= dim]
     return fitting[0] if fitting and has_prefill(x.new_empty(0, fitting[0])) else None
@@ -138,7 +138,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def pool_shape(kv: Tensor) -> tuple[int, int, int, int]:
-    """Strides of a block and from keys to values, positions in a block, heads of keys."""
+    """Returns the strides of a block and from keys to values, the block size, and the KV heads."""
     return kv.stride(0), kv.stride(2), kv.shape[3], kv.shape[4]
 
 
@@ -183,15 +183,15 @@ def decode_attention(
     sinks: Tensor | None,
     cap: float = 0.0,
 ) -> Tensor:
-    """Attention of one query per sequence over its blocks, read where they lie.
+    """Computes attention of one query per sequence over its blocks, read in place.
 
     Args:
         q: [sequences, heads, head_dim]; heads and their elements contiguous.
         tables: [sequences, blocks] int64.
         lens: [sequences] int64, at least 1.
-        window: positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
         sinks: [heads] fp32 or None, see `attention_reference.decode_attention`.
-        cap: see `reference.capped`; 0 for none.
+        cap: bound of soft-capping, see `reference.capped`; 0 for none.
 
     Returns:
         [sequences, heads, head_dim].
@@ -234,18 +234,18 @@ def prefill_attention(
     sinks: Tensor | None,
     cap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of chunks over their cached prefixes and themselves, read where they lie.
+    """Computes causal attention of chunks over their cached prefixes and themselves, in place.
 
-    A row's result depends neither on how its prompt was cut into chunks nor on other sequences.
+    A row's result depends neither on the split of its prompt into chunks nor on other sequences.
 
     Args:
         q: [rows, heads, head_dim]; heads and their elements contiguous. KV of the rows is written.
         tables: [sequences, blocks] int64.
         starts: [sequences + 1] int64, first row of each, then the number of rows.
         lens: [sequences] int64, cached positions and the chunk's own.
-        window: positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
         sinks: [heads] fp32 or None, see `attention_reference.decode_attention`.
-        cap: see `reference.capped`; 0 for none.
+        cap: bound of soft-capping, see `reference.capped`; 0 for none.
 
     Returns:
         [rows, heads, head_dim].
@@ -266,13 +266,13 @@ def partial_prefill(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence's queries over a part of its context, read where it lies.
+    """Computes attention of one sequence's queries over a part of its context, read in place.
 
     Args:
         q: [queries, heads, head_dim]; heads and their elements contiguous.
-        blocks: [blocks] int64, that hold the positions.
-        causal: the queries are those of the last positions, and see none after their own; else
-            they see all.
+        blocks: [blocks] int64, blocks that hold the positions.
+        causal: whether the queries belong to the last positions and see none after their own;
+            otherwise they see all.
 
     Returns:
         [queries, heads, head_dim], and [queries, heads] fp32, the log of the sums of exponentials.
@@ -328,29 +328,29 @@ def _prefill(
 
 @functools.cache
 def most_rows(dtype: torch.dtype) -> int:
-    """Rows that `few_rows` should be given at most on this CPU; the library is there."""
+    """Returns the most rows for which `few_rows` is faster on this CPU; needs the library."""
     most = function_of("most_rows", dtype)()
-    # With tiles oneDNN is soon ahead.
+    # With AMX tiles oneDNN is faster from few rows on.
     return min(most, _MOST_BESIDE_TILES) if dtype == torch.bfloat16 and has_bf16_tiles() else most
 
 
 def takes_any_rows(weight: Tensor) -> bool:
-    """Whether `few_rows` computes any number of rows with such a weight, and is to.
+    """Returns whether `few_rows` should compute any number of rows with such a weight.
 
-    So it is where the CPU has vectors of 256 bits, for which oneDNN keeps weights in another form,
-    and for bf16 on one that cannot multiply it: the products are fp32 then.
+    True on CPUs with 256-bit vectors, for which oneDNN has another weight layout. Also true for
+    bf16 on CPUs that cannot multiply it; the products are fp32 then.
     """
     return has_vectors(weight) and bool(function_of("any_rows", weight.dtype)())
 
 
 def in_panels(weight: Tensor) -> Tensor | None:
-    """A weight as `few_rows` reads it, or None when it or its shape has no such form.
+    """Returns a weight in the layout of `few_rows`; None if its dtype or shape has none.
 
     Args:
         weight: [outputs, inputs], contiguous.
 
     Returns:
-        [outputs / 64, inputs / lane, 64, lane], lane being the values in four bytes.
+        [outputs / 64, inputs / lane, 64, lane], where lane is the number of values in four bytes.
     """
     outputs, inputs = weight.shape
     if outputs % PANEL or inputs % _VECTOR or not has_vectors(weight):
@@ -361,13 +361,13 @@ def in_panels(weight: Tensor) -> Tensor | None:
 
 
 def few_rows(x: Tensor, panels: int, bias: Tensor | None, outputs: int) -> Tensor:
-    """Product of at most `most_rows` rows with a weight, or of any number where `takes_any_rows`.
+    """Multiplies up to `most_rows` rows by a weight, or any number if `takes_any_rows`.
 
-    What a row gives no other row changes.
+    The result of a row does not depend on other rows.
 
     Args:
         x: [rows, inputs], contiguous.
-        panels: address of the weight in the form of `in_panels`, dtype of `x`.
+        panels: address of the weight in the layout of `in_panels`, dtype of `x`.
         bias: [outputs] or None.
 
     Returns:

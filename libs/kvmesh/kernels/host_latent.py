@@ -1,4 +1,4 @@
-"""`latent.h` on torch tensors: decode attention over latents, read where they lie.
+"""`latent.h` on torch tensors: decode attention over latents, read in place.
 
 The twin is `latent.latent_decode_attention`. Tests: tests/unit/kernels/test_latent.py.
 """
@@ -14,7 +14,7 @@ _VECTOR = 16
 
 
 def has_latent(kv: Tensor, rank: int) -> bool:
-    """Whether the library attends over this pool."""
+    """Returns whether the library supports attention over this pool."""
     return rank % _VECTOR == 0 and host.has_vectors(kv)
 
 

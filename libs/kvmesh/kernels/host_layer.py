@@ -1,8 +1,7 @@
-"""`layer.h` on torch tensors: decoder layers, half of one, or the head, in one call for a few rows.
+"""`layer.h` on torch tensors: layers, half a layer, or the head, in one call for a few rows.
 
-What is computed is what the parts compute when they are called one by one, to the bit; a step of
-one row has hundreds of them, and each costs as much to call as to run. What a layer keeps is handed
-over as structures that are made once.
+The results equal those of separate calls bit for bit. A step of one row has hundreds of such calls,
+and each costs as much to call as to run. Weights are passed as structures that are created once.
 Tests: tests/unit/kernels/test_host_layer.py.
 """
 
@@ -65,7 +64,7 @@ class _HeadParts(ctypes.Structure):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the calls here compute so many rows, [rows, hidden], of weights in their form."""
+    """Returns whether these calls support the number of rows of `x`, [rows, hidden]."""
     return 0 < x.shape[0] <= host.most_rows(x.dtype)
 
 
@@ -73,10 +72,10 @@ class DecodeRows:
     """KV of sequences that compute one position each, during one step.
 
     Args:
-        kv: the pool, for which `host.has_decode` and `host.has_rope` say yes.
-        slots: [rows] int64, of the rows' own positions.
+        kv: the pool, which `host.has_decode` and `host.has_rope` accept.
+        slots: [rows] int64, slots of the rows' own positions.
         tables: [rows, blocks] int64.
-        lens: [rows] int64, positions with the row's own.
+        lens: [rows] int64, number of positions including the row's own.
     """
 
     def __init__(self, kv: Tensor, slots: Tensor, tables: Tensor, lens: Tensor) -> None:
@@ -88,7 +87,7 @@ class DecodeRows:
         self.address = ctypes.addressof(self._rows)
 
     def kv_of(self, layer: int) -> int:
-        """Address of a layer in the pool."""
+        """Returns the address of a layer in the pool."""
         return self._kv + layer * self._layer_bytes
 
 
@@ -104,13 +103,13 @@ class MlpCall:
 
     @classmethod
     def of(cls, gate_up: Linear, down: Linear) -> Self | None:
-        """None where the weights have no such form."""
-        # Gates and ups are to begin with a panel each.
+        """Returns the call; None if the weights lack the panel layout."""
+        # Gates and ups must begin at a panel boundary.
         fits = gate_up.weight.shape[0] % (2 * host.PANEL) == 0
         return cls(gate_up, down) if gate_up.panels and down.panels and fits else None
 
     def run(self, x: Tensor) -> Tensor:
-        """[rows, hidden], contiguous, to as much; `takes` was asked."""
+        """Maps contiguous [rows, hidden] to the same shape; only if `takes` accepts `x`."""
         assert x.is_contiguous()
         out = torch.empty_like(x)
         status = host.function_of("gated_mlp", x.dtype)(
@@ -124,9 +123,9 @@ class AttentionCall:
     """Attention of decode rows with its projections in one call.
 
     Args:
-        qkv: to [(heads + 2 * kv_heads) * head_dim].
-        output: from [heads * head_dim].
-        layer: of the pool.
+        qkv: projection to [(heads + 2 * kv_heads) * head_dim].
+        output: projection from [heads * head_dim].
+        layer: index of the layer in the pool.
     """
 
     def __init__(
@@ -147,16 +146,16 @@ class AttentionCall:
     def of(
         cls, qkv: Linear, output: Linear, spec: HeadSpec, head_dim: int, layer: int
     ) -> Self | None:
-        """None where the weights have no such form."""
+        """Returns the call; None if the weights lack the panel layout."""
         if not (qkv.panels and output.panels):
             return None
         return cls(qkv, output, spec, head_dim, layer)
 
     def run(self, x: Tensor, rows: DecodeRows, rope: RopeRows) -> Tensor:
-        """Projects rows, turns their heads and writes their KV, attends, and projects back.
+        """Projects rows, rotates their heads, writes their KV, attends, and projects back.
 
         Args:
-            x: [rows, hidden], contiguous; `takes` was asked.
+            x: [rows, hidden], contiguous; `takes` must accept it.
 
         Returns:
             [rows, hidden].
@@ -182,8 +181,8 @@ class LayerParts:
     """Norm, attention, norm and MLP of one layer.
 
     Attributes:
-        input_norm, post_norm: [hidden], before attention and before the MLP.
-        eps: of both norms.
+        input_norm, post_norm: [hidden], norms before attention and before the MLP.
+        eps: epsilon of both norms.
     """
 
     attention: AttentionCall
@@ -193,16 +192,16 @@ class LayerParts:
     eps: float
 
     def structure(self) -> _LayerParts:
-        """What the library reads."""
+        """Returns the structure that the library reads."""
         norms = self.input_norm.data_ptr(), self.post_norm.data_ptr(), self.eps
         return _LayerParts(self.attention.parts, self.mlp.parts, *norms, self.attention.layer)
 
 
 class LayersCall:
-    """Layers that follow one another, in one call; their heads are of one size.
+    """Consecutive layers in one call; their heads have one size.
 
     Args:
-        layers: at least one.
+        layers: at least one layer.
     """
 
     def __init__(self, layers: Sequence[LayerParts]) -> None:
@@ -212,15 +211,15 @@ class LayersCall:
     def run(
         self, count: int, x: Tensor, delta: Tensor | None, rows: DecodeRows, rope: RopeRows
     ) -> Tensor:
-        """Adds `delta` and what layers give to the stream, but for what the last MLP gives.
+        """Adds `delta` and the layers' outputs to the stream, except the last MLP's output.
 
         Args:
-            count: layers to compute, from the first on; at least one.
-            x: [rows, hidden], contiguous, changed in place; `takes` was asked.
-            delta: as large, contiguous, or None.
+            count: number of layers to compute, from the first on; at least one.
+            x: [rows, hidden], contiguous, changed in place; `takes` must accept it.
+            delta: same shape, contiguous, or None.
 
         Returns:
-            [rows, hidden], what the last MLP adds.
+            [rows, hidden], the output of the last MLP.
         """
         assert 0 < count <= len(self._kept)
         assert x.is_contiguous()
@@ -247,7 +246,7 @@ class HeadCall:
 
     Args:
         norm: [hidden], contiguous.
-        head: to [vocab], in panels.
+        head: projection to [vocab], in panels.
     """
 
     def __init__(self, norm: Tensor, eps: float, head: Linear) -> None:
@@ -260,15 +259,15 @@ class HeadCall:
 
     @classmethod
     def of(cls, norm: Tensor, eps: float, head: Linear) -> Self | None:
-        """None where the head has no such form."""
+        """Returns the call; None if the head lacks the panel layout."""
         return cls(norm, eps, head) if head.panels else None
 
     def run(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds `delta` to the stream and scores its norm.
+        """Adds `delta` to the stream and computes the logits of its norm.
 
         Args:
-            x: [rows, hidden], contiguous, changed in place; `takes` was asked.
-            delta: as large, contiguous.
+            x: [rows, hidden], contiguous, changed in place; `takes` must accept it.
+            delta: same shape, contiguous.
 
         Returns:
             [rows, vocab] fp32, with the precision of `x`.

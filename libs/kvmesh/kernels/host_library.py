@@ -1,4 +1,4 @@
-"""Loads the kernels of the CPU engine, which `make setup` or a wheel has built.
+"""Loads the kernels of the CPU engine, which `make setup` or a wheel builds.
 
 The library has a C ABI, so it does not depend on torch's, and shares torch's OpenMP threads because
 torch is loaded first. Tests: tests/unit/kernels/test_host.py.
@@ -18,7 +18,7 @@ log = event_logger(__name__)
 
 @functools.cache
 def load_host_library() -> Loaded | None:
-    """The library, or None when it cannot be had; says so once, as a warning."""
+    """Returns the library; None if it cannot be loaded, with one warning."""
     assert torch.get_num_threads() > 0, "torch's OpenMP is the one to share"
     try:
         return load_library(HOST)
@@ -28,5 +28,5 @@ def load_host_library() -> Loaded | None:
 
 
 def has_bf16_tiles() -> bool:
-    """Whether the CPU multiplies bf16 in tiles (AMX), as torch's products do and ours do not."""
+    """Returns whether the CPU has AMX bf16 tiles, which torch's products use and ours do not."""
     return "amx_bf16" in cpu_flags()

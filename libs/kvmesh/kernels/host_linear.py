@@ -22,7 +22,7 @@ class LinearShape:
     """Heads of a linear layer.
 
     Attributes:
-        key_heads: of queries and keys; each serves the same number of `heads`.
+        key_heads: number of heads of queries and keys; each serves equally many of `heads`.
     """
 
     key_heads: int
@@ -32,7 +32,7 @@ class LinearShape:
 
 
 def has_linear(x: Tensor, shape: LinearShape) -> bool:
-    """Whether rows of the dtype and device of `x` can be carried by the library."""
+    """Returns whether the library supports the dtype and device of `x` with this shape."""
     return (
         shape.key_dim % _VECTOR == 0
         and shape.key_dim <= _MOST_KEYS
@@ -49,16 +49,16 @@ def delta_rule(
     states: Tensor,
     shape: LinearShape,
 ) -> Tensor:
-    """Convolution, silu, normalisation of queries and keys, and the gated delta rule.
+    """Computes convolution, silu, normalisation of queries and keys, and the gated delta rule.
 
     Args:
-        mixed: [rows, channels] queries, keys and values of all heads, elements contiguous; as many
-            successive rows of each sequence as of any other.
+        mixed: [rows, channels] queries, keys and values of all heads, elements contiguous;
+            equally many successive rows of each sequence.
         taps: [kernel, channels] fp32, oldest input first.
         decay: [rows, heads, 1 or key_dim] fp32, logarithms.
         beta: [rows, heads] fp32.
-        states: [sequences, values] fp32, the matrices of the heads and then the inputs before of
-            the convolution, [kernel - 1, channels]; changed in place.
+        states: [sequences, values] fp32, the matrices of the heads and then the convolution's
+            previous inputs, [kernel - 1, channels]; changed in place.
 
     Returns:
         [rows, heads, value_dim] fp32.
@@ -94,11 +94,11 @@ def delta_rule(
 
 
 def lightning(heads: Tensor, slopes: Tensor, states: Tensor, shape: LinearShape) -> Tensor:
-    """Lightning attention.
+    """Computes lightning attention.
 
     Args:
-        heads: [rows, heads, 2 * key_dim + value_dim] fp32, queries, keys and values; as many
-            successive rows of each sequence as of any other.
+        heads: [rows, heads, 2 * key_dim + value_dim] fp32, queries, keys and values; equally many
+            successive rows of each sequence.
         slopes: [heads] fp32.
         states: [sequences, heads * key_dim * value_dim] fp32; changed in place.
 

@@ -1,6 +1,6 @@
-"""Weights in huge pieces of memory, which a core reads up to 1.7 times as fast as in small ones.
+"""Huge pages for weights, which a core reads up to 1.7 times as fast as small pages.
 
-Only Linux is asked, and only as a wish: memory that cannot be gathered stays as it is.
+Linux only, and only a hint: memory that cannot be collapsed stays as it is.
 Tests: tests/unit/kernels/test_huge_memory.py.
 """
 
@@ -11,9 +11,9 @@ import functools
 import sys
 from collections.abc import Callable
 
-# What x86 and most ARM systems gather at once.
+# Bytes of a huge page on x86 and most ARM systems.
 PIECE_BYTES = 2 << 20
-# From linux/mman.h: copy what is there now into one piece, whatever the system does by itself.
+# MADV_COLLAPSE of linux/mman.h: collapse present pages now, whatever the system's THP setting.
 _COLLAPSE = 25
 
 
@@ -29,21 +29,21 @@ def _madvise() -> Callable[..., int] | None:
 
 
 def gather(address: int, num_bytes: int) -> int:
-    """Gathers memory that is written already; its content and addresses stay.
+    """Collapses written memory into huge pages; content and addresses stay.
 
-    Pieces that the range shares with its neighbours are gathered too. Memory smaller than a piece
-    is left alone.
+    Huge pages that the range shares with its neighbours are collapsed, too. Memory smaller than a
+    huge page is left alone.
 
     Args:
-        address: of anonymous memory of this process, in use until the call returns.
+        address: address of anonymous memory of this process, in use until the call returns.
 
     Returns:
-        How many pieces are whole now.
+        Number of huge pages after the call.
     """
     advise = _madvise()
     if advise is None or num_bytes < PIECE_BYTES:
         return 0
     first = address // PIECE_BYTES * PIECE_BYTES
-    # One by one, because one that reaches beyond what is mapped is refused.
+    # One by one, since a call that reaches beyond mapped memory is refused.
     pieces = range(first, address + num_bytes, PIECE_BYTES)
     return sum(advise(piece, PIECE_BYTES, _COLLAPSE) == 0 for piece in pieces)

@@ -21,16 +21,16 @@ from kvmesh.kernels.upload import sent
 def latent_decode_attention(
     q: Tensor, kv: Tensor, layer: int, tables: Tensor, lens: Tensor, *, scale: float, rank: int
 ) -> Tensor:
-    """Attention of one query per sequence, all heads over the same vectors.
+    """Computes attention of one query per sequence, all heads over the same vectors.
 
     Args:
-        q: [sequences, heads, width], absorbed: it meets latents, not keys.
+        q: [sequences, heads, width], absorbed: it is multiplied with latents, not keys.
         tables: [sequences, longest] int64 block ids; padding may be any block.
         lens: [sequences] int64 positions.
-        rank: leading values of a vector that are the latent.
+        rank: number of leading values of a vector that are the latent.
 
     Returns:
-        [sequences, heads, rank], mixed latents.
+        [sequences, heads, rank], weighted sums of latents.
 
     Source: DeepSeek-V2, arXiv 2405.04434 §2.1.2.
     """
@@ -38,7 +38,7 @@ def latent_decode_attention(
     blocks = kv.view(-1, size * width)
     vectors = functional.embedding(tables * layers + layer, blocks).view(len(q), -1, width)
     hidden = torch.arange(vectors.shape[1], device=q.device) >= lens[:, None]
-    # The last block's tail may hold anything, and 0 * NaN is NaN: the mask alone is not enough.
+    # The tail of the last block may hold NaN, and 0 * NaN is NaN: the mask alone is not enough.
     vectors.masked_fill_(hidden[..., None], 0)
     scores = (q @ vectors.transpose(1, 2)).float() * scale
     scores.masked_fill_(hidden[:, None], -torch.inf)
@@ -48,14 +48,14 @@ def latent_decode_attention(
 def decode_on_cpu(
     q: Tensor, kv: Tensor, layer: int, tables: Tensor, lens: Tensor, *, scale: float, rank: int
 ) -> Tensor:
-    """`latent_decode_attention` by `latent.h` where it can be, else by the twin."""
+    """Computes `latent_decode_attention` by `latent.h` if it can, else by the twin."""
     library = host_latent.has_latent(kv, rank)
     attend = host_latent.latent_decode_attention if library else latent_decode_attention
     return attend(q, kv, layer, tables, lens, scale=scale, rank=rank)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of the last positions of a context over all of it.
+    """Computes attention of the last positions of a context over all of it.
 
     Args:
         q: [queries, heads, key_dim].
@@ -68,7 +68,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     dim = host.prefill_head_dim(q, max(k.shape[-1], v.shape[-1]))
     if dim is not None:
         return _host_causal(q, k, v, scale, dim)
-    # Torch's attention writes out all scores when values are not as long as keys.
+    # Torch's attention materialises all scores if values are shorter than keys.
     padded = functional.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, padded))
     mask = None
@@ -82,7 +82,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _host_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dim: int) -> Tensor:
-    """As `causal_attention`, the context being the one block of a pool with heads of size `dim`."""
+    """Variant of `causal_attention` by the library, with the context as one block of a pool."""
     kv = k.new_empty(1, 1, 2, *k.shape[:2], dim)
     for part, values in zip(kv[0, 0], (k, v), strict=True):
         width = values.shape[-1]
@@ -105,7 +105,7 @@ class LatentMemory(Protocol):
     """The latents of one step."""
 
     num_decode: int
-    """Leading rows that are one token of a sequence each."""
+    """Number of leading rows that are the only token of their sequence."""
 
     def write(self, vectors: Tensor, layer: int) -> None:
         """Writes the rows' vectors, [rows, width], to their slots."""
@@ -116,7 +116,7 @@ class LatentMemory(Protocol):
         ...
 
     def chunks(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of each prefill chunk, and the vectors of its context: [positions, width]."""
+        """Yields the rows of each prefill chunk, and its context's vectors [positions, width]."""
         ...
 
 
@@ -124,8 +124,8 @@ class StepLatent:
     """Latent attention of one step, planned once and run per layer.
 
     Args:
-        kv: see the module; changed in place.
-        after_write: called in each layer behind `write`.
+        kv: see the module docstring; changed in place.
+        after_write: called in each layer after `write`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class StepLatent:
         slots = slots_of(batch)
         blocks, offsets = slots // batch.block_size, slots % batch.block_size
         rows = blocks * kv.shape[1] * batch.block_size + offsets
-        # All indexes are made here: in a layer, a copy from the host would wait for those before.
+        # All indexes are made here: within a layer, a host copy would wait for the layers before.
         self._rows = sent(rows, torch.int64, kv.device)
         cut = batch.num_decode
         counts = [len(table) for table in batch.block_tables[:cut]]
@@ -167,7 +167,7 @@ class StepLatent:
         """See `LatentMemory.decode`."""
         attend = decode_on_cpu
         if self._kv.is_cuda:
-            # Triton costs half a second to import and is only needed where there is a device.
+            # Triton takes half a second to import and is needed only with a device.
             from kvmesh.kernels import latent_attention  # noqa: PLC0415
 
             attend = latent_attention.latent_decode_attention

@@ -1,4 +1,4 @@
-"""Triton decode over latents (MLA): all heads of a sequence read each position's vector once.
+"""Triton decode attention over latents (MLA): all heads of a sequence load each vector once.
 
 Twin: `latent.latent_decode_attention`. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -111,8 +111,8 @@ def latent_decode_attention(
     """See `latent.latent_decode_attention`; `q` is contiguous in its last axis.
 
     Args:
-        num_splits: parts that a context is cut into; 0 to fill the device.
-        by_length: cut every context by its own length, not by that of the tables.
+        num_splits: number of parts of a context; 0 to fill the device.
+        by_length: split every context by its own length, not by that of the tables.
     """
     sequences, heads, width = q.shape
     pool = kv[:, layer]
@@ -145,7 +145,7 @@ def latent_decode_attention(
         ROPE_TILE=max(16, triton.next_power_of_2(width - rank)),
         HEAD_TILE=_HEAD_TILE,
         TILE=_TILE,
-        # Only the interpreter runs on host tensors.
+        # Host tensors occur only under the interpreter.
         UPCAST=not kv.is_cuda,
         num_warps=8,
     )

@@ -1,5 +1,5 @@
-"""Steps of a layer between its matrix products: Triton on CUDA, `host.h` on the CPU where it
-could be built, the torch twins everywhere else.
+"""Operations of a layer between its matrix products: Triton on CUDA, `host.h` on the CPU if it is
+built, the torch twins everywhere else.
 
 Tests: tests/unit/kernels/test_host.py, tests/unit/kernels/test_triton_kernels.py.
 """
@@ -22,7 +22,7 @@ from kvmesh.kernels.states import StatePlaces
 
 
 def _triton() -> ModuleType:
-    # Triton costs half a second to import and is only needed where there is a device.
+    # Triton takes half a second to import and is needed only with a device.
     from kvmesh.kernels import fused  # noqa: PLC0415
 
     return fused
@@ -99,7 +99,7 @@ def rope_and_write(
 def delta_step_in_place(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, places: StatePlaces
 ) -> Tensor:
-    """See `linear_reference.delta_step`; on a device, states stay where they lie."""
+    """See `linear_reference.delta_step`; on a device it updates states in place."""
     out: Tensor = _triton_delta().delta_step(q, k, v, decay, beta, places)
     return out
 
@@ -118,7 +118,7 @@ def delta_scan(
 def lightning_step_in_place(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, places: StatePlaces
 ) -> Tensor:
-    """See `lightning_reference.lightning_step`; on a device, states stay where they lie."""
+    """See `lightning_reference.lightning_step`; on a device it updates states in place."""
     out: Tensor = _triton_lightning().lightning_step(q, k, v, slopes, places)
     return out
 
@@ -136,7 +136,7 @@ def lightning_scan(
 def mamba_step_in_place(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, places: StatePlaces
 ) -> Tensor:
-    """See `mamba_reference.mamba_step`; on a device, states stay where they lie."""
+    """See `mamba_reference.mamba_step`; on a device it updates states in place."""
     out: Tensor = _triton_mamba().mamba_step(q, k, v, decay, places)
     return out
 
@@ -156,7 +156,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 
     Args:
         logits: [rows, experts].
-        normalize: weights of the chosen ones sum to 1.
+        normalize: the weights of the chosen experts sum to 1.
 
     Returns:
         Weights and expert ids, both [rows, top_k]; weights in the dtype of `logits`.

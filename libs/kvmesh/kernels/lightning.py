@@ -1,4 +1,4 @@
-"""Triton kernels of lightning attention: one position of many sequences, many of one sequence.
+"""Triton kernels of lightning attention: one position of many sequences, or many of one.
 
 Twins: lightning_reference.py. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -23,7 +23,7 @@ from kvmesh.kernels.state_tiles import (
 from kvmesh.kernels.states import StatePlaces
 
 _CHUNK = 16
-# Prompts differ in length: one kernel serves all.
+# Prompt lengths vary: not specialised, so that one compiled kernel serves all.
 _COUNTS = ("num_positions",)
 
 
@@ -107,7 +107,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
         out = tl.dot(q * since, state, input_precision="tf32x3")
         out += tl.dot(scores, v, input_precision="tf32x3")
         tl.store(out_ptr + values, out, mask=value_mask)
-        # The last chunk may be short: the state decays by the positions that are there.
+        # The last chunk may be short: the state decays only by the existing positions.
         count = tl.minimum(num_positions - start, CHUNK)
         behind = tl.maximum(count - 1 - one, 0).to(tl.float32)
         left = tl.exp(-slope * behind)[:, None]
@@ -117,7 +117,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 
 
 def lightning_step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, places: StatePlaces) -> Tensor:
-    """See `lightning_reference.lightning_step`; takes states where they lie.
+    """See `lightning_reference.lightning_step`; updates states in place.
 
     Returns:
         [sequences, heads, value_dim].

@@ -1,4 +1,4 @@
-"""Plain torch maths of lightning attention: a sum of keys times values that decays at one rate.
+"""Lightning attention in plain torch: a sum of keys times values that decays at one rate.
 
 States and sums are fp32 whatever the inputs are. Tests: tests/unit/kernels/test_linear_states.py.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Positions that are computed at once.
+# Number of positions that are computed at once.
 _CHUNK = 128
 
 
 def lightning_step(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position, for several sequences: the state decays, takes `k` and `v`, answers `q`.
+    """Computes one position of several sequences: the state decays, adds `k` and `v`, answers `q`.
 
     Args:
         q, k: [sequences, heads, key_dim] fp32.
         v: [sequences, heads, value_dim] fp32.
-        slopes: [heads] fp32, what the logarithm of a state loses per position.
+        slopes: [heads] fp32, decrease of the state's logarithm per position.
         state: [sequences, heads, key_dim, value_dim] fp32.
 
     Returns:
@@ -35,7 +35,7 @@ def lightning_step(
 def lightning_scan(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The positions of one sequence, many at once.
+    """Computes the positions of one sequence, many at once.
 
     Args:
         q, k: [positions, heads, key_dim] fp32.

@@ -1,10 +1,10 @@
-"""Matrix products with weights that do not change, packed once where that pays.
+"""Matrix products with constant weights, which are packed once if that pays.
 
-oneDNN's own layout of a weight is read 1.4 to 2.4 times as fast as a plain one on the CPU, fp32
-above all; for a few rows `host.h` reads the same memory half as fast again. On a CPU for which
-oneDNN has another layout, or no products of the dtype, `host.h` computes all of them. The operators
-are private to torch, so a weight stays plain when they are not there or refuse, and the layout is
-compared with what `host.h` expects. Tests: tests/unit/kernels/test_linear.py.
+On the CPU oneDNN's own weight layout is read 1.4 to 2.4 times as fast as a plain one, especially
+fp32. For a few rows `host.h` reads the same memory half as fast again. On a CPU for which oneDNN
+has another layout, or no products of the dtype, `host.h` computes all products. The operators are
+private to torch, so a weight stays plain if they are missing or fail, and the layout is compared
+with the one that `host.h` expects. Tests: tests/unit/kernels/test_linear.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kvmesh.kernels import host, huge_memory
 
-# Rows that the layout is chosen for; one that suits a decode batch also suits one row and many.
+# Row count for which the layout is chosen; a decode batch's layout also suits one row and many.
 _TYPICAL_ROWS = 32
 
 
@@ -28,11 +28,11 @@ class Linear:
     """A weight and its bias.
 
     Attributes:
-        weight: [outputs, inputs], or the packed form of it.
+        weight: [outputs, inputs], or its packed form.
         bias: [outputs] or None.
-        packed: `weight` is in oneDNN's layout.
-        panels: address of the packed weight's memory for `host.few_rows`; 0 when it cannot read it.
-            It computes all products where nothing is in oneDNN's layout.
+        packed: whether `weight` is in oneDNN's layout.
+        panels: address of the packed weight's memory for `host.few_rows`; 0 if that cannot read it.
+            `few_rows` computes all products of weights that are not in oneDNN's layout.
     """
 
     weight: Tensor
@@ -41,7 +41,7 @@ class Linear:
     panels: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
+        """Maps [rows, inputs] to [rows, outputs]."""
         if self.panels and (not self.packed or 0 < len(x) <= host.most_rows(x.dtype)):
             return host.few_rows(x.contiguous(), self.panels, self.bias, self.weight.shape[0])
         if self.packed:
@@ -53,10 +53,10 @@ class Linear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Packs a weight on the CPU; elsewhere it is used as it is.
+    """Packs a weight on the CPU; on other devices uses it as it is.
 
     Args:
-        weight: [outputs, inputs]; a packed one is a copy.
+        weight: [outputs, inputs]; a packed weight is a copy of it.
     """
     if weight.device.type != "cpu":
         return Linear(weight, bias, packed=False)
@@ -77,7 +77,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 def _packed(plain: Tensor) -> Tensor:
     threads = torch.get_num_threads()
-    # Where threads outnumber panels oneDNN makes these narrower, which `host.h` does not read.
+    # If threads outnumber panels, oneDNN makes narrower panels, which `host.h` does not read.
     fewer = max(1, min(threads, len(plain) // host.PANEL))
     torch.set_num_threads(fewer)
     try:
@@ -88,7 +88,7 @@ def _packed(plain: Tensor) -> Tensor:
 
 
 def _memory_of(packed: Tensor) -> tuple[int, int]:
-    """Address and bytes; 0 and 0 where torch does not tell."""
+    """Returns address and bytes; 0 and 0 if torch does not reveal them."""
     operators = torch.ops.mkldnn
     if not (hasattr(operators, "data_ptr") and hasattr(operators, "_nbytes")):
         return 0, 0
@@ -99,8 +99,8 @@ def _address_of_panels(address: int, size: int, plain: Tensor) -> int:
     outputs, inputs = plain.shape
     if size != plain.nbytes or outputs % host.PANEL:
         return 0
-    # oneDNN chooses the layout by the CPU, so it is looked at instead of assumed: at both ends and
-    # in the middle, as to look at all of it would take as long as to pack it.
+    # oneDNN chooses the layout by the CPU, so it is checked: at both ends and in the middle, since
+    # checking everything would take as long as packing.
     memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
     for first in (0, outputs // host.PANEL // 2 * host.PANEL, outputs - host.PANEL):
         panel = host.in_panels(plain[first : first + host.PANEL])
@@ -114,7 +114,7 @@ def _address_of_panels(address: int, size: int, plain: Tensor) -> int:
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and this CPU multiply packed weights of the dtype."""
+    """Returns whether this build and this CPU multiply packed weights of the dtype."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     weight = torch.ones(16, 16, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Plain torch maths of linear attention: what carries a state from one position to the next.
+"""Linear attention in plain torch: convolution and gated delta rule, which carry a state.
 
 States and sums are fp32 whatever the inputs are. Tests: tests/unit/kernels/test_linear_states.py.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Positions that are computed at once. Decays of every channel need a cube of differences instead
-# of a square, so fewer.
+# Number of positions that are computed at once; few, since per-channel decays need a cube of
+# differences instead of a square.
 _CHUNK = 64
 _CHANNEL_CHUNK = 16
 
 
 def causal_conv(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Convolution of every channel over its latest inputs.
+    """Convolves every channel with its latest inputs.
 
     Args:
         x: [..., positions, channels].
-        before: [..., kernel - 1, channels], the inputs before.
+        before: [..., kernel - 1, channels], the inputs before `x`.
         weight: [kernel, channels], oldest input first.
 
     Returns:
@@ -34,22 +34,22 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Vectors of the last axis at length one."""
+    """Scales the vectors of the last axis to length one."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position of the gated delta rule, for several sequences.
+    """Computes one position of the gated delta rule, for several sequences.
 
-    The state decays, what it answers for `k` is replaced by a share of `v`, and it answers `q`.
+    The state decays, moves its answer for `k` towards `v` by the fraction beta, and answers `q`.
 
     Args:
         q, k: [sequences, heads, key_dim] fp32; `q` scaled.
         v: [sequences, heads, value_dim] fp32.
         decay: [sequences, heads, 1 or key_dim] fp32, logarithms.
-        beta: [sequences, heads] fp32, the share.
+        beta: [sequences, heads] fp32, the fraction.
         state: [sequences, heads, key_dim, value_dim] fp32.
 
     Returns:
@@ -68,7 +68,7 @@ def delta_step(
 def delta_scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over the positions of one sequence, many at once.
+    """Computes the gated delta rule over the positions of one sequence, many at once.
 
     Args:
         q, k: [positions, heads, key_dim] fp32; `q` scaled.
@@ -96,11 +96,11 @@ def delta_scan(
 def _delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `delta_scan` for one chunk, heads first; `beta` is [heads, positions, 1]."""
-    # Exact: what a head forgets in a chunk may be thousands of times what lies between neighbours.
+    """Computes one chunk of `delta_scan`, heads first; `beta` is [heads, positions, 1]."""
+    # fp64: the total decay of a chunk may be thousands of times that between neighbours.
     total = decay.double().cumsum(1)
     products, reads = _decayed_products(q, k, total)
-    # Each change depends on those before it: a triangular system, solved for all at once.
+    # Each change depends on earlier ones: a triangular system, solved for all at once.
     system = beta * products.tril(-1)
     system = system + torch.eye(system.shape[-1], device=system.device)
     grown = total.float().exp()
@@ -114,10 +114,10 @@ def _delta_chunk(
 
 
 def _decayed_products(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """`k_i · k_j` and `q_i · k_j`, each decayed from j to i; upper triangles mean nothing.
+    """Returns `k_i · k_j` and `q_i · k_j`, decayed from j to i; upper triangles are meaningless.
 
     `total` is fp64, [heads, positions, 1 or key_dim], the logarithms' sums up to each position.
-    Differences are taken before the exponential: the decays alone would overflow.
+    Differences are taken before the exponential: the exponentials alone would overflow.
     """
     if total.shape[-1] == 1:
         gaps = (total - total.transpose(1, 2)).tril().float().exp()

@@ -1,4 +1,4 @@
-"""Triton kernels of Mamba-2: one position of many sequences, many of one sequence.
+"""Triton kernels of Mamba-2: one position of many sequences, or many of one sequence.
 
 Twins: mamba_reference.py. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -23,7 +23,7 @@ from kvmesh.kernels.state_tiles import (
 from kvmesh.kernels.states import StatePlaces
 
 _CHUNK = 16
-# Prompts differ in length: one kernel serves all.
+# Prompt lengths vary: not specialised, so that one compiled kernel serves all.
 _COUNTS = ("num_positions",)
 
 
@@ -127,14 +127,14 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
         keys, key_mask = places_of(shared_row, valid, key, KEY_DIM)
         values, value_mask = places_of(row, valid, value, VALUE_DIM)
         v = tl.load(v_ptr + values, mask=value_mask, other=0.0)
-        # Positions past the end keep the state: they forget nothing and add nothing.
+        # Positions past the end keep the state: they neither decay nor add.
         decay = tl.load(decay_ptr + row, mask=valid, other=0.0)
         gaps, left = decays_between(decay, CHUNK)
         shares = shared_row[:, None] * CHUNK + one[None, :]
         reads = tl.load(reads_ptr + shares, mask=valid[:, None], other=0.0)
         scores = tl.where(one[:, None] >= one[None, :], reads * gaps, 0.0)
         q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
-        # Factors of rows go to what is smaller.
+        # Row factors are applied to the smaller operand.
         since = tl.exp(tl.cumsum(decay, 0))[:, None]
         out = tl.dot(q, state, input_precision="tf32x3") * since
         out += tl.dot(scores, v, input_precision="tf32x3")
@@ -146,7 +146,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 
 
 def mamba_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, places: StatePlaces) -> Tensor:
-    """See `mamba_reference.mamba_step`; takes states where they lie.
+    """See `mamba_reference.mamba_step`; updates states in place.
 
     Returns:
         [sequences, heads, value_dim].

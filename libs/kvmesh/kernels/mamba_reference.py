@@ -1,6 +1,6 @@
-"""Plain torch maths of Mamba-2: a sum of keys times values that decays as each position says.
+"""Mamba-2 in plain torch: a sum of keys times values whose decay depends on the position.
 
-Queries and keys are those of groups of heads. States and sums are fp32 whatever the inputs are.
+Queries and keys are shared by groups of heads. States and sums are fp32 whatever the inputs are.
 Source: Mamba-2, arXiv 2405.21060 §6. Tests: tests/unit/kernels/test_linear_states.py.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Positions that are computed at once.
+# Number of positions that are computed at once.
 _CHUNK = 64
 
 
 def mamba_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position, for several sequences: the state decays, takes `k` and `v`, answers `q`.
+    """Computes one position of several sequences: the state decays, adds `k` and `v`, answers `q`.
 
     Args:
         q, k: [sequences, groups, key_dim] fp32.
@@ -36,7 +36,7 @@ def mamba_step(
 def mamba_scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The positions of one sequence, many at once.
+    """Computes the positions of one sequence, many at once.
 
     Args:
         q, k: [positions, groups, key_dim] fp32.
@@ -49,7 +49,7 @@ def mamba_scan(
     """
     groups, heads = k.shape[1], v.shape[1]
     outs = []
-    # Heads of a group are an axis of their own, along which queries and keys are one.
+    # Heads of a group are an axis of their own, which shares queries and keys.
     matrix = state.view(groups, heads // groups, *state.shape[1:])
     for begin in range(0, len(q), _CHUNK):
         span = slice(begin, begin + _CHUNK)
@@ -57,8 +57,8 @@ def mamba_scan(
         values = v[span].transpose(0, 1).unflatten(0, (groups, -1))
         own = decay[span].T.unflatten(0, (groups, -1)).unsqueeze(-1)
         total = own.cumsum(2)
-        # What is between two positions is summed by itself: a difference of two totals that are
-        # large beside it would have few digits.
+        # The decay between two positions is summed directly: as a difference of two large totals it
+        # would lose precision.
         gaps = own.expand(-1, -1, -1, own.shape[2]).tril(-1).cumsum(2)
         scores = (own_q @ own_k.transpose(2, 3) * gaps.exp()).tril()
         out = (own_q @ matrix) * total.exp() + scores @ values

@@ -1,8 +1,8 @@
 """Attention of many queries of one sequence over a part of its context, with its log-sum-exp.
 
-`kv` is the whole pool, as in `reference.py`. On the CPU blocks are read where they lie by
-`prefill.h`, where that pays, else torch's own flash attention computes it, which gives the sums as
-well; elsewhere the plain twin does, which is also the oracle.
+`kv` is the whole pool, as in `reference.py`. On the CPU `prefill.h` reads blocks in place, if that
+is faster; otherwise torch's flash attention is used, which also returns the sums. On other devices
+the plain twin is used, which is also the oracle.
 Tests: tests/unit/kernels/test_partial.py.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvmesh.kernels import host
 
-# Scores that are in memory at once, in the twin.
+# Maximum number of scores in memory at once, in the twin.
 _SCORES = 8 << 20
 
 
@@ -23,9 +23,9 @@ class Part:
     """A part of one sequence's context, planned once and attended to in any layer.
 
     Args:
-        blocks: that hold its positions, in order.
-        num_queries: those of the last positions, which see none after their own; 0: queries are
-            of later positions and see all.
+        blocks: blocks that hold its positions, in order.
+        num_queries: number of queries, which belong to the part's last positions and see none after
+            their own. 0 means that queries belong to later positions and see all.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Part:
 def gather_part(
     kv: Tensor, layer: int, blocks: Tensor, num_positions: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a run of positions.
+    """Copies keys and values of a run of positions.
 
     Args:
-        blocks: [blocks] int64, that hold the positions, in order.
+        blocks: [blocks] int64, blocks that hold the positions, in order.
 
     Returns:
         Both [positions, kv_heads, head_dim], copies.
@@ -71,10 +71,10 @@ def gather_part(
 
 
 def causal_mask(num_queries: int, num_positions: int, like: Tensor) -> Tensor | None:
-    """Hides what follows the last `num_queries` positions of a part from their queries.
+    """Returns a mask that hides later positions from the queries of a part's last positions.
 
     Returns:
-        [queries, positions], 0 or -inf, in the dtype of `like`; None where nothing is to hide.
+        [queries, positions], 0 or -inf, in the dtype of `like`; None if nothing is hidden.
     """
     if num_queries == 1:
         return None
@@ -86,13 +86,13 @@ def causal_mask(num_queries: int, num_positions: int, like: Tensor) -> Tensor | 
 def partial_prefill(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over one part of a context, normalised over that part.
+    """Computes attention over one part of a context, normalised over that part.
 
     Args:
         q: [queries, heads, head_dim].
         k, v: [positions, kv_heads, head_dim], the dtype of `q`.
         scale: factor of the scores.
-        mask: of `causal_mask`, for queries of the part's own positions; None: they see all.
+        mask: of `causal_mask`, for queries of the part's own positions; None if they see all.
 
     Returns:
         [queries, heads, head_dim] in the dtype of `q`, and [queries, heads] fp32, the log of each
@@ -102,7 +102,7 @@ def partial_prefill(
     """
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    # KV heads take the batch axis: keys and values are not repeated for their query heads.
+    # KV heads become the batch axis: keys and values are not repeated for their query heads.
     grouped = q.view(queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
     attend = _flash if q.device.type == "cpu" else partial_reference
@@ -114,21 +114,21 @@ def partial_prefill(
 def join_parts(
     first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Attention over two parts of a context as attention over both.
+    """Merges attention over two parts of a context into attention over both.
 
     Args:
-        first, second: outputs [queries, heads, head_dim] and sums [queries, heads] fp32, of which
-            one may be -inf: an empty part.
+        first, second: outputs [queries, heads, head_dim] and sums [queries, heads] fp32; one sum
+            may be -inf for an empty part.
 
     Returns:
-        [queries, heads, head_dim]; the weights and the sum are fp32.
+        [queries, heads, head_dim]; the weights and the sum are computed in fp32.
     """
     share = torch.sigmoid(second[1] - first[1])[..., None]
     return torch.lerp(first[0].float(), second[0].float(), share).to(dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in host memory: itself where it lies there in one piece, else a copy."""
+    """Returns a tensor's bytes in host memory: its own if contiguous there, else a copy."""
     flat = tensor.contiguous().cpu().view(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view
@@ -139,7 +139,7 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     kv_heads, group, queries, head_dim = q.shape
     if mask is None:
-        # All query heads of a KV head as rows of one matrix.
+        # All query heads of a KV head become rows of one matrix.
         q = q.reshape(kv_heads, 1, group * queries, head_dim)
     else:
         shape = (kv_heads, group, k.shape[2], head_dim)
@@ -152,7 +152,7 @@ def _flash(
 def partial_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The plain twin.
+    """Computes attention over a part in plain torch; the twin of the other ways.
 
     Args:
         q: [kv_heads, group, queries, head_dim].
@@ -160,7 +160,7 @@ def partial_reference(
         mask: [queries, positions], 0 or -inf, or None.
 
     Returns:
-        As `q`, and [kv_heads, group, queries] fp32.
+        The output, shaped like `q`, and [kv_heads, group, queries] fp32.
     """
     keys, values = k.float().transpose(-1, -2), v.float()
     out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)

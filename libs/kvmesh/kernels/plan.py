@@ -1,4 +1,4 @@
-"""What attention must know about one step, in host memory: rows, contexts and block tables.
+"""Shape of one step for attention, in host memory: rows, contexts and block tables.
 
 Rows are the tokens of a step, sequence after sequence. Sequences with one row (decode steps) come
 first, so that a batch is a run of decode rows followed by prefill chunks.
@@ -23,9 +23,9 @@ class RaggedBatch:
 
     Attributes:
         query_starts: first row of each sequence, then the number of rows; ascending from 0.
-        context_lens: positions each sequence attends to, its own rows included (they are the last).
+        context_lens: number of positions each sequence attends to, ending with its own rows.
         block_tables: per sequence `ceil(context_len / block_size)` block ids.
-        num_decode: leading sequences that have exactly one row.
+        num_decode: number of leading sequences that have exactly one row.
         block_size: positions in a block.
     """
 
@@ -41,23 +41,23 @@ class RaggedBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the step."""
+        """Number of sequences in the step."""
         return len(self.context_lens)
 
     @property
     def num_rows(self) -> int:
-        """Tokens in the step."""
+        """Number of tokens in the step."""
         return self.query_starts[-1]
 
     def query_len(self, sequence: int) -> int:
-        """Rows of one sequence."""
+        """Returns the number of rows of one sequence."""
         return self.query_starts[sequence + 1] - self.query_starts[sequence]
 
 
 def padded_tables(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Block tables as one array; rows are padded with the first block of the longest table.
+    """Returns block tables as one array, padded with the first block of the longest table.
 
-    Where there is padding that block is full, so what is gathered for the padding is finite.
+    Where there is padding that block is full, so padding gathers finite values.
 
     Returns:
         [num_sequences, longest table] int64.
@@ -70,7 +70,7 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
 
 
 def slots_of(batch: RaggedBatch) -> npt.NDArray[np.int64]:
-    """Slot (block id x block size + offset) of each row.
+    """Returns the slot (block id x block size + offset) of each row.
 
     Returns:
         [num_rows] int64.
@@ -90,11 +90,11 @@ def slots_of(batch: RaggedBatch) -> npt.NDArray[np.int64]:
 
 
 def decode_buckets(num_blocks: Sequence[int]) -> Iterator[range]:
-    """Cuts decode sequences into runs of similar length, so that little of a gather is padding.
+    """Splits decode sequences into runs of similar length, so that gathers have little padding.
 
     Args:
-        num_blocks: blocks of each sequence's context, descending but for single blocks: a window
-            spans one more where it does not begin at a block boundary.
+        num_blocks: number of blocks of each sequence's context, descending except for single
+            blocks: a window spans one block more unless it begins at a block boundary.
 
     Yields:
         Runs of sequence indices that cover all of them in order.

@@ -1,7 +1,7 @@
-"""Triton attention of prompts over paged KV, varlen; attention.py says what holds for both.
+"""Triton attention of prompts over paged KV, varlen; attention.py describes both kernels' numerics.
 
 Positions that every query of a tile sees are computed without a mask, which would cost as much as
-their softmax; those at the ends of what it sees with one. Twin: attention_reference.py. Tests:
+their softmax; positions at the edges are masked. Twin: attention_reference.py. Tests:
 tests/unit/kernels/test_triton_kernels.py, tests/gpu.
 """
 
@@ -16,7 +16,7 @@ from kvmesh.kernels.attention_parts import LOG2_E, slots_of, weights_of
 from kvmesh.kernels.attention_sizes import NO_WINDOW, prompt_tiles_of, stages_of
 from kvmesh.kernels.device_limits import MOST_SHARED_BYTES, shared_memory_bytes
 
-# Prompts follow the decode rows of a step, as many as there are: aligned or not, one kernel is
+# Prompts follow the decode rows of a step: not specialised by alignment, so that one kernel is
 # compiled.
 _ROW_POINTERS = ("tables_ptr", "starts_ptr", "lens_ptr")
 
@@ -46,7 +46,7 @@ def _add_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - part of a kern
     HAS_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    # Adds TILE positions to the softmax of queries that are at positions `at`.
+    # Adds TILE positions to the softmax of queries at positions `at`.
     position = start + tl.arange(0, TILE)
     dim = tl.arange(0, DIM_TILE)
     valid = position < last
@@ -72,10 +72,10 @@ def _add_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - part of a kern
     if MASKED:
         ahead = at[:, None] - position[None, :]
         scores = tl.where((ahead >= 0) & (ahead < window), scores, float("-inf"))
-    # The factor comes last: with the difference from the highest it is one operation.
+    # The factor comes last: it fuses with the subtraction of the maximum into one operation.
     new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
     if MASKED:
-        # Rows whose window starts in a later tile stay at zero, not at NaN.
+        # Rows whose window starts in a later tile stay at zero instead of NaN.
         new_highest = tl.maximum(new_highest, -1e30)
     weights, rescale, total = weights_of(scores * factor, highest, new_highest, total)
     acc = acc * rescale[:, None]
@@ -92,7 +92,7 @@ def _bounds(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
 ):
-    # Some query of a tile sees positions of [seen, last), every one those of [whole, whole_end).
+    # At least one query of a tile sees [seen, last), and all queries see [whole, whole_end).
     last = tl.minimum(first_at + QUERY_TILE, context_len)
     seen = tl.maximum(first_at + 1 - window, 0) // TILE * TILE
     whole_end = (first_at + 1) // TILE * TILE if HAS_WHOLE else seen
@@ -102,7 +102,7 @@ def _bounds(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_sink(highest, total, acc, sink):  # type: ignore[no-untyped-def]
-    # A score of no position, natural, which takes its share of the softmax.
+    # The sink is a score without a position, in natural units, that takes a share of the softmax.
     sink = sink * 1.4426950408889634
     new_highest = tl.maximum(highest, sink)
     rescale = tl.exp2(highest - new_highest)
@@ -141,7 +141,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     HAS_SINKS: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
 ):
-    # One program: QUERY_TILE queries of one head of one sequence; those that see most begin first.
+    # One program: QUERY_TILE queries of one head of one sequence; the longest contexts start first.
     head = tl.program_id(0)
     first_query = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERY_TILE
     sequence = tl.program_id(2)
@@ -246,7 +246,7 @@ def paged_prefill_attention(
     sinks: Tensor | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of chunks over their cached prefixes and themselves, varlen.
+    """Computes causal attention of chunks over their cached prefixes and themselves, varlen.
 
     Args:
         q: [rows, heads, head_dim], last axis contiguous; KV of the rows is in `kv` already.
@@ -256,9 +256,9 @@ def paged_prefill_attention(
         context_lens: [sequences] int32, cached positions and the chunk's own.
         max_query_len: at least the longest chunk.
         scale: factor of the scores, above 0.
-        window: latest positions that a query sees, its own among them; 0 for all.
+        window: number of latest positions that a query sees, its own included; 0 for all.
         sinks: [heads] fp32, see `attention_reference.decode_attention`.
-        cap: see `reference.capped`; 0 for none.
+        cap: bound of soft-capping, see `reference.capped`; 0 for none.
 
     Returns:
         [rows, heads, head_dim], dtype of `q`.
@@ -268,7 +268,7 @@ def paged_prefill_attention(
     num_heads, head_dim = q.shape[1:]
     pool = kv[:, layer]
     _, _, block_size, kv_heads, _ = pool.shape
-    # Only the interpreter runs on host tensors.
+    # Host tensors occur only under the interpreter.
     shared_bytes = shared_memory_bytes(kv.device) if kv.is_cuda else MOST_SHARED_BYTES
     tiles = prompt_tiles_of(head_dim, kv.element_size(), shared_bytes, max_query_len)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -302,7 +302,7 @@ def paged_prefill_attention(
         UPCAST=not kv.is_cuda,
         HAS_CAP=cap > 0,
         HAS_SINKS=sinks is not None,
-        # Products of fp32 take ptxas so long that they are compiled once.
+        # ptxas takes so long for fp32 products that they are compiled only once.
         HAS_WHOLE=kv.element_size() < torch.float32.itemsize or not kv.is_cuda,
         num_warps=tiles.warps,
         num_stages=stages_of(head_dim, kv.element_size(), shared_bytes),

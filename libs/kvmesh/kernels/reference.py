@@ -1,4 +1,4 @@
-"""Plain torch maths of a transformer step around attention: the CPU path and the kernels' oracle.
+"""A transformer step around attention in plain torch: the CPU path and the kernels' oracle.
 
 `kv` is the whole pool, `[num_blocks, layers, 2, block_size, kv_heads, head_dim]`, contiguous.
 Attention itself is in `attention_reference.py`. Tests: tests/unit/kernels/test_reference.py.
@@ -26,11 +26,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds to the residual stream and normalises it; `x` is changed in place.
+    """Adds to the residual stream `x` in place and returns its norm.
 
     Args:
         x: [rows, dim].
-        delta: [rows, dim], what the layer before computed, or None for nothing to add.
+        delta: [rows, dim], output of the layer before, or None to add nothing.
         weight: [dim].
 
     Returns:
@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 def add_layer_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """As `add_rms_norm`, but the mean is taken out first and a bias added last.
+    """LayerNorm variant of `add_rms_norm`: subtracts the mean first and adds a bias last.
 
     Args:
         weight, bias: [dim].
@@ -62,7 +62,7 @@ def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     Args:
         x: [rows, heads, head_dim].
         cos: [rows, 1, head_dim], the same values in both halves.
-        signed_sin: as `cos`, the first half negated, which spares negating half of `x`.
+        signed_sin: as `cos`, with the first half negated, so that `x` needs no negation.
 
     Source: Su et al., arXiv 2104.09864, in the half-split order of Llama checkpoints.
     """
@@ -71,19 +71,19 @@ def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's product: silu of the first half of the last axis times the second half."""
+    """Computes SwiGLU's product: silu of the last axis's first half times the second half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """GeGLU's product, with the tanh approximation of gelu."""
+    """Computes GeGLU's product, with the tanh approximation of gelu."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """The square of what is positive.
+    """Squares positive values; zero for others.
 
     Source: Primer, arXiv 2109.08668 §4.
     """
@@ -91,11 +91,11 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def xielu(x: Tensor, rise: float, fall: float, slope: float, edge: float) -> Tensor:
-    """A parabola above zero and an integrated ELU below, both with a slope at zero.
+    """Computes xIELU: a parabola above zero, an integrated ELU below, with a linear term.
 
     Args:
-        rise, fall: how fast it bends above and below.
-        edge: below zero, of the largest value whose exponential is taken.
+        rise, fall: curvature above and below zero.
+        edge: negative bound of the values whose exponential is taken.
 
     Source: arXiv 2411.13010 §3.
     """
@@ -105,7 +105,7 @@ def xielu(x: Tensor, rise: float, fall: float, slope: float, edge: float) -> Ten
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """gpt-oss's product: sigmoid-weighted gate times one plus the other half, both bounded.
+    """Computes gpt-oss's product: sigmoid-weighted gate times one plus the ups, both clamped.
 
     Args:
         gate_up: [rows, 2 * intermediate], gates first.
@@ -118,7 +118,7 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def key_slots(slots: Tensor, kv: Tensor) -> Tensor:
-    """Rows of layer 0's keys in the pool seen as `[slots of all layers, kv_heads * head_dim]`.
+    """Returns rows of layer 0's keys in the pool viewed as `[all slots, kv_heads * head_dim]`.
 
     Args:
         slots: [rows] int64, block id x block size + offset.
@@ -135,7 +135,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, layer: int, rows: Tensor) -> None
 
     Args:
         k, v: [num_rows, kv_heads, head_dim], the pool's dtype.
-        rows: from `key_slots`.
+        rows: rows of `key_slots`.
     """
     block_size = kv.shape[3]
     flat = kv.view(-1, kv.shape[4] * kv.shape[5])
@@ -154,7 +154,7 @@ def rope_and_write(
     layer: int,
     slots: Tensor,
 ) -> None:
-    """Normalises (where wanted) and rotates queries and keys, and writes keys and values.
+    """Normalises (optionally) and rotates queries and keys, and writes keys and values.
 
     Args:
         qkv: [rows, heads + 2 * kv_heads, head_dim]; its queries and keys change in place.
@@ -172,7 +172,7 @@ def rope_and_write(
 
 
 def capped(values: Tensor, cap: float) -> Tensor:
-    """Values bent to stay between -cap and cap; small ones stay nearly as they are.
+    """Applies soft-capping: values stay between -cap and cap; small ones hardly change.
 
     Source: Gemma 2, arXiv 2408.00118 §2.
     """
@@ -180,9 +180,9 @@ def capped(values: Tensor, cap: float) -> Tensor:
 
 
 def chosen_product(x: Tensor, weights: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
-    """Each choice's row times its expert's weight; shapes do not depend on what is chosen.
+    """Multiplies each choice's row by its expert's weight; shapes do not depend on the choices.
 
-    Every weight that is chosen is copied, once per choice: for few and small ones.
+    Copies the weight once per choice, so it is meant for few and small ones.
 
     Args:
         x: [any, depth].

@@ -1,7 +1,7 @@
-"""Attention of a step in which part of some sequences' context is on other workers.
+"""Attention of a step in which other workers hold a part of some sequences' contexts.
 
-The rows of those sequences come last. Their queries go out as soon as they are rotated, and while
-they are away this worker attends: for all other rows, and for these over what lies here.
+The rows of those sequences come last. Their queries are sent as soon as they are rotated. Meanwhile
+this worker computes attention for all other rows, and for these rows over the local part.
 Source: TokenLake §4.2. Tests: tests/integration/test_remote_prefix.py.
 """
 
@@ -25,11 +25,11 @@ from kvmesh.transfer.remote_attention import PendingAttention, RemoteAttention
 
 @dataclass(slots=True)
 class RemotePart:
-    """The part of one sequence's context that is elsewhere, during one step.
+    """The remote part of one sequence's context, during one step.
 
     Attributes:
-        failure: why an answer is missing; nothing more is asked then, and what the step computes
-            for this sequence is of no use.
+        failure: why an answer is missing. After that no more queries are sent, and the step's
+            result for this sequence is unusable.
     """
 
     attention: RemoteAttention
@@ -48,7 +48,7 @@ class RemotePart:
     def join(
         self, pending: PendingAttention | None, here: tuple[Tensor, Tensor], q: Tensor
     ) -> Tensor:
-        """Attention over both parts; after a failure over that which is here."""
+        """Merges attention over both parts; after a failure uses only the local part."""
         if pending is not None:
             try:
                 answer = pending.wait()
@@ -65,7 +65,7 @@ class SplitAttention:
     """`StepAttention` with remote parts.
 
     Args:
-        batch: contexts and tables without what is elsewhere; the last sequences are those of
+        batch: contexts and tables without the remote parts; the last sequences are those of
             `parts`, whatever their number of rows.
     """
 
@@ -110,7 +110,7 @@ class SplitAttention:
         if self._rest is not None:
             before = RopeRows(rope.cos[:first], rope.signed_sin[:first])
             outs.append(self._rest.run(qkv[:first], layer, spec, before))
-        # The new rows are among what is here.
+        # The local part includes the new rows.
         here = [
             part.attend(each, layer, spec.scale)
             for part, each in zip(self._here, queries, strict=True)
@@ -127,7 +127,7 @@ class SplitAttention:
 
 
 def _sequences(batch: RaggedBatch, begin: int, end: int) -> RaggedBatch:
-    """Some sequences of a batch as one of their own."""
+    """Returns some sequences of a batch as a batch of their own."""
     first = batch.query_starts[begin]
     return RaggedBatch(
         query_starts=[start - first for start in batch.query_starts[begin : end + 1]],

@@ -1,4 +1,4 @@
-"""States of linear layers in a step: read from blocks of the pool, carried on, written back.
+"""States of linear layers in a step: read from blocks of the pool, updated, written back.
 
 Tests: tests/unit/kernels/test_linear_states.py.
 """
@@ -20,9 +20,9 @@ class SequenceState:
     """Blocks of one sequence's state.
 
     Attributes:
-        live: written with the state after the sequence's rows.
-        source: holds the state before them; empty for the beginning of a sequence.
-        saves: rows, counted from the sequence's first, and where to write the state after so many.
+        live: block that receives the state after the sequence's rows.
+        source: block that holds the state before them; empty at the beginning of a sequence.
+        saves: numbers of leading rows, each with the blocks for the state after them.
     """
 
     live: Sequence[int]
@@ -31,10 +31,10 @@ class SequenceState:
 
 
 class Recurrence(Protocol):
-    """What a linear layer computes between its projections, for rows that it holds."""
+    """The computation of a linear layer between its projections, bound to the rows' inputs."""
 
     def step(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
-        """One row of each of several sequences.
+        """Computes one row of each of several sequences.
 
         Args:
             states: [rows, values] fp32.
@@ -45,7 +45,7 @@ class Recurrence(Protocol):
         ...
 
     def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Successive rows of one sequence.
+        """Computes successive rows of one sequence.
 
         Args:
             state: [values] fp32.
@@ -58,12 +58,12 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatePlaces:
-    """Where one layer's states of several sequences lie.
+    """Places of one layer's states of several sequences.
 
     Attributes:
         field: [blocks, values] fp32, the layer's part of the pool's blocks; changed in place.
-        source, live: [rows] int64, blocks that hold the states before and after; nobody's source is
-            somebody else's live block.
+        source, live: [rows] int64, blocks that hold the states before and after; no row's source
+            is another row's live block.
         fresh: [rows] bool, rows whose state before is zero, whatever the source holds.
     """
 
@@ -73,26 +73,26 @@ class StatePlaces:
     fresh: Tensor
 
     def read(self, first: int = 0) -> Tensor:
-        """The states before, from one value on: a copy."""
+        """Returns a copy of the states before, starting with value `first`."""
         states = self.field[:, first:][self.source]
         return states.masked_fill_(self.fresh[:, None], 0)
 
     def write(self, states: Tensor, first: int = 0) -> None:
-        """Writes the states after, from one value on."""
+        """Writes the states after, starting with value `first`."""
         self.field[:, first:][self.live] = states
 
 
 @runtime_checkable
 class PlacedRecurrence(Protocol):
-    """A recurrence that reads and writes states where they are, on a device."""
+    """A recurrence that reads and writes states in place, on a device."""
 
     def step_in_place(self, rows: slice, places: StatePlaces) -> Tensor:
-        """As `Recurrence.step`; gives [rows, ...]."""
+        """Variant of `Recurrence.step` in place; returns [rows, ...]."""
         ...
 
 
 def carried(recurrence: Recurrence, rows: slice, places: StatePlaces) -> Tensor:
-    """One row of each of several sequences, [rows, ...]; their states are written back."""
+    """Computes one row of each of several sequences, [rows, ...], and writes their states back."""
     if places.field.is_cuda and isinstance(recurrence, PlacedRecurrence):
         return recurrence.step_in_place(rows, places)
     out, states = recurrence.step(rows, places.read())
@@ -104,12 +104,12 @@ class States(Protocol):
     """The states of one step."""
 
     def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
-        """Carries one layer's states over the rows.
+        """Runs one layer's recurrence over the rows.
 
         Args:
-            part: which of a state's blocks the layer is in.
-            slot: place in that block.
-            values: of the layer's state.
+            part: index of the state's block that holds the layer.
+            slot: place of the layer in that block.
+            values: number of values of the layer's state.
 
         Returns:
             [rows, ...] of the recurrence.
@@ -121,9 +121,9 @@ class StepStates:
     """The states of a step that is planned from lists.
 
     Args:
-        sequences: those with one row first.
+        sequences: sequences of the step, those with one row first.
         query_starts: first row of each, then the number of rows.
-        num_decode: leading sequences that have exactly one row.
+        num_decode: number of leading sequences that have exactly one row.
         pool: [num_blocks, block bytes / 4] fp32; changed in place.
     """
 
@@ -143,10 +143,10 @@ class StepStates:
         def on_device(values: object) -> Tensor:
             return sent(values, torch.int64, pool.device)
 
-        # Made here: within a step a copy from the host would wait for the layers before.
+        # Made here: within a step, a host copy would wait for the layers before.
         if decoding:
             self._live = on_device([each.live for each in decoding])
-            # A state that nothing was written to yet is read and then emptied.
+            # Without a source state the live one is read, then cleared (`fresh`).
             self._source = on_device([each.source or each.live for each in decoding])
             self._fresh = sent([not each.source for each in decoding], torch.bool, pool.device)
             saves = [(i, blocks) for i, each in enumerate(decoding) for _, blocks in each.saves]
@@ -173,7 +173,7 @@ class StepStates:
         state = field[sequence.source[part]] if sequence.source else torch.zeros_like(field[0])
         outs = []
         begin = first
-        # Rows are cut where the state is wanted.
+        # Rows are split where the state is to be saved.
         cuts = {first + rows: blocks[part] for rows, blocks in sequence.saves}
         for cut in sorted({*cuts, end}):
             out, state = recurrence.scan(slice(begin, cut), state)

@@ -1,9 +1,9 @@
-"""KV of a decode step whose shapes never change: everything comes from tensors, nothing from lists.
+"""KV of a decode step with constant shapes: all inputs are tensors, none are lists.
 
-Each class stands for the one of the same purpose that is planned per step (`dispatch.py`,
-`latent.py`, `states.py`), but what it reads are views of buffers that are filled before the step,
-so a step can be captured once and replayed. Rows are one token of one sequence each; rows beyond
-the batch point to a block that belongs to nobody.
+Each class replaces the one of the same purpose that is planned per step (`dispatch.py`,
+`latent.py`, `states.py`). It reads views of buffers that are filled before the step, so a step can
+be captured once and replayed. Each row is one token of one sequence; rows beyond the batch point to
+a block that is never allocated.
 Tests: tests/integration/test_transformers_equality.py.
 """
 
@@ -25,12 +25,13 @@ from kvmesh.kernels.states import Recurrence, StatePlaces, carried
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Where the rows of one token group are.
+    """Slots and contexts of the rows of one token group.
 
     Attributes:
-        slots: [rows] int64, where each row's own KV is written.
-        lens: [rows] int64, at least 1, positions that each row attends to, its own the last.
-        tables: [rows, longest] int64; entries behind a context may be any block.
+        slots: [rows] int64, slot for each row's own KV.
+        lens: [rows] int64, at least 1, number of positions that each row attends to, ending with
+            its own.
+        tables: [rows, longest] int64; entries after a context may be any block.
     """
 
     slots: Tensor
@@ -39,10 +40,10 @@ class GroupRows:
 
 
 class StaticAttention:
-    """See `dispatch.StepAttention`: one token of each of the rows' sequences.
+    """See `dispatch.StepAttention`: one token of each row's sequence.
 
     Args:
-        by_kernel: attend by the Triton kernel; None for wherever the pool is on a device.
+        by_kernel: whether to use the Triton kernel; None for pools on a device.
     """
 
     def __init__(self, rows: GroupRows, kv: Tensor, *, by_kernel: bool | None = None) -> None:
@@ -81,7 +82,7 @@ class StaticAttention:
         )
 
     def _on_device(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:
-        # Triton costs half a second to import and is only needed where there is a device.
+        # Triton takes half a second to import and is needed only with a device.
         from kvmesh.kernels import attention  # noqa: PLC0415
 
         tables, kv = self._rows.tables, self._kv
@@ -114,10 +115,10 @@ def static_decode_attention(
     sinks: Tensor | None,
     cap: float = 0.0,
 ) -> Tensor:
-    """The twin of `host.decode_attention`, with the same arguments; gathers whole tables.
+    """Twin of `host.decode_attention`, with the same arguments; gathers whole tables.
 
     Args:
-        cap: see `reference.capped`.
+        cap: bound of soft-capping, see `reference.capped`.
     """
     _, layers, _, size, kv_heads, head_dim = kv.shape
     span = tables.shape[1] * size
@@ -130,7 +131,7 @@ def static_decode_attention(
     pool = kv.view(-1, size * kv_heads * head_dim)
     both = functional.embedding(torch.stack([keys, keys + 1]), pool)
     both = both.view(2, len(q), span, kv_heads, head_dim).transpose(2, 3)
-    # What is not seen may hold anything, and 0 * NaN is NaN: the mask alone is not enough.
+    # Invisible positions may hold NaN, and 0 * NaN is NaN: the mask alone is not enough.
     k, v = both.masked_fill(~visible[:, None, :, None], 0)
     mask = torch.zeros(visible.shape, dtype=kv.dtype, device=q.device)
     mask = mask.masked_fill(~visible, -torch.inf)[:, None, None]
@@ -144,7 +145,7 @@ def static_decode_attention(
 
 
 class StaticLatent:
-    """See `latent.LatentMemory`: one token of each of the rows' sequences.
+    """See `latent.LatentMemory`: one token of each row's sequence.
 
     Args:
         kv: [num_blocks, layers, block_size, width]; changed in place.
@@ -182,9 +183,9 @@ class StaticLatent:
 
 @dataclass(frozen=True, slots=True)
 class StaticStates:
-    """See `states.States`: one position of each of the rows' sequences.
+    """See `states.States`: one position of each row's sequence.
 
-    States that are saved beside the live ones are copied block by block after the step.
+    Copies of states to save are made block by block after the step.
 
     Attributes:
         live, source: [rows, blocks of a state] int64.

@@ -1,6 +1,6 @@
-"""Small tensors made of the host's numbers, sent to a device without waiting for it.
+"""Small tensors of host numbers, sent to a device without waiting for it.
 
-A copy from ordinary memory waits until the device has done all that was launched before; one from
+A copy from ordinary memory waits until the device has finished all earlier launches; one from
 pinned memory does not. Tests: tests/unit/kernels/test_upload.py.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these numbers on the device.
+    """Returns a tensor of these numbers on the device.
 
     Args:
-        values: a list, of lists perhaps, or a numpy array.
+        values: a list, possibly nested, or a NumPy array.
     """
     made = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":

@@ -14,7 +14,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     usual = {"attention_multiplier": config.attention_scale}
     given = {key: value for key, value in fields.raw.items() if value is not None}
     known = Fields({**usual, **given}, fields.origin)
-    # Granite divides logits by this factor.
+    # Granite divides logits by this factor, this family multiplies them.
     configured = replace(
         scaled(known, config), logit_scale=fields.number("logits_scaling", float, default=1.0)
     )
