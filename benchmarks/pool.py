@@ -18,13 +18,22 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import aiohttp
 
 from benchmarks.poisson import poisson_times
-from benchmarks.pool_mesh import BLOCK_SIZE, MODEL, START_POLLS, WORKERS, PoolMesh, pool_mesh
+from benchmarks.pool_mesh import (
+    BLOCK_SIZE,
+    COPIES,
+    MODEL,
+    NO_COPIES,
+    START_POLLS,
+    WORKERS,
+    PoolMesh,
+    pool_mesh,
+)
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from benchmarks.stack_client import StackClient
 from kvmesh.core.summary_statistics import coefficient_of_variation, percentile
@@ -36,6 +45,7 @@ from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.runtime.fetch_result import FetchOutcome
 from kvmesh.runtime.worker import Worker
 from services.kvmanager import metrics
+from services.kvmanager.config import PoolConfig
 
 PREFIXES, PREFIX_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS = 12, 2048, 32, 4
 SKEW = 2.0
@@ -48,6 +58,11 @@ FADED = 0.98
 """What a reader's view of loads keeps from one read to the next."""
 
 LOOKUP_TIMEOUT_S = 5.0
+
+SEGMENT_BLOCKS = 4, 64, 153
+"""Other lengths than the default for which reads are counted. The last is TokenLake 4.2's for this
+kind of machine: a question is on its way for 0.55 ms, and a token's attention takes 0.224 us
+(bench/results/queries.md, shm, 1 new token), that is 2,450 tokens."""
 
 CV_GOAL = 0.3
 """Of the unevenness of reads with copies, over that without."""
@@ -63,6 +78,7 @@ CV: of the cached blocks that each of four workers read in the last three fifths
 - chance: what the CV would be if every read fell on any worker alike
 - holders: a fifth worker looks each prefix up, takes the less loaded of two holders, and fetches it
  by GET, one read after the other; times are from when a read was due to its end
+- counted by: blocks per segment, `pool.segment_blocks`, 16 elsewhere; prefixes have 128
 - routed: requests through the gateway under the default policy, prefill and decode apart; times are
  of first tokens. A busy holder's prefix is soon computed or fetched elsewhere on a request's time,
  and of several that are alike the worker whose cache was read less of late is taken, so that reads
@@ -200,9 +216,9 @@ async def send_all(name: str, mesh: PoolMesh, load: Sequence[Arrival], send: Sen
     }
 
 
-async def run_holders(name: str, budget_mb_s: float, load: Sequence[Arrival]) -> Row:
+async def run_holders(name: str, pool: PoolConfig, load: Sequence[Arrival]) -> Row:
     """Reads of whoever holds the prefix."""
-    async with pool_mesh(budget_mb_s) as mesh:
+    async with pool_mesh(pool) as mesh:
         lookup = PrefixLookup(mesh.kvmanager)
         task = asyncio.create_task(lookup.run())
         reads = HolderReads(mesh, lookup, seed=0)
@@ -213,9 +229,9 @@ async def run_holders(name: str, budget_mb_s: float, load: Sequence[Arrival]) ->
         return row
 
 
-async def run_routed(name: str, budget_mb_s: float, load: Sequence[Arrival]) -> Row:
+async def run_routed(name: str, pool: PoolConfig, load: Sequence[Arrival]) -> Row:
     """Requests through the gateway."""
-    async with pool_mesh(budget_mb_s) as mesh, aiohttp.ClientSession() as session:
+    async with pool_mesh(pool) as mesh, aiohttp.ClientSession() as session:
         client = StackClient(session, mesh.url, MODEL.name, seed=0)
 
         async def send(arrival: Arrival) -> bool:
@@ -228,14 +244,19 @@ async def run_routed(name: str, budget_mb_s: float, load: Sequence[Arrival]) -> 
 async def measure(rate: float, routed_rate: float, seconds: float, seed: int) -> list[Row]:
     """Everything, one after the other; without and with copies under the same load."""
     rows: list[Row] = []
-    for name, run, per_s in (
-        ("holders", run_holders, rate),
-        ("routed", run_routed, routed_rate),
+    lengths = {
+        f"copies, counted by {blocks} blocks": replace(COPIES, segment_blocks=blocks)
+        for blocks in SEGMENT_BLOCKS
+    }
+    both = {"no copies": NO_COPIES, "copies": COPIES}
+    for name, run, per_s, pools in (
+        ("holders", run_holders, rate, both | lengths),
+        ("routed", run_routed, routed_rate, both),
     ):
         load = arrivals(per_s, seconds, seed)
-        for copies, budget_mb_s in (("no copies", 0.0), ("copies", 100.0)):
+        for copies, pool in pools.items():
             sys.stderr.write(f"{name}, {copies}: {len(load)} reads in {seconds:g} s\n")
-            rows.append(await run(f"{name}, {copies}", budget_mb_s, load))
+            rows.append(await run(f"{name}, {copies}", pool, load))
     return rows
 
 
@@ -265,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=25.0, help="reads of holders per second")
     parser.add_argument("--routed-rate", type=float, default=8.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of each of four runs")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dry", action="store_true", help="print, and write no file")
     chosen = parser.parse_args()

@@ -28,8 +28,8 @@ WORKERS = 4
 """That run prompts; one more generates."""
 
 STEP_S, STEP_TOKENS = 0.01, 128
-WINDOW_S = 2.0
-"""Of the kvmanager's plans."""
+NO_COPIES = PoolConfig(budget_mb_s=0.0, window_s=2.0)
+COPIES = PoolConfig(budget_mb_s=100.0, window_s=2.0)
 
 START_POLLS = 400
 """Looks for workers that are connected, or prefixes that are known, every 50 ms."""
@@ -51,14 +51,9 @@ class PoolMesh:
 
 
 @asynccontextmanager
-async def pool_mesh(budget_mb_s: float) -> AsyncIterator[PoolMesh]:
-    """All services in this process.
-
-    Args:
-        budget_mb_s: of the kvmanager's copies; 0 turns them off.
-    """
+async def pool_mesh(pool: PoolConfig) -> AsyncIterator[PoolMesh]:
+    """All services in this process."""
     server = ServerConfig(port=0)
-    pool = PoolConfig(budget_mb_s=budget_mb_s, window_s=WINDOW_S)
     async with AsyncExitStack() as stack:
         kvmanager = await stack.enter_async_context(
             serving(

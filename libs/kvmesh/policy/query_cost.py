@@ -1,10 +1,10 @@
 """Decides whether a worker queries a remote prefix, fetches it or recomputes it. Pure.
 
 A remote query costs one round trip per layer and chunk, and the holder's time for its attention;
-its
-bytes grow with the new tokens. A fetch costs the prefix's bytes and recomputing its tokens; both
-grow with the prefix. So queries pay for few new tokens behind a long prefix.
-Source: TokenLake 4.2, whose rule for the length of segments compares the same two times.
+its bytes grow with the new tokens. A fetch costs the prefix's bytes and recomputing its tokens;
+both grow with the prefix. So queries pay for few new tokens behind a long prefix.
+Source: TokenLake 4.2, whose rule for the length of segments compares the same two times
+(docs/adr/0045-segments-count-reads.md).
 Tests: tests/unit/policy/test_query_cost.py.
 """
 

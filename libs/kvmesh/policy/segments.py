@@ -1,58 +1,13 @@
-"""Segments, the unit of the cluster-wide KV pool: their length, their names, and the workers that
-they live on.
+"""Segments, the unit of the cluster-wide KV pool: their names and the workers that they live on.
 
-Source: TokenLake 4.2 (length), 4.3 (placement). Tests: tests/unit/policy/test_segments.py.
+Source: TokenLake 4.3. Tests: tests/unit/policy/test_segments.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvmesh.core.types import BlockHash
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionHardware:
-    """Hardware figures that give the cost of a remote query, per layer (4.2).
-
-    Attributes:
-        latency_s: alpha_net, seconds of one message.
-        net_bytes_per_s: B_net, network bandwidth.
-        memory_bytes_per_s: B_mem, memory bandwidth of the device that holds the KV.
-        flops: F, FLOP/s of that device.
-        hidden_size: d; keys and values of a token have 2 d numbers of two bytes.
-    """
-
-    latency_s: float
-    net_bytes_per_s: float
-    memory_bytes_per_s: float
-    flops: float
-    hidden_size: int
-
-    @property
-    def query_s(self) -> float:
-        """T_comm: seconds to send the query and get the partial output back."""
-        return 2 * self.latency_s + 4 * self.hidden_size / self.net_bytes_per_s
-
-    @property
-    def token_s(self) -> float:
-        """k_comp: seconds of attention per query and token of KV, bound by compute or memory."""
-        return max(
-            4 * self.hidden_size / self.flops, 4 * self.hidden_size / self.memory_bytes_per_s
-        )
-
-
-def threshold_tokens(hardware: AttentionHardware) -> float:
-    """Returns the tokens of the shortest segment whose attention takes as long as a remote query
-    (the condition C >= T_comm / k_comp of 4.2).
-    """
-    return hardware.query_s / hardware.token_s
-
-
-def segment_blocks(hardware: AttentionHardware, block_size: int) -> int:
-    """Returns the blocks per segment: the threshold rounded up to whole blocks (4.2)."""
-    return max(-int(-threshold_tokens(hardware) // block_size), 1)
 
 
 def segment_hashes(block_hashes: Sequence[BlockHash], blocks: int) -> tuple[BlockHash, ...]:

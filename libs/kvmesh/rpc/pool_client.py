@@ -1,4 +1,4 @@
-"""The caller's end of `KvPoolService`: asks other workers to hold blocks for this one.
+"""The caller's end of `KvPoolService`: asks workers to hold blocks, or to take some.
 
 Tests: tests/unit/rpc/test_pool_client.py, tests/contract/test_prefix_lease.py.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Endpoint
+from kvmesh.core.types import Endpoint, Reservation
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
-from kvmesh.rpc.convert import refusal_from_proto
+from kvmesh.rpc.convert import refusal_from_proto, reservation_from_proto
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from kvmesh.v1.kv_pool_service_pb2_grpc import KvPoolServiceStub
 
@@ -75,6 +75,32 @@ class PoolClient:
             except grpc.aio.AioRpcError:
                 return False
         return True
+
+    async def store(
+        self, holder: Endpoint, request: pb.StoreBlocksRequest, timeout_s: float
+    ) -> Reservation | None:
+        """Asks for room for a prefix; None if all of it is there.
+
+        Raises:
+            RefusedError: the worker said no.
+            LostError: no answer in time, or one that says nothing.
+        """
+        await self._trim(holder)
+        with self._calling(holder) as stub:
+            try:
+                response = await stub.StoreBlocks(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                text = f"{holder} stores no blocks: {error.code().name} {error.details() or ''}"
+                raise LostError(text.rstrip()) from error
+        match response.WhichOneof("outcome"):
+            case "reservation":
+                return reservation_from_proto(response.reservation)
+            case "held":
+                return None
+            case "refusal":
+                raise RefusedError(refusal_from_proto(response.refusal))
+            case _:
+                raise LostError(f"{holder} neither made room nor refused")
 
     async def close(self) -> None:
         """Ends all connections. May be called again."""

@@ -23,6 +23,7 @@ from kvmesh.core.types import (
     KvLayout,
     Refusal,
     RefusalReason,
+    Reservation,
 )
 from kvmesh.engine.tiered_cache import TieredCache
 from kvmesh.kv.handoff_types import WriteClaim
@@ -34,7 +35,9 @@ from kvmesh.rpc.convert import (
     host_route_to_proto,
     kv_layout_from_proto,
     refusal_to_proto,
+    reservation_to_proto,
 )
+from kvmesh.runtime.stored_prefixes import StoredPrefixes
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.runtime.worker_tiers import load_prefix
 from kvmesh.telemetry.logs import event_logger
@@ -70,10 +73,15 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
     """Serves `KvPoolService` and gives KV away (`transfer.target.ReadSource`)."""
 
     def __init__(
-        self, parts: WorkerParts, limits: LeaseLimits, tiers: TieredCache | None = None
+        self,
+        parts: WorkerParts,
+        limits: LeaseLimits,
+        stores: StoredPrefixes,
+        tiers: TieredCache | None = None,
     ) -> None:
         """`tiers` are below the pool: what is leased comes up first."""
         self._tiers = tiers
+        self._stores = stores
         self._identity = parts.identity
         self._core = parts.core
         self._memory = parts.memory
@@ -135,7 +143,28 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         self._release()
         return pb.ReleaseBlocksResponse()
 
-    def _check(self, request: pb.LeaseBlocksRequest) -> Refusal | None:
+    async def StoreBlocks(
+        self,
+        request: pb.StoreBlocksRequest,
+        context: grpc.aio.ServicerContext[pb.StoreBlocksRequest, pb.StoreBlocksResponse],
+    ) -> pb.StoreBlocksResponse:
+        """Makes room for what the caller will write."""
+        outcome: Reservation | Refusal | None = self._check(request)
+        if outcome is None and self.draining:
+            outcome = Refusal(RefusalReason.DRAINING, "this worker is leaving")
+        if outcome is None and len(request.block_hashes) > self._most_hash_bytes:
+            most = self._core.pool.num_blocks
+            outcome = Refusal(RefusalReason.NO_BLOCKS, f"this worker has {most} blocks")
+        if outcome is None:
+            outcome = self._stores.reserve(split_hashes(request.block_hashes))
+        if isinstance(outcome, Refusal):
+            log.debug("store_refused", reason=outcome.reason.value, message=outcome.message)
+            return pb.StoreBlocksResponse(refusal=refusal_to_proto(outcome))
+        if outcome is None:
+            return pb.StoreBlocksResponse(held=pb.PrefixHeld())
+        return pb.StoreBlocksResponse(reservation=reservation_to_proto(outcome))
+
+    def _check(self, request: pb.LeaseBlocksRequest | pb.StoreBlocksRequest) -> Refusal | None:
         if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
@@ -144,15 +173,18 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             return Refusal(RefusalReason.STALE, text)
         layout: KvLayout = kv_layout_from_proto(request.layout)
         if layout != self._core.spec.layout:
-            return Refusal(RefusalReason.INVALID, "the reader's KV layout is another one")
+            return Refusal(RefusalReason.INVALID, "the caller's KV layout is another one")
         if len(request.block_hashes) % BLOCK_HASH_BYTES:
             return Refusal(RefusalReason.INVALID, "a block hash is cut off")
         return None
 
     def _hashes(self, request: pb.LeaseBlocksRequest) -> list[BlockHash]:
         # A reader with a larger pool may ask for more than can be here; nothing is made of that.
-        most = self._core.pool.num_blocks * BLOCK_HASH_BYTES
-        return split_hashes(request.block_hashes[:most])
+        return split_hashes(request.block_hashes[: self._most_hash_bytes])
+
+    @property
+    def _most_hash_bytes(self) -> int:
+        return self._core.pool.num_blocks * BLOCK_HASH_BYTES
 
     async def _bring_up(self, request: pb.LeaseBlocksRequest) -> None:
         """Makes what lies below the pool ready to be leased, one prefix at a time."""
@@ -243,6 +275,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         A lease ends within twelve of its times, whatever its reader does.
         """
         self._closed = True
+        await self._stores.drain()
         while not self._table.is_idle:
             self._released.clear()
             await self._released.wait()
@@ -256,8 +289,8 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
 
     @property
     def is_idle(self) -> bool:
-        """No lease, and nobody reads."""
-        return self._table.is_idle and not self._reads
+        """No lease, and nobody reads or writes."""
+        return self._table.is_idle and not self._reads and not self._stores.num_open
 
     def statistics(self) -> ReadLeaseStatistics:
         """Of the leases."""

@@ -33,7 +33,6 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.chain_metrics import ChainMetrics
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.kv_events import start_kv_events
-from kvmesh.runtime.kv_pool import KvPool
 from kvmesh.runtime.native_code import native_levels
 from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
@@ -49,7 +48,7 @@ from kvmesh.runtime.worker_config import WorkerConfig
 from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
-from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
+from kvmesh.runtime.worker_pool import make_pool, start_fetcher
 from kvmesh.runtime.worker_queries import answer_queries, start_queries
 from kvmesh.runtime.worker_runner import find_folder, load_runner
 from kvmesh.runtime.worker_structures import load_structures
@@ -123,7 +122,9 @@ class Worker:
             observer=self._metrics.observe_transfer,
         )
         context.stack.push_async_callback(self.channels.close)
-        self.pool = KvPool(parts, lease_limits(self._config.fetch), self.tiers)
+        self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
+        arriving, fetch = self.decode.arriving, self._config.fetch
+        self.pool = make_pool(fetch, parts, arriving, self.tiers, self._publish)
         pool_metrics = PoolMetrics(self._metrics.registry)
         pool_metrics.watch_leases(self.pool.statistics)
         self.fetcher: PrefixFetcher = start_fetcher(
@@ -145,7 +146,6 @@ class Worker:
             self.query_metrics,
             self.channels.egress,
         )
-        self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
         sources = PrefixSources(self.core, self.fetcher, self.queries)
         self.prefill = PrefillRole(
             parts,

@@ -100,6 +100,7 @@ class FetchSection:
     )
     max_leases: int = option(64, "leases at once, half to one reader; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once; half of that to one reader")
+    max_stores: int = option(0, "prefixes at once that other programs write here; 0: none may")
     max_queries: int = option(8, "questions about KV here that are open at once, else refused")
     leave_s: float = option(0.0, "a drained worker stays so long for what it holds to be copied")
     query: str = option(

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.tiered_cache import TieredCache
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.arriving_kv import ArrivingKv
 from kvmesh.runtime.fetch_result import FetchOptions
-from kvmesh.runtime.kv_pool import LeaseLimits
+from kvmesh.runtime.kv_pool import KvPool, LeaseLimits
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
+from kvmesh.runtime.stored_prefixes import StoredPrefixes
 from kvmesh.runtime.worker_channels import send_options
 from kvmesh.runtime.worker_config import FetchSection, WorkerConfig
 from kvmesh.runtime.worker_parts import WorkerParts
@@ -32,6 +35,28 @@ def lease_limits(section: FetchSection) -> LeaseLimits:
     if section.max_share > 1:
         raise ConfigError(f"fetch.max_share must be 0 to 1, got {section.max_share:g}")
     return LeaseLimits(section.lease_s, section.max_leases, section.max_share)
+
+
+def make_pool(
+    section: FetchSection,
+    parts: WorkerParts,
+    arriving: ArrivingKv,
+    tiers: TieredCache | None,
+    on_stored: Callable[[], None],
+) -> KvPool:
+    """Makes what lends this worker's KV to others and takes theirs.
+
+    Args:
+        arriving: receives what others write.
+        on_stored: called when blocks came into the prefix cache.
+
+    Raises:
+        ConfigError: as `lease_limits`.
+    """
+    limits = lease_limits(section)
+    max_blocks = int(limits.max_share * parts.core.pool.num_blocks)
+    stores = StoredPrefixes(parts.core, arriving, section.max_stores, max_blocks, on_stored)
+    return KvPool(parts, limits, stores, tiers)
 
 
 def start_fetcher(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvmesh/v1/kv_pool_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xa1\x01\n\x12LeaseBlocksRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x18\n\x10reader_worker_id\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x01(\x0c\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x0f\n\x07planned\x18\x06 \x01(\x08\"\xfd\x01\n\tReadLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12*\n\rdata_endpoint\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12(\n\nhost_route\x18\x07 \x01(\x0b\x32\x14.kvmesh.v1.HostRoute\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nnum_leased\x18\t \x01(\r\x12\x10\n\x08lease_ms\x18\n \x01(\r\"n\n\x13LeaseBlocksResponse\x12%\n\x05lease\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.ReadLeaseH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x42\t\n\x07outcome\"Q\n\x14ReleaseBlocksRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x12\n\ncapability\x18\x03 \x01(\x0c\"\x17\n\x15ReleaseBlocksResponse2\xb1\x01\n\rKvPoolService\x12L\n\x0bLeaseBlocks\x12\x1d.kvmesh.v1.LeaseBlocksRequest\x1a\x1e.kvmesh.v1.LeaseBlocksResponse\x12R\n\rReleaseBlocks\x12\x1f.kvmesh.v1.ReleaseBlocksRequest\x1a .kvmesh.v1.ReleaseBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvmesh/v1/kv_pool_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xa1\x01\n\x12LeaseBlocksRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x18\n\x10reader_worker_id\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x01(\x0c\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x0f\n\x07planned\x18\x06 \x01(\x08\"\xfd\x01\n\tReadLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12*\n\rdata_endpoint\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12(\n\nhost_route\x18\x07 \x01(\x0b\x32\x14.kvmesh.v1.HostRoute\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nnum_leased\x18\t \x01(\r\x12\x10\n\x08lease_ms\x18\n \x01(\r\"n\n\x13LeaseBlocksResponse\x12%\n\x05lease\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.ReadLeaseH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x42\t\n\x07outcome\"Q\n\x14ReleaseBlocksRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x12\n\ncapability\x18\x03 \x01(\x0c\"\x17\n\x15ReleaseBlocksResponse\"d\n\x12StoreBlocksRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\"\x0c\n\nPrefixHeld\"\x9d\x01\n\x13StoreBlocksResponse\x12-\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.ReservationH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12%\n\x04held\x18\x03 \x01(\x0b\x32\x15.kvmesh.v1.PrefixHeldH\x00\x42\t\n\x07outcome2\xff\x01\n\rKvPoolService\x12L\n\x0bLeaseBlocks\x12\x1d.kvmesh.v1.LeaseBlocksRequest\x1a\x1e.kvmesh.v1.LeaseBlocksResponse\x12R\n\rReleaseBlocks\x12\x1f.kvmesh.v1.ReleaseBlocksRequest\x1a .kvmesh.v1.ReleaseBlocksResponse\x12L\n\x0bStoreBlocks\x12\x1d.kvmesh.v1.StoreBlocksRequest\x1a\x1e.kvmesh.v1.StoreBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,6 +42,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEBLOCKSREQUEST']._serialized_end=682
   _globals['_RELEASEBLOCKSRESPONSE']._serialized_start=684
   _globals['_RELEASEBLOCKSRESPONSE']._serialized_end=707
-  _globals['_KVPOOLSERVICE']._serialized_start=710
-  _globals['_KVPOOLSERVICE']._serialized_end=887
+  _globals['_STOREBLOCKSREQUEST']._serialized_start=709
+  _globals['_STOREBLOCKSREQUEST']._serialized_end=809
+  _globals['_PREFIXHELD']._serialized_start=811
+  _globals['_PREFIXHELD']._serialized_end=823
+  _globals['_STOREBLOCKSRESPONSE']._serialized_start=826
+  _globals['_STOREBLOCKSRESPONSE']._serialized_end=983
+  _globals['_KVPOOLSERVICE']._serialized_start=986
+  _globals['_KVPOOLSERVICE']._serialized_end=1241
 # @@protoc_insertion_point(module_scope)

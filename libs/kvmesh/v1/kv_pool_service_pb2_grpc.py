@@ -45,6 +45,11 @@ class KvPoolServiceStub:
                 request_serializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.ReleaseBlocksRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.ReleaseBlocksResponse.FromString,
                 _registered_method=True)
+        self.StoreBlocks = channel.unary_unary(
+                '/kvmesh.v1.KvPoolService/StoreBlocks',
+                request_serializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.StoreBlocksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.StoreBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class KvPoolServiceServicer:
@@ -65,6 +70,14 @@ class KvPoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StoreBlocks(self, request, context):
+        """Makes room for the blocks of a prefix that this worker lacks, so that they can be written over the data channel. Its
+        prefix cache has the prefix as soon as all of them have come. Refused unless the worker's `fetch.max_stores` is above 0.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvPoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_KvPoolServiceServicer_to_server(servicer, server):
                     servicer.ReleaseBlocks,
                     request_deserializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.ReleaseBlocksRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.ReleaseBlocksResponse.SerializeToString,
+            ),
+            'StoreBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreBlocks,
+                    request_deserializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.StoreBlocksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_kv__pool__service__pb2.StoreBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class KvPoolService:
             '/kvmesh.v1.KvPoolService/ReleaseBlocks',
             kvmesh_dot_v1_dot_kv__pool__service__pb2.ReleaseBlocksRequest.SerializeToString,
             kvmesh_dot_v1_dot_kv__pool__service__pb2.ReleaseBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.KvPoolService/StoreBlocks',
+            kvmesh_dot_v1_dot_kv__pool__service__pb2.StoreBlocksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_kv__pool__service__pb2.StoreBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,20 @@ def test_without_a_measured_step_nothing_is_asked() -> None:
     assert not choose_query(TASK, FAST, compute_token_s=0.0).query
 
 
+def test_the_papers_segment_is_where_attention_takes_as_long_as_the_way() -> None:
+    """TokenLake 4.2: 568 tokens; 2 us a message, 25 GB/s, memory of 2 TB/s, hidden size 4,096."""
+    hidden, latency_s, net, memory = 4096, 2e-6, 25e9, 2e12
+    way_s = 2 * latency_s + 4 * hidden / net
+    assert way_s == pytest.approx(4.655e-6, rel=1e-3)
+    speed = QuerySpeed(way_s, 4 * hidden / memory / hidden)
+
+    def attention_s(num_tokens: int) -> float:
+        task = QueryTask(1, num_tokens, num_layers=1, num_heads=32, head_dim=hidden // 32)
+        return speed.estimate_s(task.num_questions, task.num_units) - way_s
+
+    assert attention_s(568) < way_s < attention_s(569)
+
+
 @pytest.mark.parametrize("true", [QuerySpeed(1e-4, 1e-11), QuerySpeed(0.02, 4e-10)])
 def test_samples_lead_to_what_was_measured(true: QuerySpeed) -> None:
     speed, sizes = QuerySpeed(), (1_000, 100_000_000)

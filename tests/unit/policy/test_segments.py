@@ -3,37 +3,19 @@ from __future__ import annotations
 from collections import Counter
 from hashlib import blake2b
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.core.types import BlockHash
 from kvmesh.policy.segments import (
-    AttentionHardware,
     home,
-    segment_blocks,
     segment_hashes,
     striped_homes,
-    threshold_tokens,
 )
-
-# What reproduces the paper's 568 tokens and 4.66 us.
-A100 = AttentionHardware(2e-6, 25e9, 2.0e12, 312e12, 4096)
 
 
 def names(count: int) -> list[BlockHash]:
     return [BlockHash(blake2b(str(i).encode(), digest_size=16).digest()) for i in range(count)]
-
-
-def test_the_papers_segment_length() -> None:
-    assert threshold_tokens(A100) == pytest.approx(568.28, abs=0.01)
-    assert A100.query_s == pytest.approx(4.655e-6, rel=1e-3)
-
-
-def test_a_segment_is_whole_blocks_of_at_least_the_threshold() -> None:
-    assert segment_blocks(A100, 16) == 36
-    assert segment_blocks(A100, 512) == 2
-    assert segment_blocks(A100, 4096) == 1
 
 
 def test_a_segment_is_named_by_its_last_block() -> None:

@@ -1,0 +1,111 @@
+"""Prefixes that other programs write into this worker's prefix cache (`KvPoolService.StoreBlocks`).
+
+Whoever has the mesh's secret may write what others will read as the KV of a prefix, and nobody can
+check it; so a worker takes nothing unless its operator says how many at a time.
+Tests: tests/integration/test_pool_facade.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvmesh.core.types import BlockHash, Refusal, RefusalReason, RequestId, Reservation
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.prefix_fill import PrefixFill
+from kvmesh.runtime.arriving_kv import ArrivingKv
+from kvmesh.runtime.part_arrival import PartArrival
+
+_ATTEMPT = 1
+
+
+class StoredPrefixes:
+    """What is being written.
+
+    Args:
+        max_open: at one time; 0 takes nothing.
+        max_blocks: of all of them together.
+        on_stored: told when blocks came into the prefix cache.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        arriving: ArrivingKv,
+        max_open: int,
+        max_blocks: int,
+        on_stored: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._arriving = arriving
+        self._max_open = max_open
+        self._max_blocks = max_blocks
+        self._on_stored = on_stored
+        self._open: dict[RequestId, PartArrival] = {}
+        self._numbers = itertools.count(1)
+        self._ended = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Prefixes that are being written."""
+        return len(self._open)
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation | Refusal | None:
+        """Room for what is not here of a prefix; None if all of it is.
+
+        Args:
+            hashes: chained, from the root on.
+        """
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
+        fill = self._core.fills.begin(hashes)
+        num_missing = len(hashes) - fill.num_held
+        if not num_missing:
+            fill.end()
+            return None
+        taken = sum(len(part.arriving) for part in self._open.values())
+        blocks = fill.open(len(hashes)) if taken + num_missing <= self._max_blocks else None
+        if blocks is None:
+            fill.end()
+            return Refusal(RefusalReason.NO_BLOCKS, f"no room for {num_missing} blocks")
+        name = RequestId(f"store-{next(self._numbers)}")
+        layout = self._core.spec.layout
+        part = PartArrival(
+            name, _ATTEMPT, blocks, fill.num_held, layout, partial(self._end, name, fill)
+        )
+        self._open[name] = part
+        return self._arriving.reserve_part(part)
+
+    def _refusal(self) -> Refusal | None:
+        if not self._max_open:
+            text = "this worker takes no blocks from others; its fetch.max_stores is 0"
+            return Refusal(RefusalReason.INVALID, text)
+        if not self._core.spec.groups.is_plain:
+            text = "windows and states cannot be stored from elsewhere"
+            return Refusal(RefusalReason.INVALID, text)
+        if len(self._open) >= self._max_open:
+            return Refusal(RefusalReason.BUSY, f"{len(self._open)} prefixes are being written")
+        return None
+
+    def _end(self, name: RequestId, fill: PrefixFill) -> None:
+        """Nobody writes any more."""
+        part = self._open.pop(name)
+        num_blocks = len(part.arriving)
+        fill.close(num_blocks if part.is_complete else 0)
+        fill.end()
+        if part.is_complete:
+            self._on_stored()
+        self._ended.set()
+
+    async def drain(self) -> None:
+        """Ends what is not complete, and waits until nobody writes."""
+        self._max_open = 0
+        for part in list(self._open.values()):
+            if part.reservation_id is not None:
+                self._arriving.cancel_part(part)
+        while self._open:
+            self._ended.clear()
+            await self._ended.wait()
