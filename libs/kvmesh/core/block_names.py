@@ -2,9 +2,10 @@
 
     the block's hash    the worker has the block, in its pool or in a tier below
     `IN_TIER`           the block is not in the pool; this is the fastest tier that has it
-    `saved_state`       the linear layers' state after the block is saved: a prefix can end there
+    `saved_state`       a prefix can end with the block: the linear layers' state after it is
+                        saved, and the window layers have what the next query sees
     `TELLS_TIERS`       about the worker: it publishes the tiers of its blocks
-    `TELLS_STATES`      about the worker: its prefixes resume only at published states
+    `TELLS_STATES`      about the worker: its prefixes resume only where it publishes so
 
 Names are published, stored, logged and withdrawn like hashes, so the services in between need not
 know their meaning. Tests: tests/unit/kv/test_block_news.py.
@@ -39,7 +40,7 @@ def in_disk(block_hash: BlockHash) -> BlockHash:
 
 
 def saved_state(block_hash: BlockHash) -> BlockHash:
-    """Returns the name for "the state after this block is saved"."""
+    """Returns the name for "a prefix that ends with this block can be resumed"."""
     return BlockHash(block_hash[STATE_TURN:] + block_hash[:STATE_TURN])
 
 

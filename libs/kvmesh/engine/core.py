@@ -82,7 +82,7 @@ class EngineCore:
             spec.groups, num_blocks, self._limits.max_tokens, self.block_size
         )
         self.max_model_len = min(spec.max_model_len, fitting)
-        self.pool = BlockPool(num_blocks, self.block_size, spec.groups.state_blocks)
+        self.pool = BlockPool(num_blocks, self.block_size, spec.groups)
         interval = state_interval(spec.groups, self.block_size, state_interval_tokens)
         self._cache = GroupCache(self.pool, spec.groups, interval)
         self._growth_tokens = growth_tokens

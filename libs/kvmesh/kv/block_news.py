@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from kvmesh.core.block_names import IN_TIER, TELLS_STATES, TELLS_TIERS, saved_state
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
-from kvmesh.kv.groups import is_state_key
+from kvmesh.kv.groups import KvGroups
+from kvmesh.kv.resume_points import ResumePoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,17 @@ class BlockNews:
     """Turns what happens to the blocks of one worker into names (`block_names.py`).
 
     Args:
-        state_blocks: number of blocks of one saved state; 0 without linear layers.
+        groups: the model's KV groups; windows and states limit where a prefix can be resumed.
     """
 
-    def __init__(self, state_blocks: int = 0) -> None:
+    def __init__(self, groups: KvGroups, block_size: int) -> None:
         # Net changes since the last `take`: True is stored, False is removed.
         self._changes: dict[BlockHash, bool] = {}
         self._tier_of: dict[BlockHash, str] = {}
-        self._state_blocks = state_blocks
-        self._num_parts: dict[BlockHash, int] = {}
+        self._points = ResumePoints(groups, block_size)
+        self._told_points: set[BlockHash] = set()
         self._always: list[BlockHash] = []
-        if state_blocks:
+        if self._points.is_needed:
             self._tell_always(TELLS_STATES)
 
     def __bool__(self) -> bool:
@@ -61,16 +62,21 @@ class BlockNews:
         """Records that the worker has a block that it had nowhere before."""
         if is_announced(key):
             self._change(key, is_true=True)
-        elif is_state_key(key):
-            self._count_part(key, 1)
+        if self._points.is_needed:
+            self._tell_points(self._points.note(key, is_here=True))
+
+    def follows(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        """A block comes after another one of its prompt, or is the first."""
+        if self._points.has_windows:
+            self._tell_points(self._points.follows(block_hash, parent))
 
     def removed(self, key: BlockHash) -> None:
         """Records that the worker has a block nowhere any more."""
         if is_announced(key):
             self.raised(key)
             self._change(key, is_true=False)
-        elif is_state_key(key):
-            self._count_part(key, -1)
+        if self._points.is_needed:
+            self._tell_points(self._points.note(key, is_here=False))
 
     def raised(self, key: BlockHash) -> None:
         """Records that a block is in the pool again."""
@@ -101,25 +107,22 @@ class BlockNews:
             held: hashes of all announced blocks.
         """
         lower = (IN_TIER[tier](key) for key, tier in self._tier_of.items())
-        whole = self._state_blocks
-        states = (saved_state(key) for key, count in self._num_parts.items() if count == whole)
-        return [*self._always, *held, *lower, *states]
+        return [*self._always, *held, *lower, *map(saved_state, self._told_points)]
 
     def _tell_always(self, name: BlockHash) -> None:
         self._always.append(name)
         self._change(name, is_true=True)
 
-    def _count_part(self, key: BlockHash, change: int) -> None:
-        """Counts a state block that came or went: only a complete state can be resumed from."""
-        block_hash, whole = BlockHash(key[:BLOCK_HASH_BYTES]), self._state_blocks
-        before = self._num_parts.get(block_hash, 0)
-        after = before + change
-        if after:
-            self._num_parts[block_hash] = after
-        else:
-            del self._num_parts[block_hash]
-        if (before == whole) != (after == whole):
-            self._change(saved_state(block_hash), is_true=after == whole)
+    def _tell_points(self, changed: Iterable[BlockHash]) -> None:
+        for block_hash in changed:
+            is_point = self._points.is_point(block_hash)
+            if is_point == (block_hash in self._told_points):
+                continue
+            if is_point:
+                self._told_points.add(block_hash)
+            else:
+                self._told_points.discard(block_hash)
+            self._change(saved_state(block_hash), is_true=is_point)
 
     def _change(self, name: BlockHash, *, is_true: bool) -> None:
         # A name comes and goes in turn. If the previous change was not taken yet, the opposite
@@ -135,6 +138,7 @@ class BlockNews:
             lower: the fastest tier of each announced block that is not in the pool.
         """
         assert self._tier_of == lower, "a block is told to be where it is not"
+        assert self._told_points == set(self._points.points()), "a prefix ends where it cannot"
         names = set(self.names(held))
         for name, is_true in self._changes.items():
             assert (name in names) == is_true, "an event contradicts the index"

@@ -27,6 +27,7 @@ from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockEvents, BlockNews, is_announced
 from kvmesh.kv.free_segments import FreeSegments
+from kvmesh.kv.groups import PLAIN, KvGroups
 from kvmesh.kv.lower_copies import LowerCopies, with_tiers
 from kvmesh.kv.runs import consecutive_runs
 
@@ -75,10 +76,10 @@ class BlockPool:
     """Block ids 0..num_blocks-1 with reference counts and a prefix cache by block hash.
 
     Args:
-        state_blocks: number of blocks of one saved state. The pool tells others of whole states.
+        groups: the model's KV groups, so that others learn where a prefix can be resumed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, state_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: KvGroups = PLAIN) -> None:
         assert num_blocks > 0, f"{num_blocks} blocks"
         assert block_size > 0, f"block size {block_size}"
         self.num_blocks = num_blocks
@@ -100,7 +101,7 @@ class BlockPool:
         # The value is the turn in which the block was released.
         self._evictable: OrderedDict[int, int] = OrderedDict()
         self._turn = 0
-        self._news = BlockNews(state_blocks)
+        self._news = BlockNews(groups, block_size)
         self._allocated_total = 0
         self._evicted_total = 0
         # Evictions of each block id: a reader that sees another count has read another block's KV.
@@ -252,6 +253,10 @@ class BlockPool:
                 if self.on_unsaved is not None:
                     self.on_unsaved()
         return True
+
+    def follows(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        """A block comes after another one of its prompt, or is the first: windows reach back."""
+        self._news.follows(block_hash, parent)
 
     @property
     def turn(self) -> int:

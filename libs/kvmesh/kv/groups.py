@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
+from kvmesh.core.types import BlockHash
 
 HOLE = -1
 """Entry of a block table: no block is held for these positions."""
@@ -53,6 +53,10 @@ class KvGroups:
         assert self.state_blocks >= 0
 
 
+PLAIN = KvGroups()
+"""Of a model whose layers all see every position."""
+
+
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
     """Returns the number of blocks that hold `num_tokens` positions."""
     return -(-num_tokens // block_size)
@@ -71,11 +75,6 @@ def group_key(block_hash: BlockHash, group: int) -> BlockHash:
 def state_key(block_hash: BlockHash, part: int) -> BlockHash:
     """Returns the pool's name of one block of the state after the block with this hash."""
     return BlockHash(block_hash + b"s" + part.to_bytes(2, "little"))
-
-
-def is_state_key(key: BlockHash) -> bool:
-    """Returns whether `state_key` made this name."""
-    return key[BLOCK_HASH_BYTES : BLOCK_HASH_BYTES + 1] == b"s"
 
 
 def resume_length(

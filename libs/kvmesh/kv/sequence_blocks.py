@@ -94,6 +94,7 @@ class GroupCache:
         assert interval % pool.block_size == 0
         self._pool = pool
         self._groups = groups
+        self._has_windows = any(groups.windows)
         self._interval = interval
         self._size = self.block_size = pool.block_size
 
@@ -239,6 +240,8 @@ class GroupCache:
         """Registers blocks that became full and computed, so that others can share them."""
         full = num_computed // self._size
         for index in range(blocks.num_sealed, full):
+            if self._has_windows and any(table[index] != HOLE for table in blocks.tables):
+                self._pool.follows(hashes[index], hashes[index - 1] if index else None)
             for group, table in enumerate(blocks.tables):
                 if table[index] != HOLE:
                     self._pool.seal(table[index], group_key(hashes[index], group))

@@ -12,7 +12,7 @@ from kvmesh.core.block_names import (
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockNews
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import group_key, state_key
+from kvmesh.kv.groups import PLAIN, KvGroups, group_key, state_key
 from kvmesh.kv.tiers import Copy, Tier, Tiers
 
 A = BlockHash(bytes(range(16)))
@@ -27,7 +27,7 @@ def test_names_of_a_block_are_distinct_and_as_long_as_its_hash() -> None:
 
 
 def test_a_state_is_told_when_all_of_it_is_there() -> None:
-    news = BlockNews(state_blocks=2)
+    news = BlockNews(KvGroups((0,), state_blocks=2), 16)
     news.stored(A)
     news.stored(state_key(A, 0))
     news.stored(group_key(A, 1))
@@ -43,8 +43,25 @@ def test_a_state_is_told_when_all_of_it_is_there() -> None:
     news.check_integrity([A], {})
 
 
+def test_a_prefix_can_end_where_its_windows_are_whole() -> None:
+    news = BlockNews(KvGroups((0, 20)), 16)  # the query after a block sees 19 positions: two blocks
+    chain = [BlockHash(bytes(range(number, number + 16))) for number in range(4)]
+    for parent, block in zip([None, *chain], chain, strict=False):
+        news.follows(block, parent)
+        news.stored(block)
+        news.stored(group_key(block, 1))
+    told = news.take().stored
+    assert set(told) == {TELLS_STATES, *chain, *map(saved_state, chain)}
+    news.removed(group_key(chain[1], 1))
+    assert set(news.take().removed) == {saved_state(chain[1]), saved_state(chain[2])}
+    news.follows(chain[1], chain[0])
+    news.stored(group_key(chain[1], 1))
+    assert set(news.take().stored) == {saved_state(chain[1]), saved_state(chain[2])}
+    news.check_integrity(chain, {})
+
+
 def test_a_block_is_told_to_be_in_one_place_at_a_time() -> None:
-    news = BlockNews()
+    news = BlockNews(PLAIN, 16)
     news.tells_tiers([(B, "disk")])
     assert news.take().stored == [TELLS_TIERS, B, in_disk(B)]
     news.stored(A)
