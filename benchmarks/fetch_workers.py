@@ -15,13 +15,15 @@ from types import MappingProxyType
 
 from benchmarks.result import ROOT
 from kvmesh.core.types import Endpoint, PrefixSource, SamplingParams, SequenceSpec, WorkerId
-from kvmesh.kv.hashing import root_hash
+from kvmesh.kv.hashing import chain_hashes, join_hashes, root_hash
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.v1 import decode_service_pb2 as pb
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
+from kvmesh.v1.prefill_service_pb2 import PrefillPrefetch, PrefillRequest, PrefillResponse
+from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 
 ANSWER_S = 120.0
 """For a first token, on a machine that does other things too."""
@@ -147,6 +149,37 @@ class Asker:
                 self._stream.send(pb.DecodeRequest(cancel=cancel))
                 return FirstToken(first.token_id, spent_ms, first.cached_tokens)
             assert kind == "accepted", event
+
+
+class Prefetcher:
+    """Tells one worker of prompts that may be offered."""
+
+    def __init__(self, stream: PeerStream[PrefillRequest, PrefillResponse]) -> None:
+        self._stream = stream
+        self._num_told = 0
+
+    def prefetch(self, tokens: Sequence[int], num_blocks: int, block_size: int) -> None:
+        """Names the first blocks of a prompt, as a gateway does when it is routed."""
+        self._num_told += 1
+        hashes = chain_hashes(_ROOT, tokens, block_size)[:num_blocks]
+        told = PrefillPrefetch(request_id=f"p{self._num_told}", block_hashes=join_hashes(hashes))
+        self._stream.send(PrefillRequest(prefetch=told))
+
+
+@contextlib.asynccontextmanager
+async def prefetching(worker: Address) -> AsyncIterator[Prefetcher]:
+    """The other stream that a gateway has to a worker."""
+    async with open_channel(str(worker.control)) as channel:
+        stream: PeerStream[PrefillRequest, PrefillResponse] = PeerStream(
+            worker.worker_id, PrefillServiceStub(channel).Prefill, lambda _: None
+        )
+        task = asyncio.create_task(stream.run())
+        try:
+            assert await stream.wait_connected(10), f"{worker.worker_id} does not answer"
+            yield Prefetcher(stream)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -2,9 +2,10 @@
 
     python -m benchmarks.tiers --trace agentic_coding_sessions.jsonl.gz
 
-Real worker processes with a random Llama, one engine thread each, whose pool holds one prompt and
-a half: one with host memory below, one with a disk. Each prompt is computed, pushed out by others,
-and asked for again; a third time it is still in the pool, which is the least that it can take.
+Real worker processes with a random Llama, one engine thread each, whose pool holds two prompts and
+a half: one with host memory below, one with a disk. Two prompts are computed and pushed out by
+others. One is asked for again; a third time it is still in the pool, which is the least that it can
+take. The other one is named to the worker some time before it is asked for, as a gateway does.
 Tests: tests/unit/benchmarks/test_tiers.py.
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.fetch_workers import Address, Asker, asking, worker_process
+from benchmarks.fetch_workers import Address, Asker, asking, prefetching, worker_process
 from benchmarks.prefix_fetch import BLOCK, checkpoint, make_prompt
 from benchmarks.random_llama import SHAPES
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
@@ -34,6 +35,14 @@ GOAL_OF_BEST = 0.8
 GOAL_OF_INFINITE = 0.9
 POOL_BLOCKS = 256
 """Of the trace's 512 tokens each: the longest of its prompts."""
+
+POOL_PROMPTS = 2.5
+"""That the worker's pool holds: room for what comes up ahead beside as much again."""
+
+AHEAD_S = 0.3
+"""From when a prompt is routed until its worker takes it, where it has to wait for a slot."""
+
+WAYS = ("computed", "loaded", "prefetched", "cached")
 
 SIZES = (0, 1, 2, 5, 10)
 """Of a tier, in pools."""
@@ -50,36 +59,31 @@ async def measure(
         folder: of its files on disk.
     """
     draw = random.Random(seed)
-    async with asking(worker) as asker:
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    async with asking(worker) as asker, prefetching(worker) as prefetcher:
         await asker.first_token(make_prompt(draw, 512))
-        computed: list[float] = []
-        loaded: list[float] = []
-        cached: list[float] = []
         for _ in range(repeats):
-            prompt = make_prompt(draw, prefix)
-            first = await asker.first_token(prompt)
+            prompts = [make_prompt(draw, prefix) for _ in range(2)]
+            first = [await asker.first_token(each) for each in prompts]
             await push_out(asker, draw, prefix)
             drop_pages(folder)
-            again = await asker.first_token(prompt)
-            last = await asker.first_token(prompt)
-            assert again.cached_tokens == last.cached_tokens == prefix, "all was brought up"
-            assert first.token_id == again.token_id == last.token_id, "the same token"
-            computed.append(first.milliseconds)
-            loaded.append(again.milliseconds)
-            cached.append(last.milliseconds)
-    row: Row = {
-        "what": "first token",
-        "tier": tier,
-        "prefix": prefix,
-        "computed_ms": spread(computed, 1),
-        "loaded_ms": spread(loaded, 1),
-        "cached_ms": spread(cached, 1),
-    }
-    return row
+            again = await asker.first_token(prompts[0])
+            last = await asker.first_token(prompts[0])
+            drop_pages(folder)
+            prefetcher.prefetch(prompts[1], prefix // BLOCK, BLOCK)
+            await asyncio.sleep(AHEAD_S)
+            ahead = await asker.first_token(prompts[1])
+            assert again.cached_tokens == ahead.cached_tokens == prefix, "all was brought up"
+            assert first[0].token_id == again.token_id == last.token_id, "the same token"
+            assert first[1].token_id == ahead.token_id, "the same token"
+            for name, found in zip(WAYS, (first[0], again, ahead, last), strict=True):
+                times[name].append(found.milliseconds)
+    row: Row = {"what": "first token", "tier": tier, "prefix": prefix}
+    return row | {f"{name}_ms": spread(found, 1) for name, found in times.items()}
 
 
 async def push_out(asker: Asker, draw: random.Random, prefix: int) -> None:
-    """Prompts that take all blocks of the pool."""
+    """Prompts that leave no room for those before; half a prompt goes when one comes up."""
     for _ in range(2):
         await asker.first_token(make_prompt(draw, prefix))
 
@@ -103,7 +107,7 @@ def first_tokens(options: argparse.Namespace) -> list[Row]:
             flags: dict[str, object] = {f"tiers.{tier}-gib": 1}
             if tier == "disk":
                 flags["tiers.disk-path"] = folder / "tier"
-            num_blocks = options.prefix // BLOCK * 3 // 2
+            num_blocks = int(options.prefix // BLOCK * POOL_PROMPTS)
             worker = stack.enter_context(
                 worker_process(tier, model, num_blocks, "shm,tcp", options.dtype, flags)
             )
@@ -189,9 +193,10 @@ def main() -> None:
         rows += hits(options.trace)
     about = [
         f"random Llama of {options.shape}, {options.dtype}, one engine thread",
-        "the pool holds one prompt and a half",
-        "computed: the worker computes the prompt, and evicts it for two others, with no pause",
+        f"the pool holds {POOL_PROMPTS} prompts",
+        "computed: the worker computes the prompt, and evicts it for others, with no pause",
         "loaded: asked for again, its prefix comes up from the tier",
+        f"prefetched: likewise, named to the worker {AHEAD_S * 1000:.0f} ms before it is asked for",
         "cached: there again, which is the least that it can take",
         "disk: nothing of its file is in the page cache",
         "speed: of the KV of one prompt",
