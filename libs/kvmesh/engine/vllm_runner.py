@@ -1,7 +1,9 @@
-"""`VllmRunner`: vLLM computes the steps that our scheduler plans over our blocks.
+"""`VllmRunner`: vLLM computes the steps that our scheduler plans, over our KV blocks.
 
-Logits are vLLM's; what is chosen from them is chosen as by our own engine, so that a stream that
-moves goes on with the same tokens (docs/adr/0029-vllm-below-our-scheduler.md).
+The logits come from vLLM. Tokens are sampled from them exactly as in our own engine, so a stream
+that moves to another worker continues with the same tokens
+(docs/adr/0029-vllm-below-our-scheduler.md).
+
 Tests: tests/contract/test_runner_contract.py, tests/vllm/test_equality.py.
 """
 
@@ -34,20 +36,21 @@ from kvmesh.engine.vllm_internals import (
 )
 
 _SCORED_ROWS = 128
-"""Prompt positions whose logits are in memory at once."""
+"""Prompt positions whose logits are held in memory at once while prompt tokens are scored."""
 _SPARE_BLOCKS = 1
 
 
 @dataclass(slots=True)
 class _Told:
-    """What vLLM was told of a sequence.
+    """What vLLM has been told about a sequence so far.
 
     Attributes:
-        name: that it has there.
-        end: positions that it has computed.
-        num_blocks, last_block: of its table.
-        num_tokens: that it knows, those among them that were chosen since it was new.
-        last_token: that was chosen, if one was.
+        name: the sequence's name in vLLM.
+        end: positions that vLLM has computed.
+        num_blocks, last_block: length and last entry of the block table that vLLM has.
+        num_tokens: tokens that vLLM knows.
+        num_sampled: those of them that were sampled since vLLM was told of the sequence.
+        last_token: the last sampled token; -1 if none was sampled.
     """
 
     name: str
@@ -59,7 +62,7 @@ class _Told:
     last_token: int = -1
 
     def goes_on(self, chunk: SequenceChunk) -> bool:
-        """Whether the chunk is what comes next of what was told."""
+        """Whether the chunk continues exactly where vLLM's knowledge of the sequence ends."""
         return (
             self.end == chunk.start
             and self.num_tokens >= chunk.end
@@ -70,7 +73,7 @@ class _Told:
 
 
 class VllmRunner:
-    """The `ModelRunner` over vLLM's executor, in this process."""
+    """The `ModelRunner` that uses vLLM's executor, in this process."""
 
     def __init__(self, spec: ModelSpec, executor: VllmExecutor, pool: HostMemory) -> None:
         self._spec = spec
@@ -82,10 +85,10 @@ class VllmRunner:
 
     @classmethod
     def load(cls, request: EngineRequest, served_name: str) -> VllmRunner:
-        """Loads a Hugging Face folder with vLLM. Takes seconds.
+        """Loads a model from a Hugging Face folder with vLLM. Takes seconds.
 
         Raises:
-            ConfigError: vLLM, or this part of KVMesh, cannot serve it as asked.
+            ConfigError: vLLM, or KVMesh's use of it, cannot serve the model as requested.
         """
         executor = VllmExecutor(request)
         facts = executor.facts()
@@ -116,12 +119,12 @@ class VllmRunner:
 
     @property
     def partial_attention(self) -> None:
-        """Attention is not cut in parts there."""
+        """None: vLLM cannot split attention over blocks of several workers."""
         return
 
     @property
     def pair_share(self) -> float:
-        """Layers do not wait for each other's KV there."""
+        """0: with vLLM, a chunk cannot wait layer by layer for KV from an upstream worker."""
         return 0.0
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
@@ -148,7 +151,7 @@ class VllmRunner:
         return result
 
     def _tell(self, step: VllmStep, chunk: SequenceChunk) -> str:
-        """Adds a chunk to the step; its name there."""
+        """Adds a chunk to the step and returns the sequence's name in vLLM."""
         told = self._told.get(chunk.sequence_id)
         if told is not None and told.goes_on(chunk):
             more = list(chunk.block_table[told.num_blocks :])
@@ -156,7 +159,8 @@ class VllmRunner:
         else:
             if told is not None:
                 step.finished.add(told.name)
-            # Another name each time: one that ended and one that begins are never mistaken.
+            # A new name each time, so that vLLM never mistakes the new sequence for the one that
+            # ended.
             told = _Told(f"{chunk.sequence_id}.{next(self._names)}", 0, 0, 0, len(chunk.token_ids))
             self._told[chunk.sequence_id] = told
             tokens, blocks = list(chunk.token_ids), list(chunk.block_table)
@@ -173,12 +177,12 @@ class VllmRunner:
         order: Sequence[int],
         result: StepResult,
     ) -> None:
-        """Log-probabilities of prompt tokens, where they are asked for."""
+        """Computes the log-probabilities of prompt tokens, where they are requested."""
         first = 0
         for chunk, index in zip(ordered, order, strict=True):
             entries: list[TokenLogprobs] = []
             after = chunk.token_ids[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
-            # Rows of logits are long: all of a prompt at once would not fit.
+            # A row of logits is long: the rows of a whole prompt would not fit in memory at once.
             for begin in range(0, len(after), _SCORED_ROWS):
                 ids = after[begin : begin + _SCORED_ROWS]
                 rows = hidden[first + begin : first + begin + len(ids)]
@@ -189,7 +193,7 @@ class VllmRunner:
             first += chunk.end - chunk.start
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """See `ModelRunner.forget`; vLLM hears of it with the next step."""
+        """See `ModelRunner.forget`; vLLM is told in the next step."""
         for sequence_id in sequence_ids:
             told = self._told.pop(sequence_id, None)
             if told is not None:
@@ -204,14 +208,14 @@ class VllmRunner:
 def _choose(
     logits: Tensor, chunks: Sequence[SequenceChunk], order: Sequence[int], result: StepResult
 ) -> list[int]:
-    """Fills the tokens of `result` in.
+    """Samples tokens where requested, and writes them to `result`.
 
     Args:
         logits: [rows, vocab].
-        order: of each row, the index of its chunk.
+        order: index of the chunk that each row belongs to.
 
     Returns:
-        The token of each row; 0 where none is asked for.
+        One token per row; 0 where none is requested.
     """
     rows = [row for row, index in enumerate(order) if chunks[index].sample]
     if not rows:
@@ -234,7 +238,7 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
     if facts.kv_dtype not in KV_DTYPE_BYTES or facts.content % 2:
         raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
     bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype}"
-    if request.adapters:  # a request for one is for workers that have it, and the same one
+    if request.adapters:  # only workers with the same adapters may exchange this KV
         bytes_in += f" {adapters_identity(request.adapters)}"
     layout = KvLayout(
         model_fingerprint=file_identity(request.folder, bytes_in),

@@ -1,16 +1,24 @@
-"""Tiers below the pool of blocks, host memory and then disk: which block's copy lies where. Pure.
+"""Tiers below the block pool (host memory, then disk): which block's copy lies where. Pure.
 
-A copy goes down before its block is evicted, as a page cache is cleaned ahead of need, and stays
-when the block comes up again: so eviction copies nothing, and what was read often costs one copy.
+A block is copied to a tier below before it is evicted, as an operating system writes dirty pages
+ahead of need, and the copy stays below when the block is loaded into the pool again. So eviction
+itself copies nothing, and a block that is read often is usually copied down only once.
 
-    pool half full          copies are made of the blocks that have none: the evictable ones, oldest
-                            first, then full ones in use, so that their end finds them copied
-    tier full               its oldest copy goes; the tier below has one by then, or it is lost
-    evicted from the pool   its copies count as used just then, so a tier keeps what was used last
-    brought up              likewise, the end of a prefix before its start: leaves go first
+What happens when:
 
-What goes down: all that is full, but for blocks that other workers hold too and nobody has read
-here since that was said (`BlockPool.evict_first`).
+    pool half full          blocks without a copy below are copied: the evictable ones first,
+                            oldest first; then full blocks in use, so that they have a copy
+                            when their sequence ends
+    tier full               its oldest copy is dropped; by then the tier below has a copy, or
+                            the block is lost
+    evicted from the pool   the block's copies count as used at that moment, so a tier keeps
+                            what was used last
+    loaded into the pool    the copies count as used likewise, the end of a prefix before its
+                            start, so that the end is evicted first
+
+Every full block is copied down, except those that other workers hold too and that nobody has read
+here since the pool was told so (`BlockPool.evict_first`).
+
 Source: PrfaaS §3.2, TokenLake §4.4. Tests: tests/property/test_tiers.py.
 """
 
@@ -24,20 +32,22 @@ from itertools import islice
 from kvmesh.core.types import BlockHash
 
 EMPTY_SHARE = 0.5
-"""A pool or tier of which less is empty is about to evict: all that is full gets a copy below. What
-never fills is copied by nobody; half, so that room for the largest prompts comes from what is empty
-before anything is lost."""
+"""Copying to the tier below starts when less than this share of a pool or tier is empty.
+
+Eviction is near then, so every full block gets a copy below. A pool that never fills this far
+copies nothing. Half, so that even the largest prompts find empty blocks before anything is lost.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """Of one tier.
+    """The counts of one tier.
 
     Attributes:
-        num_places: its size in blocks.
-        num_kept: blocks that it has now.
-        stored_total, loaded_total, evicted_total, lost_total: blocks since the start; lost ones
-            could not be read again.
+        num_places: size of the tier, in blocks.
+        num_kept: blocks whose copies the tier holds now.
+        stored_total, loaded_total, evicted_total, lost_total: blocks since the start. A lost
+            one had a copy that could not be read back.
     """
 
     name: str
@@ -51,16 +61,17 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A place of a tier that belongs to a copy, which is written or read."""
+    """A block's copy in a tier: the place where it is being written, or from which it is read."""
 
     key: BlockHash
     place: int
 
 
 class Tier:
-    """Places of one tier, each of a block's size, and what lies in them.
+    """The places of one tier, each one block in size, and which block's copy each of them holds.
 
-    A place is free, being written, kept, or given up while somebody reads it.
+    A place is free, is being written, or keeps a copy; or its copy was dropped while it is
+    still being read, and it becomes free when the last read ends.
     """
 
     def __init__(self, name: str, num_places: int) -> None:
@@ -72,11 +83,12 @@ class Tier:
         self._place_of: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
         self._readers: dict[int, int] = {}
         self._given_up: set[int] = set()
-        # What the tier below lacks, oldest first as a rule; it is empty without one.
+        # Blocks that the tier below has no copy of, usually oldest first; empty if no tier is
+        # below.
         self._unsaved: OrderedDict[BlockHash, None] = OrderedDict()
         self._stored = self._evicted = self._lost = 0
         self.loaded_total = 0
-        """Blocks that were read for the pool."""
+        """Blocks loaded from this tier into the pool."""
 
     def __contains__(self, key: object) -> bool:
         return key in self._place_of
@@ -85,20 +97,26 @@ class Tier:
         return len(self._place_of)
 
     def knows(self, key: BlockHash) -> bool:
-        """Whether it has a block, or is being given it."""
+        """Whether the tier has a copy of the block, or one is being written."""
         return key in self._place_of or key in self._writing
 
     @property
     def num_free(self) -> int:
-        """Places that hold nothing."""
+        """Number of free places."""
         return len(self._free)
 
     def __iter__(self) -> Iterator[BlockHash]:
-        """What it has, oldest first."""
+        """The blocks whose copies the tier holds, oldest first."""
         return iter(self._place_of)
 
     def adopt(self, copies: Iterable[Copy]) -> None:
-        """Takes over what lies in places already, oldest first; nothing else happened before."""
+        """Records copies that already lie in places, such as those an earlier process left on disk.
+
+        Must be called before anything else is written here.
+
+        Args:
+            copies: oldest first.
+        """
         assert len(self._free) == self.num_places, "only at the start"
         for each in copies:
             self._place_of[each.key] = each.place
@@ -107,10 +125,13 @@ class Tier:
         self._free = [place for place in range(self.num_places) if place not in taken]
 
     def begin_write(self, keys: Iterable[BlockHash]) -> tuple[list[Copy], list[BlockHash]]:
-        """Places for blocks that are not here, as far as there are any.
+        """Reserves places for the blocks that the tier lacks; evicts its oldest copies as needed.
+
+        Stops at the first block for which no place can be freed, because every copy is
+        being read or written.
 
         Returns:
-            The copies to be made, and what had to go for them.
+            The copies to write, and the blocks whose copies were evicted for them.
         """
         copies: list[Copy] = []
         gone: list[BlockHash] = []
@@ -142,11 +163,12 @@ class Tier:
             self._free.append(place)
 
     def end_write(self, copy: Copy, *, is_good: bool, is_saved: bool) -> None:
-        """A copy is made.
+        """Records that writing a copy has ended.
 
         Args:
-            is_good: it can be read; otherwise its place is free again.
-            is_saved: a tier below has one, too, or there is none below.
+            is_good: whether the write succeeded; if not, the place becomes free again.
+            is_saved: whether the copy needs none below it: the next tier below has one
+                already, or there is no tier below.
         """
         place = self._writing.pop(copy.key)
         assert place == copy.place, "another copy of the same block"
@@ -159,16 +181,16 @@ class Tier:
             self._unsaved[copy.key] = None
 
     def begin_read(self, key: BlockHash) -> Copy:
-        """Keeps a copy in its place until `end_read`."""
+        """Starts a read of a block's copy; its place is not reused until `end_read`."""
         place = self._place_of[key]
         self._readers[place] = self._readers.get(place, 0) + 1
         return Copy(key, place)
 
     def end_read(self, copy: Copy, *, is_good: bool) -> bool:
-        """A copy was read; one that could not be is given up.
+        """Ends a read of a copy, and drops the copy if it could not be read.
 
         Returns:
-            Whether it was given up now.
+            Whether this call dropped the copy.
         """
         left = self._readers[copy.place] - 1
         if left:
@@ -186,22 +208,25 @@ class Tier:
         return not is_good
 
     def touch(self, key: BlockHash) -> None:
-        """Says that a block was used just now."""
+        """Counts a block's copy as used now, if the tier has one."""
         if key in self._place_of:
             self._place_of.move_to_end(key)
             if key in self._unsaved:
                 self._unsaved.move_to_end(key)
 
     def unsaved(self, limit: int) -> list[BlockHash]:
-        """At most `limit` blocks that the tier below lacks, oldest first."""
+        """At most `limit` blocks that the tier below has no copy of, oldest first."""
         return list(islice(self._unsaved, limit))
 
     def saved(self, key: BlockHash) -> None:
-        """The tier below has a block, or is about to; one that gets lost there is lost."""
+        """Records that the tier below has a copy of a block, or is about to write one.
+
+        It is not copied down again, even if the copy below gets lost.
+        """
         self._unsaved.pop(key, None)
 
     def statistics(self) -> TierStatistics:
-        """The counts of this moment."""
+        """The counts as they are now."""
         return TierStatistics(
             self.name,
             self.num_places,
@@ -223,10 +248,10 @@ class Tier:
 
 
 class Tiers:
-    """All tiers below one pool, the fastest first; the pool's `LowerCopies`.
+    """All tiers below one pool, the fastest first; the pool sees them as its `LowerCopies`.
 
     Args:
-        on_lost: told of each block that one of them has no more.
+        on_lost: called with each block of which a tier dropped its copy.
     """
 
     def __init__(self, tiers: Sequence[Tier], on_lost: Callable[[BlockHash], None]) -> None:
@@ -244,7 +269,7 @@ class Tiers:
         return len(self._tiers)
 
     def keys(self) -> list[BlockHash]:
-        """All that can be brought up, each once."""
+        """Every block that some tier has a copy of, each once."""
         return list(dict.fromkeys(key for tier in reversed(self._tiers) for key in tier))
 
     def left(self, key: BlockHash) -> None:
@@ -253,7 +278,7 @@ class Tiers:
             tier.touch(key)
 
     def find(self, key: BlockHash) -> int | None:
-        """The fastest tier that has a block."""
+        """Index of the fastest tier that has a copy of the block; None if no tier has one."""
         return next((level for level, tier in enumerate(self._tiers) if key in tier), None)
 
     def tier_of(self, key: BlockHash) -> str | None:
@@ -277,13 +302,15 @@ class Tiers:
         self._tiers[level].end_write(copy, is_good=is_good, is_saved=is_saved)
 
     def begin_read(self, keys: Iterable[BlockHash]) -> dict[int, list[Copy]]:
-        """Keeps copies in their places until `end_read`, and says that they are used.
+        """Starts reads of blocks' copies, each from the fastest tier that has one.
+
+        The copies stay in their places until `end_read`, and count as used now.
 
         Args:
-            keys: of one prefix, in its order; those that no tier has are left out.
+            keys: blocks of one prefix, in its order; those that no tier has are skipped.
 
         Returns:
-            By tier, in the order of `keys`.
+            The copies to read, by tier index, in the order of `keys`.
         """
         found: dict[int, list[Copy]] = {}
         wanted = list(keys)
@@ -303,7 +330,7 @@ class Tiers:
             self._on_lost(copy.key)
 
     def statistics(self) -> list[TierStatistics]:
-        """Of each tier."""
+        """The counts of each tier, the fastest first."""
         return [tier.statistics() for tier in self._tiers]
 
     def check_integrity(self) -> None:
