@@ -4,7 +4,7 @@ from kvmesh.core.interrupts import end_when_interrupted
 from kvmesh.core.loading import load_without_collector
 
 if __name__ == "__main__":
-    end_when_interrupted()  # before modules that take a second to load
+    end_when_interrupted()  # before imports that take a second
     load_without_collector()
 
     from kvmesh.runtime.app import run_service

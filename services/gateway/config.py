@@ -39,9 +39,9 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The models that are served; fields but `others` are of the first one.
+    """The models that the gateway serves. All fields but `others` describe the first one.
 
-    Of the others, tool calls and thinking are found by their chat templates.
+    For the other models, the chat templates tell the format of tool calls and thinking.
     """
 
     path: str = option(
@@ -82,7 +82,7 @@ class ModelConfig:
 
     @property
     def every(self) -> tuple[ModelConfig, ...]:
-        """This model and the others, each as the config of a gateway that serves it alone.
+        """This model and the others, each as the config of a gateway that serves only that model.
 
         Raises:
             ConfigError: `others` is malformed, or two models share a name.
@@ -105,7 +105,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerTargets:
-    """Where the schedulers are."""
+    """Addresses of the schedulers."""
 
     targets: str = option("127.0.0.1:7001", "host:port of the schedulers, comma-separated")
     route_timeout_s: float = positive(0.5, "longest wait for a route plan")
@@ -145,13 +145,13 @@ class LimitsConfig:
         0 takes the default; infinite is no limit.
         """
         itl_s = limit_from_ms(itl_ms or self.itl_limit_ms)
-        # Where no gap is longer than this, the mean is not either.
+        # If no gap exceeds this limit, the mean does not either.
         return min(limit_from_ms(tpot_ms or self.tpot_limit_ms), itl_s), itl_s
 
 
 @dataclass(frozen=True, slots=True)
 class AccessConfig:
-    """Who may call."""
+    """Authentication of callers."""
 
     api_keys: str = secret("accepted bearer keys, comma-separated; empty accepts everyone")
     api_keys_file: str = option("", "file with one accepted bearer key per line")

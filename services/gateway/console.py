@@ -26,7 +26,7 @@ class ConsoleSources:
     """The console's sources of data.
 
     Attributes:
-        models: that the gateway serves.
+        models: names of the models that the gateway serves.
     """
 
     models: Sequence[str]
@@ -36,8 +36,8 @@ class ConsoleSources:
 
 
 def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutine[Any, Any, None]]:
-    """Adds the routes; returns the background tasks that they need, by name."""
-    # A second fleet view, with details: too many bytes for the view that requests use.
+    """Adds the console's routes. Returns the background tasks that it needs, by name."""
+    # A second fleet view, with details, which are too large for the view that requests use.
     fleet = FleetWatch(sources.schedulers, sources.access, "console", with_detail=True)
     sampler = Sampler()
 

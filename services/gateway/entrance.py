@@ -1,4 +1,4 @@
-"""What every call passes before its model is known, and the way to the model's frontend.
+"""Authenticates and admits every call, then finds the frontend of the model that it names.
 
 Tests: tests/integration/test_gateway_http.py, tests/integration/test_gateway_models.py.
 """
@@ -22,15 +22,15 @@ from services.gateway.tenants.entry import Admitted
 
 
 class Entrance:
-    """Admits calls, and finds the frontend of the model that each asks for.
+    """Admits calls, and finds the frontend of each call's model.
 
     Args:
-        mesh: of any model; only what all models share is used.
-        frontends: of the models; a call that names none takes the first. No two share a name.
+        mesh: the mesh of any model; only the parts that all models share are used.
+        frontends: one per model; a call without a model takes the first. No two share a name.
 
     Attributes:
-        frontends: of the models.
-        journal: of streams that another gateway may resume; None without one.
+        frontends: one per model.
+        journal: the streams that another gateway may resume; None without a journal.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Entrance:
         """The frontend of a model, or of an adapter's model; an empty name takes the first.
 
         Raises:
-            ModelNotFoundError: no model has this name; the message has all that there are.
+            ModelNotFoundError: no model has this name; the message lists all names.
         """
         found = self._by_name.get(name)
         if found is None:  # a model's name hides an adapter's
@@ -71,25 +71,25 @@ class Entrance:
 
     @property
     def names(self) -> list[str]:
-        """All that clients may name as a model now, each once."""
+        """All model names that clients may use now, each once."""
         return list(dict.fromkeys(name for each in self.frontends for name in each.served.every))
 
     @property
     def not_ready(self) -> dict[str, str]:
-        """Why requests for a model cannot be served now, by model; empty if all can."""
+        """The reason why requests for a model cannot be served now, by model; empty if all can."""
         reasons = {each.served_name: each.not_ready for each in self.frontends}
         return {name: reason for name, reason in reasons.items() if reason}
 
     @property
     def missing_native(self) -> dict[str, list[str]]:
-        """Native libraries that workers lack, by worker; they run slower without."""
+        """Native libraries that workers lack, by worker. Such workers run slower."""
         return {
             name: lacks for each in self.frontends for name, lacks in each.missing_native.items()
         }
 
     @property
     def is_draining(self) -> bool:
-        """Whether nothing new is admitted."""
+        """Whether the gateway admits no new calls."""
         return self._admission.draining
 
     def check_key(self, authorization: str) -> None:
@@ -103,9 +103,9 @@ class Entrance:
     def admit(self, authorization: str) -> Admitted:
         """Authenticates a caller and admits its request; the ticket goes into `Caller`.
 
-        Entering the context that it returns raises:
-            AuthenticationError: the key is missing or not accepted.
-            StageRefusedError: draining, or a quota of the caller's tenant is used up.
+        Entering the returned context raises:
+          AuthenticationError: the key is missing or not accepted.
+          StageRefusedError: draining, or a quota of the caller's tenant is used up.
         """
         return Admitted(self._keys, self._admission, self.metrics, authorization)
 
@@ -132,14 +132,14 @@ class Entrance:
         )
 
     async def kept(self, given: GivenId, kind: str, caller: Caller, body: bytes) -> Kept:
-        """A stream that a client wants to go on with.
+        """Finds a stream that a client wants to resume.
 
         Args:
-            kind: which API it comes in by.
-            body: as the client sent it this time; empty if it did not.
+            kind: the API of this call.
+            body: the body that the client sent this time; may be empty.
 
         Raises:
-            GoneError: it is not kept, or not for this caller, who is told the same.
+            GoneError: it is not kept, or it belongs to another caller; the message is the same.
             InvalidRequestError: that stream has another body.
             StageRefusedError: the journal does not answer now.
         """
@@ -165,6 +165,6 @@ class Entrance:
 
 
 def model_of(content: object) -> str:
-    """What a parsed body names as its model; empty if it names none that a model could have."""
+    """The model name in a parsed body; empty if it has none, or one that is not a string."""
     name = content.get("model") if isinstance(content, dict) else None
     return name if isinstance(name, str) else ""

@@ -1,4 +1,4 @@
-"""Errors as clients see them: HTTP status, OpenAI body, headers.
+"""Converts errors to answers for clients: HTTP status, OpenAI body, headers.
 
 Pure. Tests: tests/unit/gateway/test_errors.py.
 """
@@ -37,7 +37,7 @@ class StageRefusedError(RefusedError):
 
     @property
     def label(self) -> str:
-        """`<stage>-<reason>`, as in the header."""
+        """`<stage>-<reason>`, the value of the refusal header."""
         return f"{self.stage.value}-{self.refusal.reason.value}"
 
 
@@ -52,7 +52,7 @@ class QuotaError(StageRefusedError):
     """A quota of the caller's tenant is used up.
 
     Attributes:
-        quota: the one that is used up.
+        quota: the quota that is used up.
     """
 
     def __init__(self, refusal: QuotaRefusal) -> None:
@@ -92,7 +92,7 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_body(answer: ErrorAnswer, request_id: str) -> dict[str, Any]:
-    """Anthropic's error body for an answer in OpenAI's."""
+    """Anthropic's error body for an answer with OpenAI's."""
     other = _INVALID if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     kind = _ANTHROPIC_TYPES.get(answer.status, other)
     error = {"type": kind, "message": answer.body["error"]["message"]}
@@ -130,7 +130,7 @@ def _refused(error: RefusedError) -> ErrorAnswer:
 
 
 def message_for(error: KvMeshError) -> str:
-    """The error's text; a refusal's tells when to retry."""
+    """The error's text. For a refusal, it includes when to retry."""
     if not isinstance(error, RefusedError):
         return str(error)
     return f"{error.refusal.message}; try again in {retry_after_s(error.refusal)} s"

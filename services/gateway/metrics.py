@@ -1,4 +1,4 @@
-"""Metrics of the gateway, named as vLLM names them where vLLM has the same thing.
+"""Metrics of the gateway. A metric that vLLM has too has vLLM's name.
 
 Tests: tests/unit/gateway/test_metrics.py.
 """
@@ -16,7 +16,7 @@ from kvmesh.policy.quota import Quota, Tenant
 from kvmesh.telemetry.batch_histogram import BatchHistogram
 from services.gateway.tenants.admission import Ticket
 
-# vLLM's buckets, in seconds, so that existing dashboards and quantiles keep their meaning.
+# vLLM's buckets, in seconds, so that existing dashboards and quantiles stay comparable.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -32,7 +32,7 @@ E2E_BUCKETS = (
 OFFER_BUCKETS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 55.0, 144.0)
 
 TENANT = "tenant"
-"""Label with a tenant's name; a port can omit the metrics that have it."""
+"""Label with a tenant's name. A port can omit the metrics that have it."""
 
 _TTFT = "vllm:time_to_first_token_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
@@ -74,8 +74,8 @@ class ModelMetrics:
     """Metrics of one model's requests.
 
     Args:
-        times: histograms by their names.
-        counters: the same of counters.
+        times: histograms by name.
+        counters: counters by name.
         model: value of the label `model_name`.
     """
 
@@ -221,9 +221,9 @@ class GatewayMetrics(Collector):
         return self._registry.get_sample_value(sample, labels) or 0.0
 
     def describe(self) -> Iterable[Metric]:
-        """No names, so that one registry accepts the metrics of two gateways."""
+        """Returns no names, so that one registry accepts the metrics of two gateways."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics, for the registry that this one is part of."""
+        """The metrics, for the registry that collects this one."""
         return self._registry.collect()

@@ -1,6 +1,6 @@
 """One admin port for a gateway of several processes.
 
-Each process serves its admin routes at a Unix socket; the parent asks all of them and adds up.
+Each process serves its admin routes at a Unix socket. The parent asks all of them and sums up.
 Tests: tests/e2e/test_gateway_processes.py.
 """
 
@@ -28,11 +28,11 @@ from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 
 ANSWER_S = 2.0
-"""A process that does not answer within this time is left out of the sum."""
+"""Seconds that a process has to answer; otherwise the sum omits it."""
 
 
 def admin_socket(folder: Path, number: int) -> Path:
-    """Where a process serves its admin routes."""
+    """The Unix socket at which a process serves its admin routes."""
     return folder / f"admin-{number}.sock"
 
 
@@ -48,7 +48,7 @@ class ProcessSockets:
 
     @classmethod
     async def open(cls, folder: Path, count: int, stack: AsyncExitStack) -> ProcessSockets:
-        """Sockets of `count` processes; they need not be there yet."""
+        """Opens the sessions of `count` processes, which need not have started yet."""
         timeout = aiohttp.ClientTimeout(ANSWER_S)
         sessions = [
             aiohttp.ClientSession(
@@ -63,11 +63,11 @@ class ProcessSockets:
         return cls(sessions)
 
     async def get(self, path: str) -> dict[int, Any]:
-        """Answers by process number, of those that have one."""
+        """Sends a GET to all processes; returns the successful answers by process number."""
         return await self._ask("GET", path, None)
 
     async def post(self, path: str, body: Json) -> dict[int, Any]:
-        """Answers to an action."""
+        """Sends a POST to all processes; returns the successful answers by process number."""
         return await self._ask("POST", path, body)
 
     async def _ask(self, method: str, path: str, body: Json | None) -> dict[int, Any]:
@@ -83,7 +83,7 @@ class ProcessSockets:
 
 
 class AllRequests:
-    """Requests of all processes; the totals of ended processes are kept.
+    """Requests of all processes. It keeps the totals of ended processes.
 
     Args:
         pids: the processes that run now, by number.
@@ -96,7 +96,7 @@ class AllRequests:
         self._past = Share()
 
     async def share(self, *, with_rows: bool) -> Share:
-        """See `Requests.share`; the last second of an ended process is not counted."""
+        """See `Requests.share`. The last second of an ended process is not counted."""
         pids = self._pids()
         answers = await self._sockets.get(SHARE_PATH + ("?rows=1" if with_rows else ""))
         now = self._pids()
@@ -106,7 +106,7 @@ class AllRequests:
                 self._past = added((self._past, known.past()))
         shares: list[Share] = []
         for number, answer in answers.items():
-            if number in now and pids.get(number) == now[number]:  # else: whose answer is it?
+            if number in now and pids.get(number) == now[number]:  # else it was replaced meanwhile
                 shares.append(share_from_json(answer))
                 self._known[number] = (now[number], shares[-1])
         late = [share.past() for number, (_, share) in self._known.items() if number not in answers]
@@ -128,8 +128,8 @@ def process_admin(
     """The admin port of the whole gateway, and the background tasks that it needs.
 
     Args:
-        folder: where the processes share their metrics.
-        stop: begins the drain of all processes.
+        folder: the folder in which the processes share their metrics.
+        stop: starts draining all processes.
 
     Raises:
         ConfigError: its token cannot be used, or one is missing.

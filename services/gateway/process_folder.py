@@ -20,11 +20,11 @@ _OWNER = "owner"
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder that lasts until the end of the block; removes folders of dead owners first."""
+    """Makes a folder for the duration of the block. First removes folders of dead owners."""
     _remove_left()
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        # Renamed only when it is locked, so that no other gateway removes it as left over.
+        # Renamed only after it is locked, so that no other gateway takes it for a dead owner's.
         with (folder / f"{_OWNER}.new").open("w") as owner:
             fcntl.flock(owner, fcntl.LOCK_EX)
             (folder / f"{_OWNER}.new").rename(folder / _OWNER)
@@ -33,7 +33,7 @@ def shared_folder() -> Iterator[Path]:
 
 def _remove_left() -> None:
     for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
-        with contextlib.suppress(OSError):  # another user's, or one that is locked
+        with contextlib.suppress(OSError):  # another user's, or a locked one
             held = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""A gateway of several processes on one port: started, watched, replaced and stopped together.
+"""A gateway of several processes on one port: starts, watches, replaces and stops them together.
 
 The kernel distributes connections over the processes (SO_REUSEPORT). Their parent serves no client.
 It binds the ports, so that they stay reserved while processes come and go, and serves one metrics
-port and one admin port for all. It replaces a process that ends or hangs; `kvmesh.core.silence`
-decides about hanging, by `GET /health` at the process's admin socket. The kernel kills the
+port and one admin port for all. It replaces a process that ends or hangs. `kvmesh.core.silence`
+decides whether one hangs, by `GET /health` at the process's admin socket. The kernel kills the
 processes when their parent dies (`kvmesh.cli.processes.end_with`).
 Tests: tests/e2e/test_gateway_processes.py, tests/unit/gateway/test_processes.py.
 """
@@ -38,16 +38,19 @@ from services.gateway.process_folder import shared_folder
 log = event_logger(__name__)
 
 PARENT_VARIABLE = "KVMESH_GATEWAY_PARENT"
-"""Process id of the parent; a process has the kernel kill it when its parent dies."""
+"""Variable with the parent's process id. The kernel kills a process when its parent dies."""
 
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
-"""Bounds of the pause before a process is replaced; it doubles while processes end early."""
+"""Bounds in seconds of the pause before a process is replaced.
+
+It doubles while processes end early.
+"""
 YOUNG_S = 10.0
 STOP_GRACE_S = 5.0
-"""Time that a process has to end after its drain."""
+"""Seconds that a process has to end after its drain."""
 START_S = 120.0
-"""Time that a process has until its first answer; the same as `kvmesh up` allows."""
+"""Seconds that a process has until its first answer; the same as `kvmesh up` allows."""
 
 _BAD_CONFIG = 2
 _POLL_S = 0.25
@@ -67,7 +70,7 @@ def held_ports(config: GatewayConfig) -> Iterator[SharedPorts]:
     """Binds the ports without listening on them.
 
     Raises:
-        ConfigError: one is taken by a process that does not share it.
+        ConfigError: a port is taken by a process that does not share it.
     """
     with contextlib.ExitStack() as stack:
 
@@ -95,7 +98,7 @@ def process_arguments(argv: Sequence[str], ports: SharedPorts, admin: Path) -> l
     """The command line of one process: the gateway's own with a few flags replaced.
 
     Args:
-        admin: its admin socket, where this process asks it.
+        admin: the admin socket of the new process, at which the parent asks it.
     """
     return [
         *argv,
@@ -103,7 +106,7 @@ def process_arguments(argv: Sequence[str], ports: SharedPorts, admin: Path) -> l
         f"--http.port={ports.http}",
         f"--server.port={ports.grpc}",
         "--server.share-port=true",
-        "--telemetry.metrics-port=-1",  # they are served here, added up
+        "--telemetry.metrics-port=-1",  # the parent serves them, summed up
         "--server.admin.port=-1",
         f"--server.admin.socket={admin}",
     ]
@@ -122,8 +125,8 @@ class GatewayProcesses:
     """Keeps the processes running.
 
     Args:
-        commands: what to run, one per process.
-        folder: where they share their metrics.
+        commands: the command lines, one per process.
+        folder: the folder in which the processes share their metrics.
         stop_s: time from SIGTERM to SIGKILL.
     """
 
@@ -146,7 +149,7 @@ class GatewayProcesses:
         return {number: process.pid for number, process in self._running.items()}
 
     async def run(self) -> int:
-        """Runs until `stop` was called and all have ended; 0 if all of them drained well."""
+        """Runs until `stop` was called and all processes ended; 0 if all of them drained well."""
         await asyncio.gather(*(self._keep(number) for number in range(len(self._commands))))
         return self._code
 
@@ -159,7 +162,7 @@ class GatewayProcesses:
             if self._stopping.is_set():
                 self._code = self._code or code
                 return
-            if code == _BAD_CONFIG:  # it has said why, and would say so again
+            if code == _BAD_CONFIG:  # it has logged the reason, and would fail again
                 self._code = code
                 self.stop()
                 return
@@ -176,11 +179,11 @@ class GatewayProcesses:
             env=child_environment(
                 {SHARED_FOLDER_VARIABLE: str(self._folder), PARENT_VARIABLE: str(os.getpid())}
             ),
-            # A Ctrl-C at the terminal is for this process, which passes it on.
+            # The parent gets a Ctrl-C at the terminal, and passes it on.
             start_new_session=True,
         )
         self._running[number] = process
-        if self._stopping.is_set():  # while it was being started
+        if self._stopping.is_set():  # `stop` was called during the start
             ask_to_end(process)
         log.info("gateway_process_started", number=number, pid=process.pid)
         watching = (
@@ -197,7 +200,7 @@ class GatewayProcesses:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             del self._running[number]
-            # Its counters stay, its gauges go.
+            # Removes its gauges, but not its counters.
             mark_process_dead(process.pid, str(self._folder))  # type: ignore[no-untyped-call]
 
     async def _kill_late(self, process: asyncio.subprocess.Process) -> None:
@@ -231,7 +234,7 @@ async def answers_health(admin: Path) -> bool:
     """Waits, without limit, for an answer of the process with this admin socket.
 
     Returns:
-        False if nobody listens there.
+        False if no process listens there.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(str(admin))
@@ -250,10 +253,11 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
     """Runs the gateway as `http.processes` processes.
 
     Args:
-        argv: the command line that `config` was read from.
+        argv: the command line from which `config` was read.
 
     Returns:
-        0 if all processes drained, else the exit code of one that did not; a signal as in shells.
+        0 if all processes drained, else the exit code of one that did not; for a signal, the code
+            that a shell gives.
 
     Raises:
         ConfigError: a port is taken.

@@ -53,7 +53,7 @@ HTTP_BACKLOG = 1024
 LAG_INTERVAL_S = 0.05
 
 HTTP_CLOSE_S = 0.5
-"""Connections still open after the drain get this long."""
+"""Seconds before connections are closed that are still open after the drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ async def build(config: GatewayConfig, context: ServiceContext) -> None:
 
 
 async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gateway:
-    """Builds the gateway and returns its ports.
+    """Builds the gateway and returns its parts.
 
     Raises:
         ConfigError: the HTTP port is taken, or models, keys or targets cannot be used.
@@ -118,7 +118,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         console = ConsoleSources(names, targets, access, requests)
         for name, work in add_console(context.admin, console).items():
             context.spawn(work, name)
-    elif config.server.admin.is_wanted:  # one of several processes: their parent serves the console
+    elif config.server.admin.is_wanted:  # one of several processes: the parent serves the console
         SharePage(requests).add_to(context.admin)
     redis = open_redis(config, context)
     keys, admission = await open_tenancy(config, context, redis)
@@ -168,7 +168,7 @@ def _schedulers(config: GatewayConfig) -> list[str]:
 
 
 async def _watch_lag(lag: Lag) -> None:
-    """Measures how late the event loop is."""
+    """Measures the event-loop lag, forever."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LAG_INTERVAL_S
@@ -189,7 +189,7 @@ def _connect(
 ) -> None:
     served = [each for each in workers if each.info.model in names]
     sessions.keep([candidate_of(each) for each in served if each.health is not Health.DEAD])
-    # What runs there goes on elsewhere now, not when it has stalled for long enough.
+    # Requests on a dead worker move at once, not only when they have stalled for long enough.
     sessions.give_up({each.info.worker_id for each in served if each.health is Health.DEAD})
 
 
@@ -198,7 +198,7 @@ async def _serve_http(
 ) -> int:
     config, arrivals = gateway.http, Arrivals()
     tls = server_context(config.tls, "http.tls", ca_signs=False)
-    # A client that goes away cancels its handler, and with it the work in the mesh.
+    # aiohttp cancels the handler of a client that leaves, and with it the work in the mesh.
     runner = web.AppRunner(front.app(), handler_cancellation=True, shutdown_timeout=HTTP_CLOSE_S)
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
@@ -226,13 +226,13 @@ async def _listen(
     gateway: GatewayConfig,
     context: ServiceContext,
 ) -> int:
-    # The guard alone says who is too many: it knows addresses.
+    # Only the guard limits the number of connections: it knows addresses.
     server = ListeningPort(
         tls,
         gateway.http.header_timeout_s,
         guard.wrap(factory),
         guard.turned_away,
-        # Silent handshakes leave half of the port to others; the guard counts the rest.
+        # Silent handshakes leave half of the port to other clients; the guard counts all others.
         limit=gateway.http.max_connections // 2 or sys.maxsize,
     )
     context.stack.callback(server.close)

@@ -20,11 +20,14 @@ _MIB = 1 << 20
 
 
 JOURNAL_TIMEOUT_S = 2.0
-"""A process that has no core for a moment must not take Redis for dead: ids grow meanwhile."""
+"""Minimum timeout of the journal, in seconds.
+
+A process without a free core for a moment must not take Redis for dead, since ids grow meanwhile.
+"""
 
 
 def open_redis(config: GatewayConfig, context: ServiceContext) -> RedisClient | None:
-    """The Redis that gateways share, closed with `context`; None without one.
+    """Opens the Redis that gateways share, closed with `context`; None without one.
 
     Raises:
         ConfigError: it cannot be used as configured.
@@ -35,7 +38,7 @@ def open_redis(config: GatewayConfig, context: ServiceContext) -> RedisClient | 
 def open_journal(
     config: GatewayConfig, context: ServiceContext, metrics: GatewayMetrics
 ) -> Journal | None:
-    """The journal of streams; None if it is switched off or there is no Redis."""
+    """Opens the journal of streams; None if it is switched off or there is no Redis."""
     if not config.redis.url or not config.resume.journal_mib:
         return None
     timeout_s = max(config.redis.timeout_s, JOURNAL_TIMEOUT_S)
@@ -53,7 +56,8 @@ def open_journal(
 
 
 def _client(config: GatewayConfig, context: ServiceContext, timeout_s: float) -> RedisClient:
-    # Imported here: the library is a quarter of a gateway's imports, and few gateways use it.
+    # Imported here: the library takes a quarter of a gateway's import time, and few gateways use
+    # it.
     from kvmesh.metadata.redis_client import RedisClient, RedisConfig  # noqa: PLC0415
 
     redis = config.redis

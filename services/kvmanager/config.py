@@ -36,7 +36,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvManagerConfig:
-    """Where KV is: which worker holds which cached block."""
+    """The kvmanager, which knows the worker that holds each cached block."""
 
     server: ServerConfig = option(ServerConfig, "")
     telemetry: TelemetryConfig = option(TelemetryConfig, "")

@@ -1,4 +1,4 @@
-"""A breaker around the store: after one failure nobody waits for it until a probe succeeds.
+"""A circuit breaker around the store: after a failure, calls fail at once until a probe succeeds.
 
 Tests: tests/unit/kvmanager/test_guard.py.
 """
@@ -19,7 +19,7 @@ log = event_logger(__name__)
 
 
 class StoreGuard:
-    """Lets calls through to the store while it answers.
+    """Passes calls to the store while it answers.
 
     Args:
         on_recovered: awaited each time the store answers again after a failure. It may call
@@ -39,11 +39,11 @@ class StoreGuard:
 
     @property
     def up(self) -> bool:
-        """Whether calls are let through."""
+        """Whether the guard passes calls to the store."""
         return not self._failed.is_set()
 
     async def start(self) -> None:
-        """Finds out whether the store is there; it need not be."""
+        """Probes the store once; the store need not answer."""
         metrics.REDIS_UP.set(1)
         try:
             await self._store.probe()
@@ -55,13 +55,13 @@ class StoreGuard:
         ask: Callable[[MetadataStore], Awaitable[ResultT]],
         timeout_s: float | None = None,
     ) -> ResultT:
-        """Asks the store.
+        """Calls the store.
 
         Args:
-            timeout_s: a call that takes longer has failed; None leaves it to the store.
+            timeout_s: a call that takes longer has failed; None uses only the store's own timeout.
 
         Raises:
-            StoreUnavailableError: at once while it is down, or when this call failed.
+            StoreUnavailableError: the store is down, or this call failed.
         """
         if not self.up:
             raise StoreUnavailableError("the store is down")

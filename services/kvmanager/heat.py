@@ -1,7 +1,7 @@
-"""Reads of segments as this replica sees them: noted with each lookup, counted beside them.
+"""Reads of segments as this replica sees them: noted at each lookup, counted in the background.
 
-A lookup pays for an append. Notes that come faster than they are counted push out the oldest ones.
-Tests: tests/unit/kvmanager/test_heat.py.
+A lookup costs only one append. If notes arrive faster than they are counted, the oldest are
+dropped. Tests: tests/unit/kvmanager/test_heat.py.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from kvmesh.policy.heat import CooledPrefix, HeatTable, SegmentHeat
 from services.kvmanager import metrics
 
 MAX_NOTES = 2048
-"""Lookups that wait to be counted."""
+"""Maximum number of lookups that wait to be counted."""
 
 MAX_NOTED_BLOCKS = 4096
-"""Blocks of one prefix that are counted: bounds what waits to 128 MiB, in truth far less."""
+"""Maximum number of blocks counted per prefix.
+
+It limits the waiting notes to 128 MiB; in practice they are far smaller.
+"""
 
 NOTES_AT_ONCE = 16
-"""Notes counted before lookups get their turn: about 10 us each where 8,000 tokens were found."""
+"""Number of notes counted before lookups run again. A note of 8,000 tokens takes about 10 us."""
 
 
 class HeatBoard:
-    """A heat table for each namespace.
+    """One heat table per namespace.
 
     Args:
-        make_table: makes an empty one.
+        make_table: makes an empty table.
     """
 
     def __init__(self, make_table: Callable[[], HeatTable]) -> None:
@@ -38,13 +41,13 @@ class HeatBoard:
         self._noted = self._counted = 0
 
     def note(self, namespace: str, hashes: bytes, num_blocks: int) -> None:
-        """Notes that someone asked for these blocks and the first `num_blocks` were found."""
+        """Notes a lookup of these blocks that found the first `num_blocks`."""
         self._noted += 1
         end = min(num_blocks, MAX_NOTED_BLOCKS) * BLOCK_HASH_BYTES
         self._notes.append((namespace, hashes[:end]))
 
     async def count(self) -> None:
-        """Counts what was noted."""
+        """Counts the noted lookups."""
         dropped = self._noted - self._counted - len(self._notes)
         metrics.HEAT_NOTES_DROPPED.inc(dropped)
         self._counted += dropped
@@ -59,13 +62,13 @@ class HeatBoard:
             await asyncio.sleep(0)
 
     def fade(self, factor: float) -> None:
-        """Makes what was counted so far weigh less."""
+        """Multiplies all counts by `factor`, so that old reads weigh less."""
         for table in self._tables.values():
             table.fade(factor)
         self._tables = {name: table for name, table in self._tables.items() if len(table)}
 
     def cooled(self, low: float, high: float, count: int) -> dict[str, list[CooledPrefix]]:
-        """Prefixes of each namespace whose end was read so often of late."""
+        """Prefixes of each namespace whose end has a recent read count from `low` to `high`."""
         return {name: table.cooled(low, high, count) for name, table in self._tables.items()}
 
     def hottest(self, count: int) -> dict[str, list[SegmentHeat]]:

@@ -1,4 +1,4 @@
-"""Answers to prefix lookups: bounded in number and time, degraded instead of failed.
+"""Answers prefix lookups, limited in number and time. A failed lookup gets a degraded answer.
 
 Tests: tests/unit/kvmanager/test_guard.py, tests/integration/test_kvmanager.py.
 """
@@ -17,7 +17,7 @@ from services.kvmanager.config import LimitConfig
 from services.kvmanager.guard import StoreGuard
 
 NoteRead = Callable[[str, bytes, int], None]
-"""Told of a lookup: namespace, hashes asked for, leading blocks that somebody holds."""
+"""Called with a lookup's namespace, its hashes, and the number of leading blocks found."""
 
 
 class PrefixLookups:
@@ -34,7 +34,7 @@ class PrefixLookups:
         self._active = 0
 
     async def answer(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
-        """The answer to one question; degraded when the store cannot be asked in time."""
+        """Answers one lookup. The answer is degraded if the store does not answer in time."""
         begin = time.perf_counter()
         matches = await self._match(request)
         if matches is None:
@@ -49,7 +49,7 @@ class PrefixLookups:
         )
 
     async def _match(self, request: pb.MatchPrefixRequest) -> list[PrefixMatch] | None:
-        # A queue would only add waiting to questions whose askers do not wait long.
+        # A queue would only add delay: the schedulers do not wait long for their answer.
         if self._active >= self._limits.max_lookups:
             return None
         self._active += 1

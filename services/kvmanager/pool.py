@@ -1,8 +1,9 @@
-"""The kvmanager as manager of the pool: counts reads, shares them, plans when it has the lease,
-and hands orders to the workers that are connected to it.
+"""The kvmanager's management of the pool.
 
-Nothing here is on the way of a lookup or of block events, and all of it may fail: workers then keep
-the copies that they have. Tests: tests/unit/kvmanager/test_pool.py, tests/integration/test_pool.py.
+It counts reads and shares the counts with other replicas. It plans copies while it has the lease,
+and sends orders to the workers that are connected to it. Lookups and block events do not depend on
+it. All of it may fail: workers then keep the copies that they have.
+Tests: tests/unit/kvmanager/test_pool.py, tests/integration/test_pool.py.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ from services.kvmanager.pool_planner import (
 from services.kvmanager.pool_seat import PoolSeat
 
 FADE = 0.5
-"""What a count keeps from one window to the next, as in the simulator."""
+"""Fraction of a count that remains after each window, as in the simulator."""
 
 TICKS_PER_WINDOW = 20
-"""Orders are fetched and notes counted so often."""
+"""Number of times per window that orders are fetched and notes are counted."""
 
 KEPT_WINDOWS = 3
-"""Windows after which the knowledge of a silent replica, an order and the lease end."""
+"""Number of windows after which an order, the lease, and a silent replica's knowledge expire."""
 
 log = event_logger(__name__)
 
 
 class Pool:
-    """The pool as one replica manages it.
+    """One replica's management of the pool.
 
     Args:
         store: shared by all replicas.
-        replica: this one's name.
+        replica: this replica's name.
 
     Attributes:
         heat: lookups note their reads here.
@@ -88,15 +89,15 @@ class Pool:
         return await self._guard.call(lambda store: store.match(namespace, prefix))
 
     def join(self, seat: PoolSeat) -> None:
-        """A worker is connected."""
+        """Adds a connected worker."""
         self._seats.add(seat)
 
     def leave(self, seat: PoolSeat) -> None:
-        """A worker is connected no longer."""
+        """Removes a worker whose connection ended."""
         self._seats.discard(seat)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Manages the pool until cancelled."""
         try:
             while True:
                 for _ in range(TICKS_PER_WINDOW):
@@ -109,21 +110,21 @@ class Pool:
                 await self._store.end_plan(self._replica)
 
     async def _safely(self, work: Callable[[], Awaitable[None]]) -> None:
-        # While the store is down nobody else should ask it; the guard reports it and asks again.
+        # While the store is down, only the guard probes it, and reports the failure.
         if self._guard.up:
             try:
                 await work()
             except StoreUnavailableError as error:
                 log.debug("pool_store_failed", error=str(error))
             except (DecodeError, ProtocolError) as error:
-                # Of a replica of another version, or of somebody else: it ends by itself.
+                # The state comes from another version or another program; it expires by itself.
                 log.warning("pool_state_damaged", error=str(error))
             else:
                 return
         self._set_planning(False)
 
     async def end_window(self) -> None:
-        """Shares what was read, plans if nobody else does, and lets old reads fade.
+        """Shares the reads, plans if no other replica does, and lets old reads fade.
 
         Raises:
             StoreUnavailableError: the store could not be asked; reads have faded all the same.
@@ -156,7 +157,7 @@ class Pool:
             await self._store.put_orders(worker_id, encoded, kept_s)
 
     async def _hand_out(self) -> None:
-        """Sends the orders that wait for workers connected here."""
+        """Sends waiting orders to the workers that are connected here."""
         seats = {seat.publisher.worker_id: seat for seat in self._seats if seat.member is not None}
         if not seats:
             return
@@ -189,10 +190,11 @@ class Pool:
 def merge_knowledge(
     told: Iterable[bytes], make_table: Callable[[], HeatTable]
 ) -> tuple[dict[str, PoolReads], list[PoolMember]]:
-    """Adds up what all replicas told: reads by namespace, and the members of the pool.
+    """Merges the knowledge of all replicas: reads by namespace, and the members of the pool.
 
-    A worker that two replicas tell of changed from one to the other; its newer life counts, and of
-    one life the replica that counted more reads. What cannot be read is left out.
+    A worker that two replicas report has moved from one to the other. Its newer incarnation counts,
+    or
+    for the same incarnation the report with more reads. Damaged knowledge is left out.
     """
     reads: dict[str, PoolReads] = {}
     members: dict[WorkerId, PoolMember] = {}

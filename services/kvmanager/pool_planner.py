@@ -1,7 +1,8 @@
-"""Plans for the pool, from what all replicas know: which prefixes to copy where, what may go first.
+"""Plans for the pool: which prefixes to copy to which worker, and which blocks to evict first.
 
-Asks the store who holds the hot prefixes, lets `policy/pool_plan.py` decide, and remembers what is
-on its way. Tests: tests/unit/kvmanager/test_pool_planner.py.
+It uses the knowledge of all replicas and asks the store for the holders of hot prefixes.
+`policy/pool_plan.py` decides. This module remembers the copies in progress.
+Tests: tests/unit/kvmanager/test_pool_planner.py.
 """
 
 from __future__ import annotations
@@ -33,30 +34,32 @@ from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
 
 MAX_HOT_SEGMENTS = 256
-"""Of each namespace that a plan looks at."""
+"""Maximum number of segments per namespace that a plan considers."""
 
 MAX_COOLED = 32
-"""Prefixes of each namespace and plan about which the store is asked for hints."""
+"""Maximum number of prefixes per namespace and plan for which the store is asked for hints."""
 
 COLD_READS = 1 / 8
-"""A segment read less often of late is not read any more: its last read was four windows ago, or
-longer if there were many."""
+"""Read count below which a segment is cold.
+
+Its last read was four windows ago, or longer after many reads.
+"""
 
 BURST_WINDOWS = 3
-"""Budget that may be saved up, and windows for which an order counts as on its way."""
+"""Number of windows whose budget may be saved up, and in which an order counts as in progress."""
 
 MAX_SHOWN = 64
 
 Match = Callable[[str, bytes], Awaitable[Sequence[PrefixMatch]]]
-"""Who holds how much of a prefix, of a namespace and joined hashes."""
+"""Returns the workers that hold a prefix and how much of it, from a namespace and joined hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReads:
-    """What all replicas know of one namespace.
+    """The knowledge of all replicas about one namespace.
 
     Attributes:
-        cooled: of each replica; one that others read is not cold.
+        cooled: the cooled prefixes of each replica; one that another replica sees read is not cold.
     """
 
     table: HeatTable
@@ -65,7 +68,7 @@ class PoolReads:
 
 @dataclass(slots=True)
 class PoolView:
-    """What the last plan saw and ordered, for people."""
+    """The inputs and orders of the last plan, for people."""
 
     members: list[PoolMember] = field(default_factory=list)
     segments: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +76,7 @@ class PoolView:
 
 
 class PoolPlanner:
-    """One plan after another.
+    """Makes one plan after another.
 
     Args:
         match: asks the store; may raise StoreUnavailableError, which ends the plan.
@@ -91,11 +94,11 @@ class PoolPlanner:
     async def plan(
         self, reads: Mapping[str, PoolReads], members: Sequence[PoolMember]
     ) -> dict[WorkerId, list[PoolOrder]]:
-        """What each worker is ordered to do now.
+        """Plans the orders for each worker.
 
         Args:
-            reads: by namespace, of all replicas.
-            members: of all replicas.
+            reads: reads by namespace, of all replicas.
+            members: members of all replicas.
 
         Raises:
             StoreUnavailableError: the store could not be asked; nothing is ordered.
@@ -105,7 +108,7 @@ class PoolPlanner:
         try:
             orders = await self._plan(reads, members)
         except StoreUnavailableError:
-            # Nobody is told, so nothing is spent, on its way or counted.
+            # No order is sent, so nothing counts as spent, in progress or ordered.
             self._allowance, self._ordered = before
             raise
         for noted in self._noted:
@@ -130,7 +133,7 @@ class PoolPlanner:
             if known is not None:
                 shown += await self._plan_copies(namespace, same, known.table, orders)
                 await self._plan_hints(namespace, same, known, orders)
-        # At once: people may look while the store is asked.
+        # Set together, without a wait between: people may look while the store is asked.
         self.view.members = sorted(members, key=lambda member: member.worker_id)
         self.view.segments = shown
         metrics.POOL_HOT_RUNS.set(len(shown))
@@ -145,7 +148,7 @@ class PoolPlanner:
         table: HeatTable,
         orders: dict[WorkerId, list[PoolOrder]],
     ) -> list[dict[str, Any]]:
-        """Adds orders; returns the hot prefixes, for people."""
+        """Adds copy orders. Returns the hot prefixes, for people."""
         runs = hot_runs(table.hottest(MAX_HOT_SEGMENTS), self._config.min_reads)
         runs = runs[: num_heavy_hitters(len(members))]
         known = {
@@ -154,7 +157,8 @@ class PoolPlanner:
         }
         held = held_runs(runs, known)
         for cluster, near in _grouped(members, lambda member: member.cluster):
-            # Workers of one role do the same work; of others a prefix is only read for the copy.
+            # Workers of one role do the same work. Workers of other roles serve only as sources of
+            # copies.
             for role, readers in _grouped(near, lambda member: member.report.role.value):
                 metrics.POOL_READS_CV.labels(cluster, role).set(reads_cv(readers))
                 limits = CopyLimits(self._allowance)
@@ -166,7 +170,7 @@ class PoolPlanner:
     def _copy_order(
         self, copy: PrefixCopy, members: Sequence[PoolMember], prefix: bytes
     ) -> CopyOrder:
-        """The order for a planned copy, which is on its way from here on."""
+        """Makes the order for a planned copy, which counts as in progress from now on."""
         self._allowance -= copy.num_bytes
         end = self._clock.now() + BURST_WINDOWS * self._config.window_s
         self._ordered[copy.run, copy.target] = end
@@ -211,20 +215,20 @@ class PoolPlanner:
         known: PoolReads,
         orders: dict[WorkerId, list[PoolOrder]],
     ) -> None:
-        """Tells workers of copies that nobody reads any more and that others have too."""
+        """Tells workers which cold copies to evict first: other workers hold them too."""
         cold = {
             each.name: each
             for each in known.cooled
             if (found := known.table.get(each.name)) is None or found.reads < COLD_READS
         }
-        # Shorter prefixes first: what a worker is told last leaves first.
+        # Shorter prefixes first: a worker evicts the last hint's blocks first.
         chosen = sorted(cold.values(), key=lambda each: len(each.prefix))[:MAX_COOLED]
         runs = [
             HotRun(each.name, None, len(each.prefix) // BLOCK_HASH_BYTES, each.own_blocks, 0.0)
             for each in chosen
         ]
         held = {each.name: await self._lengths(namespace, each.prefix, members) for each in chosen}
-        # A copy on a worker of another role spares another part of a request's work.
+        # Copies on workers of different roles save different parts of a request's work.
         for _, same in _grouped(members, lambda each: f"{each.report.role.value} {each.cluster}"):
             for worker, names in plan_hints(runs, held, same).items():
                 for run in (run for run in runs if run.name in names):

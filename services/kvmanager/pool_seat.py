@@ -1,4 +1,4 @@
-"""A connected worker's place in the pool: its reports, its reads, and the way of orders to it.
+"""A connected worker's place in the pool: its reports, its reads, and the stream for its orders.
 
 Tests: tests/unit/kvmanager/test_pool.py.
 """
@@ -18,7 +18,7 @@ log = event_logger(__name__)
 
 
 class PoolSeat:
-    """One publisher's; without a report the worker is no member."""
+    """The seat of one publisher. Without a report, the worker is not a member of the pool."""
 
     def __init__(self, publisher: Publisher, outbox: Outbox[pb.PublishResponse]) -> None:
         self.publisher = publisher
@@ -28,7 +28,7 @@ class PoolSeat:
 
     @property
     def member(self) -> PoolMember | None:
-        """The worker as planners see it."""
+        """The worker as planners see it; None without a report."""
         if self._report is None:
             return None
         who = self.publisher
@@ -42,7 +42,7 @@ class PoolSeat:
         )
 
     def handle(self, message: pb.PublishRequest) -> bool:
-        """Takes a message that concerns the pool; False if it does not.
+        """Handles a message that concerns the pool; returns False for other messages.
 
         Raises:
             ProtocolError: the message breaks the contract.
@@ -61,11 +61,11 @@ class PoolSeat:
         self._outbox.put(pb.PublishResponse(order=order))
 
     def fade(self, factor: float) -> None:
-        """Makes reads so far weigh less."""
+        """Multiplies the reads so far by `factor`, so that old reads weigh less."""
         self._read_blocks *= factor
 
     def _take_report(self, report: PoolReport) -> None:
-        # What it read before the first report was counted by another replica, or long ago.
+        # Reads before the first report were counted by another replica, or are old.
         if self._report is not None:
             self._read_blocks += max(report.read_blocks_total - self._report.read_blocks_total, 0)
         self._report = report

@@ -43,7 +43,7 @@ log = event_logger(__name__)
 _MessageT = TypeVar("_MessageT")
 
 MAX_WRITES = 8
-"""Sessions that change the store at one time; more would only make lookups wait."""
+"""Maximum number of sessions that change the store at once. More would only delay lookups."""
 
 
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
@@ -142,7 +142,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                 )
                 await session.open()
         finally:
-            # The worker's lease goes on: it may be back before it ends.
+            # The worker's lease continues: the worker may reconnect before it ends.
             if seat is not None:
                 self.pool.leave(seat)
             if session is not None:
@@ -160,12 +160,12 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
 
 
 def _nothing_open(_outbox: Outbox[pb.MatchPrefixResponse]) -> None:
-    """Questions leave nothing behind."""
+    """Called when a stream of lookups ends: they leave no state to clean up."""
 
 
 @asynccontextmanager
 async def _reading(reader: Any, outbox: Outbox[Any], context: Any) -> AsyncIterator[None]:
-    """Runs a stream's reader beside its writer; the reader's end closes the outbox.
+    """Runs a stream's reader beside its writer. The end of the reader closes the outbox.
 
     A peer that breaks the contract gets INVALID_ARGUMENT.
     """
@@ -184,7 +184,7 @@ async def _reading(reader: Any, outbox: Outbox[Any], context: Any) -> AsyncItera
 async def _until_broken(
     messages: AsyncIterator[_MessageT], reader: asyncio.Task[None]
 ) -> AsyncIterator[_MessageT]:
-    """The messages of one direction, until the reader of the other one fails; then its error."""
+    """Yields one direction's messages until the other direction's reader fails with an error."""
     while True:
         following = asyncio.ensure_future(anext(messages, None))
         try:
@@ -204,13 +204,13 @@ async def _until_broken(
 
 
 async def sweep_forever(guard: StoreGuard, config: IndexConfig) -> None:
-    """Removes what dead workers left and counts what there is, until cancelled."""
+    """Removes entries of dead workers and updates the counts, until cancelled."""
     while True:
         try:
             swept = await guard.call(lambda store: store.sweep(config.sweep_max_blocks))
             statistics = await guard.call(lambda store: store.statistics())
         except StoreUnavailableError:
-            pass  # the guard reports it; nothing is lost by sweeping later
+            pass  # the guard reports it, and a later sweep loses nothing
         else:
             metrics.SWEPT.inc(swept)
             metrics.PUBLISHERS.set(statistics.num_publishers)
@@ -219,7 +219,7 @@ async def sweep_forever(guard: StoreGuard, config: IndexConfig) -> None:
 
 
 def open_stores(config: KvManagerConfig) -> tuple[MetadataStore, PoolStore]:
-    """The configured stores; nothing is connected yet. Closing the first closes both.
+    """Makes the configured stores, without connecting. Closing the first closes both.
 
     Raises:
         ConfigError: an unknown kind of store, or a bad URL.

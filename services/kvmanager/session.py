@@ -1,8 +1,8 @@
-"""One worker's Publish stream: applies its messages and notices when the index is not exact.
+"""One worker's Publish stream: applies its messages and notices if the index is not exact.
 
-States of a session: following (events are applied in sequence) and awaiting (a snapshot was
-ordered; events are ignored until its last part is in). A failed store call marks the session as
-`lost`; the guard's recovery then orders a snapshot. Tests: tests/unit/kvmanager/test_session.py.
+A session is either following (it applies events in sequence) or awaiting (it ordered a snapshot and
+ignores events until the last part has arrived). A failed store call marks the session as `lost`;
+the guard's recovery then orders a snapshot. Tests: tests/unit/kvmanager/test_session.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def publisher_from_hello(message: pb.PublishRequest) -> Publisher:
 
 
 def check_hashes(*blobs: bytes) -> None:
-    """Raises ProtocolError if joined hashes are cut off."""
+    """Raises ProtocolError if joined hashes have an incomplete hash."""
     for blob in blobs:
         if len(blob) % BLOCK_HASH_BYTES:
             raise ProtocolError(
@@ -48,10 +48,10 @@ def check_hashes(*blobs: bytes) -> None:
 
 
 class PublisherSession:
-    """Follows one publisher; `open` first, then `handle` each message.
+    """Follows one publisher: call `open` first, then `handle` for each message.
 
     Args:
-        writes: bounds how many sessions change the store at one time.
+        writes: limits the number of sessions that change the store at once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PublisherSession:
         self._guard = guard
         self._outbox = outbox
         self._writes = writes
-        # Messages and the recovery of the store come from different tasks.
+        # Messages and the store's recovery come from different tasks.
         self._turn = asyncio.Lock()
         self._slot: Slot | None = None
         self._sequence = 0
@@ -74,7 +74,7 @@ class PublisherSession:
         self._lost = False
 
     async def open(self) -> None:
-        """Takes up the publisher's slot; without the store, waits for its recovery."""
+        """Registers the publisher's slot. Without the store, waits for its recovery."""
         async with self._turn, self._writes:
             try:
                 registration = await self._guard.call(lambda s: s.register(self.publisher))
@@ -99,14 +99,14 @@ class PublisherSession:
                     case "heartbeat":
                         await self._check(message.heartbeat.sequence)
                     case None:
-                        pass  # of a newer worker; what it told before and tells later still counts
+                        pass  # from a newer worker; its known messages still count
                     case other:
                         raise ProtocolError("unexpected", f"{other} inside a Publish stream")
             except StoreUnavailableError:
                 self._lost = True
 
     async def store_recovered(self) -> None:
-        """Makes good what went wrong while the store was down."""
+        """Repairs the index after the store was down."""
         async with self._turn, self._writes:
             try:
                 if self._lost:
@@ -142,7 +142,7 @@ class PublisherSession:
         if part.first:
             await self._drop_loading()
             self._loading = await self._guard.call(lambda s: s.begin_snapshot(self.publisher))
-            # From here on a failure concerns this snapshot, not what was before it.
+            # A failure from here on concerns this snapshot, not the state before it.
             self._lost = False
         slot = self._loading
         if slot is None or self._lost:
@@ -157,7 +157,7 @@ class PublisherSession:
             self._acknowledge(part.sequence)
 
     async def _check(self, sequence: int) -> None:
-        """Renews the lease; orders a snapshot if the store is not where the worker is."""
+        """Renews the lease. Orders a snapshot if the store's sequence differs from the worker's."""
         slot = self._slot
         if self._awaiting or self._lost or slot is None:
             return

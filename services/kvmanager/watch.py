@@ -14,27 +14,27 @@ from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.guard import StoreGuard
 
 WAIT_S = 1.0
-"""Longest wait for a change; then the log is asked whether it still knows the position."""
+"""Seconds to wait for a change, before checking whether the log still has the position."""
 
 GATHER_S = 0.005
-"""Changes that come closer together share a message."""
+"""Seconds in which changes share a message."""
 
 
 class PrefixWatch:
-    """Tells one watcher.
+    """Serves one watcher.
 
     Raises:
-        StoreUnavailableError: out of `told`; the watcher comes again and goes on where it was.
+        StoreUnavailableError: from `told`; the watcher reconnects and continues from its position.
     """
 
     def __init__(self, guard: StoreGuard) -> None:
         self._guard = guard
 
     async def told(self, position: str) -> AsyncIterator[pb.WatchPrefixesResponse]:
-        """All that there is to tell, without end.
+        """Yields all messages for the watcher, without end.
 
         Args:
-            position: where the watcher is; empty: nowhere.
+            position: the watcher's position in the log; empty if it has none.
         """
         wait_s = 0.0
         while True:
@@ -53,9 +53,11 @@ class PrefixWatch:
         return await self._guard.call(lambda store: store.changes_after(position, wait_s))
 
     async def _picture(self) -> AsyncIterator[pb.WatchPrefixesResponse]:
-        """What the store has, of any moment meanwhile, then what happened meanwhile.
+        """Yields the whole content of the store, then the changes during that time.
 
-        The last message has a position; without it the log ran away, and another picture is due.
+        The parts may be of different moments. The last message has a position; if it has none, the
+        log has
+        dropped the changes, and the caller makes another picture.
         """
         position = await self._guard.call(lambda store: store.position())
         slots = await self._guard.call(lambda store: store.slots())

@@ -14,7 +14,7 @@ from kvmesh.telemetry.config import TelemetryConfig
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How workers are kept track of."""
+    """How the scheduler tracks workers."""
 
     lease_s: float = positive(3.0, "a worker counts as lost after this long without a report")
     report_interval_s: float = positive(0.5, "interval at which workers report their load")
@@ -23,7 +23,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """How plans are made."""
+    """How the scheduler makes route plans."""
 
     policy: str = option("kvmesh", "kvmesh, or one of those listed in services/scheduler/README.md")
     placement: str = option("auto", "auto, disaggregated or aggregated, where a query leaves it")
@@ -40,7 +40,7 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class PlanningConfig:
-    """The loops above single requests."""
+    """The loops over many requests: thresholds, roles, substitutes."""
 
     roles: str = option("apply", "role changes: apply, recommend (log and count them) or off")
     substitutes: str = option(
@@ -56,7 +56,7 @@ class PlanningConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvManagerTarget:
-    """Whom to ask for prefix matches."""
+    """The kvmanager to ask for prefix matches."""
 
     target: str = option("", "kvmanager host:port; empty routes without cache knowledge")
     timeout_s: float = positive(0.05, "longest time that a route waits for prefix matches")
@@ -64,7 +64,7 @@ class KvManagerTarget:
 
 @dataclass(frozen=True, slots=True)
 class FleetStoreConfig:
-    """Where the fleet is remembered over a restart."""
+    """The Redis that keeps the fleet over a restart of the scheduler."""
 
     url: str = option("", "redis:// URL; empty rebuilds the fleet from the workers alone")
     password: str = secret("password, if it is not part of the URL")
@@ -74,7 +74,7 @@ class FleetStoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class LauncherTarget:
-    """Who starts and ends workers."""
+    """The launcher, which starts and ends workers."""
 
     target: str = option("", "host:port, as of `kvmesh up`; empty: nobody does")
 

@@ -31,12 +31,13 @@ class _Route:
 
 
 class DecisionLog:
-    """A ring of route decisions, and one of decisions about the fleet; the newest push out the
-    oldest.
+    """A ring of route decisions, and a ring of decisions about the fleet.
+
+    New entries replace the oldest.
 
     Args:
         clock: stamps decisions.
-        capacity: decisions of each kind that are kept; 0 keeps none.
+        capacity: number of decisions of each kind that are kept; 0 keeps none.
     """
 
     def __init__(self, clock: Clock, capacity: int) -> None:
@@ -46,31 +47,31 @@ class DecisionLog:
         self._num_routes = 0
 
     def add(self, request_id: RequestId, describe: Callable[[], DecisionFacts]) -> None:
-        """Takes a route decision.
+        """Adds a route decision.
 
         Args:
-            describe: tells its facts; called when somebody asks for them.
+            describe: returns its facts; called when somebody asks for them.
         """
         self._num_routes += 1
         self._routes.append(_Route(self._clock.now(), request_id, describe))
 
     def add_fleet(self, kind: str, reason: str, **facts: Any) -> None:
-        """Takes a decision about thresholds, roles or sizes."""
+        """Adds a decision about thresholds, roles or sizes."""
         at_s = self._clock.now()
         self._fleet.append({"at_s": at_s, "kind": kind, "reason": reason, **facts})
 
     def routes(self) -> Iterator[DecisionFacts]:
-        """Route decisions, the newest first."""
+        """Route decisions, newest first."""
         return (route.describe() for route in reversed(self._routes))
 
     def _found(self, request_id: str) -> Iterator[_Route]:
         return (each for each in reversed(self._routes) if request_id in ("", each.request_id))
 
     def as_json(self, limit: int = DEFAULT_LIMIT, request_id: str = "") -> Json:
-        """All that is kept, the newest first.
+        """All decisions that are kept, newest first.
 
         Args:
-            limit: decisions of each kind.
+            limit: maximum number of decisions of each kind.
         """
         now = self._clock.now()
         routes = [

@@ -1,4 +1,4 @@
-"""What waits at the gateways, as their queries tell. Plain bookkeeping without I/O or clock.
+"""Requests that wait at the gateways, as their queries report. Bookkeeping without I/O or clock.
 
 Tests: tests/unit/scheduler/test_demand.py.
 """
@@ -13,12 +13,15 @@ from typing import NamedTuple
 from kvmesh.core.types import RequestId, RouteQuery
 
 STALE_S = 0.75
-"""A request that waits asks again within `policy.forwarding.REROUTE_AFTER_S` and a pause; what was
-told longer ago is over."""
+"""Seconds after which a report is dropped.
+
+A waiting request asks again within `policy.forwarding.REROUTE_AFTER_S` and a pause, so an older
+report is outdated.
+"""
 
 
 class _Line(NamedTuple):
-    """Whose waiting requests are told together."""
+    """The requests that one report covers."""
 
     gateway: Hashable
     model: str
@@ -34,11 +37,11 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class Looking:
-    """Requests that look for workers.
+    """Number of requests that look for workers.
 
     Attributes:
-        reserved: with a reservation; they wait for prefill.
-        unreserved: without one.
+        reserved: those with a reservation; they wait for prefill.
+        unreserved: those without a reservation.
     """
 
     reserved: int = 0
@@ -59,8 +62,9 @@ class Demand:
 
     Attributes:
         scenarios: by the scenario that they name.
-        remote, local: wait for prefill in that cluster. Requests that asked again after no worker
-            took them tell how the rest are divided; most of a crowd wait for their turn to ask.
+        remote, local: number of requests that wait for prefill in that cluster. It is estimated
+            from
+            the requests that asked again: most waiting requests wait for their turn to ask.
     """
 
     scenarios: Mapping[str, Looking] = field(default_factory=dict)
@@ -69,17 +73,17 @@ class Demand:
 
     @property
     def reserved(self) -> int:
-        """All that have a reservation."""
+        """Number of requests with a reservation."""
         return sum(each.reserved for each in self.scenarios.values())
 
     @property
     def unreserved(self) -> int:
-        """All that have none."""
+        """Number of requests without a reservation."""
         return sum(each.unreserved for each in self.scenarios.values())
 
 
 class DemandBoard:
-    """The last word of every gateway on each scenario, and who asked more than once."""
+    """Each gateway's latest report on each scenario, and the requests that asked more than once."""
 
     def __init__(self) -> None:
         self._told: dict[_Line, _Told] = {}
@@ -87,12 +91,12 @@ class DemandBoard:
         self._num_new: dict[str, int] = {}
 
     def note_query(self, gateway: Hashable, query: RouteQuery, now: float) -> bool:
-        """Takes a query in; False if the request was counted before.
+        """Adds a query. Returns False if its request was counted before.
 
-        Who has workers to avoid was: it asked then, perhaps another scheduler.
+        A request with workers to avoid asked before, perhaps at another scheduler.
 
         Args:
-            gateway: identity of the stream that it came over.
+            gateway: identity of the stream of the query.
         """
         line = _Line(gateway, query.model, query.scenario)
         self._told[line] = _Told(query.waiting, query.waiting_reserved, now)
@@ -109,31 +113,31 @@ class DemandBoard:
         return True
 
     def note_cluster(self, request_id: RequestId, remote: bool) -> None:
-        """Notes which cluster was chosen to prefill a request."""
+        """Notes the cluster that was chosen to prefill a request."""
         self._asked[request_id].remote = remote
 
     def forget(self, gateway: Hashable) -> None:
-        """A gateway is gone."""
+        """Forgets a gateway that is gone."""
         self._told = {line: each for line, each in self._told.items() if line.gateway != gateway}
 
     def take_new(self, model: str) -> int:
-        """Requests that asked for the first time since the last call."""
+        """Returns the number of requests that asked for the first time since the last call."""
         return self._num_new.pop(model, 0)
 
     def prune(self, served: Collection[str], now: float) -> None:
-        """Drops what is over; to be called now and then, whether anybody is served or not.
+        """Drops outdated reports. Call it regularly, even without workers.
 
         Args:
-            served: models that have workers. What came for others is not part of any rate.
+            served: models that have workers. Requests for other models do not count in any rate.
         """
         since = now - STALE_S
         self._asked = {k: each for k, each in self._asked.items() if each.at > since}
-        # Clients name scenarios as they like: what was told of one is not kept for ever.
+        # Clients choose scenario names freely, so outdated reports must not stay.
         self._told = {line: each for line, each in self._told.items() if each.at > since}
         self._num_new = {model: n for model, n in self._num_new.items() if model in served}
 
     def current(self, model: str, now: float) -> Demand:
-        """What waits now."""
+        """The requests of a model that wait now."""
         since = now - STALE_S
         waiting: Counter[str] = Counter()
         holding: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""Pushes the fleet to watchers: who came or left at once, loads a few times a second. After a whole
-view follow only changes, since a large fleet many times a second would keep everybody busy.
+"""Pushes the fleet to watchers: arrivals and departures at once, loads a few times a second.
 
-Tests: tests/unit/scheduler/test_feed.py.
+Only changes follow a full view: sending a large fleet many times a second would keep the scheduler
+and its watchers busy. Tests: tests/unit/scheduler/test_feed.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 from services.scheduler.fleet import Fleet, FleetChange, FleetChanges
 
 LOAD_INTERVAL_S = 0.1
-"""Least time between two messages to one watcher when only loads changed."""
+"""Minimum seconds between two messages to one watcher if only loads changed."""
 
 
 class FleetFeed:
-    """Wakes whoever follows the fleet; call `changed` after everything that may have changed it."""
+    """Wakes the watchers of the fleet. Call `changed` after every possible change of the fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -29,12 +29,12 @@ class FleetFeed:
         self._change = asyncio.Event()
         self._messages: dict[tuple[bool, int], WatchFleetResponse] = {}
         self.models: Callable[[], Iterable[ModelDetail]] = tuple
-        """Reads what the planner says, for watchers that want details."""
+        """Returns the planner's details, for watchers that want details."""
         self.kvmanager: Callable[[], bool | None] = lambda: None
-        """Whether the kvmanager is connected, for them too; None without one."""
+        """Returns whether the kvmanager is connected, for details; None without a kvmanager."""
 
     def changed(self) -> None:
-        """Wakes the followers if the fleet's version grew."""
+        """Wakes the watchers if the fleet's version grew."""
         if self._fleet.version != self._woken_at:
             self._woken_at = self._fleet.version
             self._change.set()
@@ -46,20 +46,21 @@ class FleetFeed:
             await self._change.wait()
 
     async def wait_urgent_past(self, version: int) -> None:
-        """Waits until a worker came, left or began to drain after `version`."""
+        """Waits until a worker arrived, left or began to drain after `version`."""
         while self._fleet.urgent_version <= version:
             await self._change.wait()
 
     async def views(
         self, hold_empty_s: float, *, with_detail: bool = False, changes: bool = False
     ) -> AsyncIterator[WatchFleetResponse]:
-        """The fleet now, then again after every change.
+        """Yields the fleet now, then again after every change.
 
         Args:
-            hold_empty_s: how long an empty first view is held back: a scheduler that has just
-                started knows nobody yet, which is not news to a gateway with an older view.
-            with_detail: whether to send what is of use to people only.
-            changes: whether later views tell only what is other than in the one before.
+            hold_empty_s: seconds to hold back an empty first view. A scheduler that has just
+                started
+                knows no workers yet, and a gateway with an older view must not drop its own.
+            with_detail: whether to send details that only people need.
+            changes: whether later views contain only the changes since the view before.
         """
         if not len(self._fleet):
             with contextlib.suppress(TimeoutError):
@@ -77,9 +78,9 @@ class FleetFeed:
                     await self.wait_urgent_past(version)
 
     def _message(self, with_detail: bool, base: int) -> WatchFleetResponse:
-        """The fleet now, or what changed since a version.
+        """The fleet now, or its changes since version `base`.
 
-        Watchers of a kind that are equally far share one message.
+        Watchers with the same options and version share one message.
         """
         version = self._fleet.version
         if any(message.version != version for message in self._messages.values()):

@@ -1,6 +1,6 @@
-"""The fleet as the scheduler knows it: members, their loads, leases and what was just sent to them.
+"""The fleet as the scheduler knows it: members, loads, leases, and plans not in the loads yet.
 
-Plain bookkeeping without I/O or clock. Tests: tests/unit/scheduler/test_fleet.py.
+Bookkeeping without I/O or clock. Tests: tests/unit/scheduler/test_fleet.py.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.transfer.layouts import layout_words
 
 IN_FLIGHT_S = 0.5
-"""A plan counts as load of its workers for this long, unless a report overtakes it."""
+"""Seconds that a plan counts as load of its workers, unless a later report shows it."""
 
 SETTLE_S = 0.05
-"""A report shows what was routed at least this long before it: the way over the gateway."""
+"""Seconds from a plan until its worker's report shows it, which covers the way over the gateway."""
 
 MAX_GONE = 1024
-"""Departures that are remembered; a watcher that is further behind gets the whole fleet."""
+"""Maximum number of remembered departures. A watcher further behind gets the whole fleet."""
 
 _RESTORED = 0
-"""Session of a member that was remembered but has not registered yet."""
+"""Session number of a member that was restored and has not registered yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One registration of one worker; a later one of the same worker ends it."""
+    """One registration of a worker. A later registration of the same worker ends it."""
 
     worker_id: WorkerId
     session: int
@@ -59,7 +59,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class FleetChange:
-    """A worker that is other than before; `is_new` if not only in its load."""
+    """A worker that changed. `is_new` is False if only its load changed."""
 
     worker: FleetWorker
     is_new: bool
@@ -67,7 +67,7 @@ class FleetChange:
 
 @dataclass(frozen=True, slots=True)
 class FleetChanges:
-    """What is other than in an earlier version."""
+    """Changes since an earlier version."""
 
     workers: tuple[FleetChange, ...]
     gone: tuple[WorkerId, ...]
@@ -90,12 +90,15 @@ class _Member:
     decode_routes: deque[float] = field(default_factory=deque)
 
     def forget_route(self, routed: _Routed) -> bool:
-        """Whether it still counted: not if a report overtook it, or in another life."""
+        """Removes a plan.
+
+        Returns False if it no longer counted: a report showed it, or the worker restarted.
+        """
         counted = False
         sides = (routed.prefill, self.prefill_routes), (routed.decode, self.decode_routes)
         for worker_id, routes in sides:
             if worker_id != self.info.worker_id or not routes or routes[0] > routed.at:
-                continue  # oldest first: what is older than the first was overtaken
+                continue  # oldest first: a report has shown all older plans
             if routed.at in routes:
                 routes.remove(routed.at)
                 counted = True
@@ -108,7 +111,7 @@ class _Member:
 
 
 class _Routed(NamedTuple):
-    """Where a request was sent, and when."""
+    """The workers and the time of a request's last plan."""
 
     at: float
     prefill: WorkerId
@@ -116,23 +119,23 @@ class _Routed(NamedTuple):
 
 
 class Fleet:
-    """Members by worker id, ordered by load so that a route does not look at all of them.
+    """Members by worker id, indexed by load so that a route does not scan all of them.
 
     Args:
-        by_tokens: order for policies that count the tokens that wait, as the default does.
+        by_tokens: index order for policies that count waiting tokens, as the default policy does.
 
     Attributes:
         version: grows with every change.
-        urgent_version: the version of the last change that is more than a new load: a worker came,
-            left or began to drain.
-        on_life: told which life of a worker is a member now; None: none is.
-        closed: workers that get nothing new, as if they drained, whatever they say.
+        urgent_version: the version of the last change beyond a new load: a worker arrived, left or
+            began to drain.
+        on_life: called with a worker and its incarnation that is now a member; None if it left.
+        closed: workers that get no new requests, as if they drained, whatever they report.
     """
 
     def __init__(self, lease_s: float, *, by_tokens: bool = True) -> None:
         self._lease_s = lease_s
         self._members: dict[WorkerId, _Member] = {}
-        # Its numbers order workers of equal load; any fixed start will do.
+        # Its random numbers order workers of equal load; any fixed seed works.
         self._index = FleetIndex(random.Random(0), by_tokens=by_tokens)
         self._routed: OrderedDict[RequestId, _Routed] = OrderedDict()  # oldest first
         self._roles = dict.fromkeys(Role, 0)
@@ -151,7 +154,7 @@ class Fleet:
         return len(self._members)
 
     def register(self, info: WorkerInfo, now: float) -> Membership | Refusal:
-        """Takes a worker in; it replaces an older life or connection of the same worker."""
+        """Adds a worker. It replaces an older incarnation or connection of the same worker."""
         if info.layout.block_size < 1 or info.num_blocks < 1:
             return Refusal(RefusalReason.INVALID, f"{info.worker_id} has no KV blocks")
         known = self._members.get(info.worker_id)
@@ -173,11 +176,11 @@ class Fleet:
         self._last_session += 1
         self._insert(info, self._last_session, reported_at=now, now=now)
         if known is not None and known.info.incarnation == info.incarnation:
-            self._members[info.worker_id].detail = known.detail  # told with all that is new
+            self._members[info.worker_id].detail = known.detail  # sent again only when it changes
         return Membership(info.worker_id, self._last_session)
 
     def _of_another_layout(self, info: WorkerInfo) -> WorkerInfo | None:
-        """A member of the same group, in any cluster, whose KV is laid out otherwise."""
+        """A member of the same group, in any cluster, whose KV has another layout."""
         group = replace(GroupKey.of(info), cluster="")
         for name, member in self._members.items():
             other = member.info
@@ -190,14 +193,14 @@ class Fleet:
         return None
 
     def restore(self, info: WorkerInfo, now: float) -> bool:
-        """Takes in a remembered worker until its lease ends; False if it is known already."""
+        """Adds a remembered worker until its lease ends. Returns False if it is already known."""
         if info.worker_id in self._members:
             return False
         self._insert(info, _RESTORED, reported_at=-math.inf, now=now)
         return True
 
     def report(self, membership: Membership, load: WorkerLoad, now: float) -> bool:
-        """Notes a load and renews the lease; False if the membership is over."""
+        """Stores a load and renews the lease. Returns False if the membership is over."""
         member = self._current(membership)
         if member is None:
             return False
@@ -214,7 +217,7 @@ class Fleet:
         return True
 
     def confirm(self, membership: Membership, now: float) -> bool:
-        """As `report` of the load that was told last."""
+        """Like `report` with the last reported load."""
         member = self._current(membership)
         if member is None:
             return False
@@ -227,7 +230,7 @@ class Fleet:
         return True
 
     def judge(self, verdicts: Mapping[WorkerId, Verdict]) -> list[WorkerInfo]:
-        """Takes what becomes of workers; those that it is news for."""
+        """Stores the verdicts on workers. Returns the workers whose level or illness changed."""
         news: list[WorkerInfo] = []
         for name, verdict in verdicts.items():
             member = self._members.get(name)
@@ -244,7 +247,7 @@ class Fleet:
         return news
 
     def close(self, names: frozenset[WorkerId]) -> bool:
-        """Lets these workers, and no others, get nothing new; whether that is news."""
+        """Closes exactly these workers for new requests. Returns whether that is a change."""
         if names == self.closed:
             return False
         for name in names ^ self.closed:
@@ -258,11 +261,11 @@ class Fleet:
         return True
 
     def reports(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
-        """All members with their loads as they reported them."""
+        """All members with their loads as reported."""
         return [(each.info, each.load) for each in self._members.values()]
 
     def note_detail(self, membership: Membership, detail: WorkerDetail) -> None:
-        """Notes what people want to see; nothing happens if the membership is over."""
+        """Stores details for people. Does nothing if the membership is over."""
         member = self._current(membership)
         if member is not None and member.detail != detail:
             member.detail = detail
@@ -270,14 +273,14 @@ class Fleet:
             member.changed_at = self.version
 
     def note_planned(self) -> None:
-        """What is planned for the fleet changed: watchers get another view."""
+        """Marks a change of the plans for the fleet, so that watchers get a new view."""
         self._note_change(urgent=False)
 
     def leave(self, membership: Membership, *, is_lost: bool = False) -> bool:
-        """Removes a worker; False if the membership was over already.
+        """Removes a worker. Returns False if the membership was already over.
 
         Args:
-            is_lost: it said no goodbye.
+            is_lost: it left without a goodbye.
         """
         if self._current(membership) is None:
             return False
@@ -285,14 +288,14 @@ class Fleet:
         return True
 
     def expire(self, now: float) -> list[WorkerId]:
-        """Removes the workers whose lease ended, and names them."""
+        """Removes the workers whose lease ended. Returns their names."""
         lost = [name for name, member in self._members.items() if member.expires_at <= now]
         for name in lost:
             self._remove(name, is_lost=True)
         return lost
 
     def ill(self) -> Iterator[WorkerInfo]:
-        """Workers that were ejected and have not recovered, or hang and are the last of a role."""
+        """Workers that were ejected and have not recovered, or the last of a role that hangs."""
         return (each.info for each in self._members.values() if each.verdict.is_ill)
 
     def hanging(self) -> set[WorkerId]:
@@ -300,12 +303,12 @@ class Fleet:
         return {name for name, each in self._members.items() if each.verdict.hangs}
 
     def take_lost(self) -> list[WorkerInfo]:
-        """Workers that left without a goodbye since this was asked last."""
+        """Returns the workers that left without a goodbye since the last call."""
         lost, self._lost = list(self._lost), deque(maxlen=MAX_GONE)
         return lost
 
     def note_route(self, request_id: RequestId, plan: RoutePlan, now: float) -> None:
-        """Counts a plan as load of its first candidates until they report it themselves."""
+        """Counts a plan as load of its first candidates, until their reports show it."""
         self.withdraw(request_id)
         self._num_routes += 1
         prefill = plan.prefill[0].worker_id
@@ -317,7 +320,7 @@ class Fleet:
             self._index.update(_view_of(self._members[name]))
 
     def withdraw(self, request_id: RequestId) -> None:
-        """Its last plan counts no more: it asks again, and goes somewhere else."""
+        """Stops counting the last plan of a request that asks again."""
         routed = self._routed.pop(request_id, None)
         if routed is None:
             return
@@ -327,21 +330,24 @@ class Fleet:
                 self._index.update(_view_of(member))
 
     def view(self, now: float) -> FleetView:
-        """All members, as a decision at `now` reads them."""
+        """All members, for a decision at `now`."""
         self._land_routes(now)
         return self._index.view(self.version, self._num_routes)
 
     def view_for(
         self, query: RouteQuery, matches: Mapping[WorkerId, int] | None, now: float
     ) -> FleetView:
-        """What a decision by load reads for this query: of a large fleet the part that matters."""
+        """The members for a decision by load on this query.
+
+        In a large fleet, only the relevant ones.
+        """
         if len(self._members) <= SMALL_FLEET:
             return self.view(now)
         self._land_routes(now)
         return self._index.shortlist(query, matches, now, SILENT_AFTER_S)
 
     def current_matches(self, found: Iterable[PrefixMatch]) -> HeldBlocks:
-        """Leading blocks by worker; what an earlier life of a worker held is gone."""
+        """Leading blocks by worker. Matches of a worker's earlier incarnations are dropped."""
         matches = HeldBlocks()
         for match in found:
             member = self._members.get(match.worker_id)
@@ -355,13 +361,13 @@ class Fleet:
         return tuple(_worker_of(member) for member in self._members.values())
 
     def workers_in_parts(self, count: int) -> Iterator[list[FleetWorker]]:
-        """The members of this moment, so many at a time, each as it is when its part is taken."""
+        """Yields the present members, `count` at a time, in their state at that time."""
         members = iter(tuple(self._members.values()))
         while part := [_worker_of(member) for member in islice(members, count)]:
             yield part
 
     def changes_since(self, version: int) -> FleetChanges | None:
-        """What is other now than in a version; None if that is too long ago to know."""
+        """Changes since a version; None if the version is too old."""
         if len(self._gone) == MAX_GONE and version < self._gone[0][0]:
             return None
         changed = (member for member in self._members.values() if member.changed_at > version)
@@ -370,13 +376,13 @@ class Fleet:
         return FleetChanges(tuple(workers), tuple(gone.keys() - self._members.keys()))
 
     def confirmed(self) -> Iterator[WorkerInfo]:
-        """Members that registered here."""
+        """Members that registered with this scheduler."""
         return (each.info for each in self._members.values() if each.session != _RESTORED)
 
     def fingerprints(self, model: str) -> set[str]:
         """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks.
 
-        Those that nobody publishes blocks of are left out: nothing can be found there.
+        Checkpoints whose workers publish no blocks are left out: nothing can be found there.
         """
         if model not in self._fingerprints:
             infos = (member.info for member in self._members.values())
@@ -388,7 +394,7 @@ class Fleet:
         return self._fingerprints[model]
 
     def labels(self, model: str) -> set[str]:
-        """Scenarios that workers of `model` are there for; "" for those that serve any."""
+        """Scenarios of the workers of `model`; "" for workers that serve any scenario."""
         if model not in self._labels:
             infos = (member.info for member in self._members.values())
             self._labels[model] = {info.scenario for info in infos if info.model == model}
@@ -399,7 +405,7 @@ class Fleet:
         return dict(self._roles)
 
     def _land_routes(self, now: float) -> None:
-        """Ends the routes that no report overtook in time."""
+        """Stops counting plans that are older than `IN_FLIGHT_S`."""
         while self._routed:
             request_id, routed = next(iter(self._routed.items()))
             if routed.at > now - IN_FLIGHT_S:
@@ -424,7 +430,7 @@ class Fleet:
         self._note_change(urgent=True)
         member = self._members[info.worker_id] = _Member(
             info=info,
-            # Until the first report a worker counts as idle and empty: it has just started.
+            # Before its first report, a worker counts as idle and empty: it has just started.
             load=WorkerLoad(blocks_free=info.num_blocks),
             session=session,
             reported_at=reported_at,
@@ -462,7 +468,7 @@ def _worker_of(member: _Member) -> FleetWorker:
 
 
 def _load_of(member: _Member) -> WorkerLoad:
-    """Nothing new comes to an ejected worker, a closed one or a spare, as if it drained."""
+    """The load of a member. An ejected or closed worker or a spare counts as draining."""
     is_spare = member.info.role is Role.SPARE
     takes_none = member.verdict.level >= Health.DEGRADED or is_spare or member.closed
     if not takes_none or member.load.draining:
@@ -471,7 +477,7 @@ def _load_of(member: _Member) -> WorkerLoad:
 
 
 def _view_of(member: _Member) -> WorkerView:
-    # As one that has not reported for long it is tried last.
+    # A suspect is tried last, like a worker without recent reports.
     is_suspect = member.verdict.level is Health.SUSPECT
     return WorkerView(
         member.info,

@@ -1,7 +1,7 @@
-"""Route queries that are decided together, on the event loop: `policy/gathering.py` says which and
-when, this wakes up at that time and gives each its answer.
+"""Makes route queries wait for each other and decides on them together, on the event loop.
 
-Tests: tests/unit/scheduler/test_gathering.py.
+`policy/gathering.py` chooses the queries and the time. This module wakes up at that time and
+delivers the answers. Tests: tests/unit/scheduler/test_gathering.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Outcome = RoutePlan | Refusal
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A query that is to be decided.
+    """A query that waits for its decision.
 
     Attributes:
-        known: who holds leading blocks.
-        since: seconds on the performance counter when that was known.
+        known: the workers that hold leading blocks.
+        since: when that was known, in seconds on the performance counter.
     """
 
     query: RouteQuery
@@ -38,14 +38,14 @@ class _Open:
 
 
 Decide = Callable[[Sequence[Waiting]], Sequence[tuple[Waiting, Outcome]]]
-"""Decides on all; returns them in the order in which they are to be told."""
+"""Decides on all queries. Returns them in the order in which to answer them."""
 
 
 class JointDecisions:
     """Queries of one group that wait for each other.
 
     Args:
-        hold_s: how long one should wait although nobody else is on the way.
+        hold_s: returns how long a query should wait for others that are not known yet.
         decide: makes the decisions.
     """
 
@@ -57,21 +57,21 @@ class JointDecisions:
 
     @property
     def num_waiting(self) -> int:
-        """Queries that wait for their decision, or for what it reads."""
+        """Number of queries that wait for their decision or for its inputs."""
         return self._gathering.num_waiting
 
     async def decided(self, lookup: Awaitable[Waiting]) -> Outcome:
-        """The decision on a query, and on those that came with it.
+        """Waits for the decision on a query, which is made together with others.
 
         Args:
-            lookup: what it reads; those that have theirs meanwhile wait for it.
+            lookup: gets the decision's inputs. Queries whose inputs are complete wait for this one.
         """
         loop = asyncio.get_running_loop()
         seat = self._gathering.arrive()
         try:
             waiting = await lookup
-            # An index answers at once: all queries of this turn of the loop arrive before one is
-            # ready.
+            # The index answers at once. This lets all queries of this event-loop iteration arrive
+            # first.
             await asyncio.sleep(0)
             opened = _Open(waiting, loop.create_future())
             self._gathering.ready(seat, opened, loop.time())
@@ -82,10 +82,10 @@ class JointDecisions:
             self._go_on(loop.time())
 
     def _go_on(self, now: float) -> None:
-        """Decides on those whose time has come, and wakes up when that of the others has."""
+        """Decides on the queries that are due, and sets the timer for the others."""
         taken = self._gathering.take(now)
         closes_at = self._gathering.closes_at
-        if self._wakes_at != closes_at:  # a timer of uvloop cannot always say it
+        if self._wakes_at != closes_at:  # a uvloop timer cannot always report its time
             self._wakes_at = closes_at
             if self._timer is not None:
                 self._timer.cancel()
@@ -98,11 +98,11 @@ class JointDecisions:
 
     def _wake(self, closes_at: float) -> None:
         self._timer = self._wakes_at = None
-        # A loop calls up to its clock's resolution early.
+        # The event loop may call early, by up to its clock's resolution.
         self._go_on(max(asyncio.get_running_loop().time(), closes_at))
 
     def _answer(self, taken: Sequence[_Open]) -> None:
-        # Whoever has hung up in this very turn of the loop is no load of any worker.
+        # A query whose caller hung up in this iteration must not count as load of a worker.
         opened = [each for each in taken if not each.answer.done()]
         if not opened:
             return
@@ -111,8 +111,8 @@ class JointDecisions:
             for waiting, outcome in self._decide([each.waiting for each in opened]):
                 answers[id(waiting)].set_result(outcome)
         finally:
-            # Nobody waits for an answer that a bug has eaten: each learns of it, as by itself.
+            # If `decide` failed, all waiting queries get an error instead of waiting forever.
             for answer in answers.values():
                 if not answer.done():
                     answer.set_exception(RuntimeError("a decision on several requests failed"))
-                    answer.exception()  # who closed raises what it was, and does not wait
+                    answer.exception()  # its caller is gone: marks the error as retrieved

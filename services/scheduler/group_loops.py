@@ -1,7 +1,7 @@
 """P/D-Serve's monitor over the live groups of one model: which role of which group is short.
 
-Gateways measure times; the scheduler counts requests by stage, which says the same of the mean.
-Tests: tests/unit/scheduler/test_groups.py.
+P/D-Serve measures times at gateways. The scheduler counts requests by stage instead, which gives
+the same means. Tests: tests/unit/scheduler/test_groups.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Groups = Mapping[GroupKey, Sequence[FleetWorker]]
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """What the monitor says of one group."""
+    """The monitor's result for one group."""
 
     group: GroupKey
     members: Sequence[FleetWorker]
@@ -31,21 +31,21 @@ class GroupStep:
 
 
 class GroupLoops:
-    """One monitor for each group."""
+    """One monitor per group."""
 
     def __init__(self) -> None:
         self._monitors: dict[GroupKey, RatioMonitor] = {}
         self._new: Counter[str] = Counter()
 
     def note_new(self, scenario: str) -> None:
-        """A request was routed for the first time."""
+        """Counts a request that was routed for the first time."""
         self._new[scenario] += 1
 
     def observe(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> None:
-        """Takes the loads of a cycle.
+        """Adds the loads of a cycle.
 
         Args:
-            demand: requests at the gateways.
+            demand: requests that wait at the gateways.
         """
         groups = by_group(_movable(workers))
         new, self._new = self._new, Counter()
@@ -65,7 +65,7 @@ class GroupLoops:
             monitor.observe(counts, new.total() * arrived[key], elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> Iterator[GroupStep]:
-        """What the rule says of each group that had enough requests."""
+        """Yields the monitor's step for each group that had enough requests."""
         groups = by_group(_movable(workers))
         for key in self._monitors.keys() - groups.keys():
             del self._monitors[key]
@@ -79,7 +79,7 @@ class GroupLoops:
                 yield GroupStep(key, members, step)
 
     def carried_out(self, group: GroupKey) -> None:
-        """The group's last step was ordered."""
+        """Notes that the group's last step was ordered."""
         self._monitors[group].carried_out()
 
 
@@ -92,12 +92,12 @@ def by_group(workers: Iterable[FleetWorker]) -> dict[GroupKey, list[FleetWorker]
 
 
 def sizes_of(groups: Groups) -> dict[GroupKey, int]:
-    """Workers of each group."""
+    """Number of workers of each group."""
     return {key: len(members) for key, members in groups.items()}
 
 
 def waiting_by_group(groups: Groups, demand: Demand) -> dict[GroupKey, Waiting]:
-    """What requests at the gateways wait for in each group."""
+    """Number of waiting requests of each group, by the side for which they wait."""
     sizes = sizes_of(groups)
     reserved, unreserved = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0.0)
     for scenario, looking in demand.scenarios.items():

@@ -1,4 +1,4 @@
-"""Judges the fleet's workers, by `policy/health.py`: who is tried last, drained or given up.
+"""Judges the fleet's workers by `policy/health.py`: which are tried last, drained or given up.
 
 Tests: tests/unit/scheduler/test_health.py, tests/chaos/test_engine_faults.py.
 """
@@ -24,10 +24,10 @@ JUDGE_S = 0.25
 
 
 class FleetHealth:
-    """What workers report, gateways lose and are refused, and what becomes of it.
+    """Judges workers by their reports and by the losses and refusals that gateways report.
 
     Args:
-        decisions: takes each change of a level.
+        decisions: logs each change of a level.
     """
 
     def __init__(self, fleet: Fleet, feed: FleetFeed, decisions: DecisionLog, clock: Clock) -> None:
@@ -36,18 +36,18 @@ class FleetHealth:
         self._decisions = decisions
         self._clock = clock
         self._board = HealthBoard()
-        # Requests whose losses and refusals were counted, and when.
+        # Counted losses and refusals: the request, the worker, whether it is a loss, and the time.
         self._told: dict[tuple[RequestId, WorkerId, bool], float] = {}
 
     async def run(self) -> None:
-        """Judges all the time, until cancelled."""
+        """Judges periodically, until cancelled."""
         while True:
             await asyncio.sleep(JUDGE_S)
             await self.judge(self._clock.now())
             self._feed.changed()
 
     def note_query(self, query: RouteQuery, now: float) -> None:
-        """A gateway asks, and says which workers lost the request before, or refused it."""
+        """Counts the workers that lost or refused the request of a query, each once per request."""
         for worker_id in query.lost | query.avoid:
             is_lost = worker_id in query.lost
             name = (query.request_id, worker_id, is_lost)
@@ -57,7 +57,7 @@ class FleetHealth:
             self._told[name] = now
 
     async def judge(self, now: float) -> None:
-        """Takes stock."""
+        """Judges all workers once."""
         verdicts = await in_turns(self._board.verdicts(self._fleet.reports(), now))
         for info in self._fleet.judge(verdicts):
             verdict = verdicts[info.worker_id]

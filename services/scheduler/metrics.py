@@ -93,11 +93,14 @@ def note_joint(plans: Sequence[OffloadPlan]) -> None:
     choices = [plan.joint for plan in plans if plan.joint is not None]
     for choice in choices:
         JOINT_REQUESTS.labels(choice.reason.value).inc()
-    # By volume, first tokens may come later than one by one.
+    # Decisions are made by volume, so first tokens may come later than with single decisions.
     JOINT_SAVED_TOKENS.inc(max([0.0, *(choice.saved_tokens for choice in choices)]))
 
 
 @lru_cache(maxsize=256)
 def planned(placement: str, policy: str, cause: str) -> tuple[Counter, Counter]:
-    """The two counters of a plan; finding one by its labels costs 2 us, and each route has both."""
+    """The two counters of a plan.
+
+    Cached: finding a counter by its labels takes 2 us for each route.
+    """
     return ROUTES.labels("plan", placement), ROUTE_CAUSES.labels(policy, cause)

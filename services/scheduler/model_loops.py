@@ -1,6 +1,6 @@
-"""Both time scales for the workers of one model: what to change, from what they report.
+"""The fast and the slow loop for one model's workers: decide on changes from the workers' reports.
 
-Decides and remembers; `planner.py` measures time and carries out.
+They decide and remember. `planner.py` measures time and carries the changes out.
 Tests: tests/unit/scheduler/test_planner.py.
 """
 
@@ -31,15 +31,15 @@ from services.scheduler.demand import Demand
 from services.scheduler.group_loops import GroupLoops, GroupStep, by_group, waiting_by_group
 
 _USUAL_TOKENS = 512
-"""Of a prompt by which an expected pace is told."""
+"""Tokens of the typical prompt from which an expected prefill speed is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleWork:
-    """One cycle of one group's role loop; nothing else touches the loop.
+    """One cycle of one group's role loop. Nothing else uses the loop meanwhile.
 
     Attributes:
-        share: requests that wait, per worker of the side that they wait for.
+        share: waiting requests per worker of the side for which they wait.
     """
 
     group: GroupKey
@@ -48,7 +48,7 @@ class RoleWork:
     share: Waiting
 
     def cycle(self, now: float) -> Parts[RoleCycle]:
-        """Decides."""
+        """Runs the cycle in parts."""
         readings: list[WorkerReading] = []
         for each in self.members:
             readings.append(read_worker(each.info, each.load, self.share))
@@ -61,7 +61,7 @@ class ModelLoops:
     """The loops of one model.
 
     Args:
-        expected: its costs until the workers have shown them; None waits for that.
+        expected: the model's costs until they are measured; None waits for measurements.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class ModelLoops:
 
     @property
     def threshold(self) -> Threshold:
-        """Of the choice of cluster."""
+        """The threshold for the choice of cluster."""
         return self._offload.threshold
 
     @property
     def offload(self) -> OffloadState:
-        """What routes read."""
+        """The state that routes read."""
         return OffloadState(self._remote, self.threshold.tokens, self._offload.has_room)
 
     @property
     def pace(self) -> FetchPace:
-        """What fetches are decided by."""
+        """Measured speeds of prefill and transfer, for decisions about fetches."""
         return self._pace
 
     def note_prompt(self, uncached_tokens: int, max_new_tokens: int, scenario: str = "") -> None:
-        """Takes a request that was routed for the first time into the distribution of lengths."""
+        """Adds a request that was routed for the first time to the distribution of lengths."""
         self._groups.note_new(scenario)
         mean = self._meter.output_tokens
         output = max_new_tokens if mean is None else min(mean, max_new_tokens)
@@ -112,11 +112,11 @@ class ModelLoops:
     def observe(
         self, workers: Sequence[FleetWorker], demand: Demand, num_new: int, elapsed_s: float
     ) -> Parts[None]:
-        """Takes the loads of a cycle.
+        """Adds the loads of a cycle.
 
         Args:
             num_new: requests routed for the first time since the last cycle.
-            elapsed_s: since the last cycle.
+            elapsed_s: seconds since the last cycle.
         """
         self._meter.observe(workers, num_new, elapsed_s)
         yield
@@ -135,15 +135,15 @@ class ModelLoops:
         return expected.local_prefill_s(_USUAL_TOKENS) / _USUAL_TOKENS
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
-        """What P/D-Serve's monitor says of each group at home, once per `planning.monitor_s`."""
+        """The steps of P/D-Serve's monitor for each local group, once per `planning.monitor_s`."""
         return list(self._groups.end_window(self._home(workers)))
 
     def carried_out(self, step: GroupStep) -> None:
-        """What the monitor said was ordered."""
+        """Notes that the monitor's step was ordered."""
         self._groups.carried_out(step.group)
 
     def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:
-        """Moves the threshold (PrfaaS 3.4.3 point 2); True if it is another now."""
+        """Moves the threshold (PrfaaS 3.4.3 point 2). Returns True if it changed."""
         far = [each for each in workers if each.info.cluster == self._remote]
         near = [each for each in self._home(workers) if each.info.role is not Role.DECODE]
         read, reading = self._take_read(workers, far)
@@ -165,7 +165,7 @@ class ModelLoops:
 
     def _take_sent(self, far: Sequence[FleetWorker]) -> int:
         before, sent = self._sent, 0
-        # Workers that left are forgotten; those that restarted count anew.
+        # Workers that left are dropped; the counts of restarted workers begin anew.
         self._sent = {_life(each): each.load.sent_bytes_total for each in far if each.reported}
         for life, total in self._sent.items():
             sent += total - before.get(life, total)
@@ -174,10 +174,11 @@ class ModelLoops:
     def _take_read(
         self, workers: Sequence[FleetWorker], far: Sequence[FleetWorker]
     ) -> tuple[int, int]:
-        """Bytes that workers at home read from the remote cluster in this cycle, and have yet to.
+        """Bytes that local workers read from the remote cluster in this cycle, and bytes queued.
 
-        Readers count them: a prefix that is fetched leaves the cluster like a prompt's KV, and so
-        do answers to their questions.
+        The readers count them. Fetched prefixes and answers to queries leave the cluster as a
+        prompt's KV
+        does.
         """
         holders = {each.info.worker_id for each in far}
         before, self._read = self._read, {}
@@ -189,14 +190,14 @@ class ModelLoops:
                     name = (here.worker_id, here.incarnation, link.peer, link.channel)
                     self._read[name] = link.bytes_total
                     since = link.bytes_total - before.get(name, link.bytes_total)
-                    read += max(since, 0)  # its meter was dropped and counts anew
+                    read += max(since, 0)  # the worker dropped its counter and counts anew
                     reading += link.queued_bytes
         return read, reading
 
     def role_work(self, workers: Sequence[FleetWorker], demand: Demand) -> list[RoleWork]:
-        """FlowKV's cycle for every group at home.
+        """The work of FlowKV's cycle for every local group.
 
-        A worker helps its own group only: no other group can use it.
+        A worker can only help its own group: no other group can use it.
         """
         movable = [w for w in self._home(workers) if w.info.role is not Role.HYBRID]
         groups = by_group(movable)
@@ -225,7 +226,7 @@ class ModelLoops:
     # --- every few minutes -------------------------------------------------------------------
 
     def question(self, workers: Sequence[FleetWorker]) -> AllocationQuestion | None:
-        """PrfaaS's slow scale; None while too little is known or a worker helps the other side."""
+        """The input of PrfaaS's slow loop; None if too little is known or a worker helps out."""
         home = self._home(workers)
         num_prefill = sum(each.info.role is Role.PREFILL for each in home)
         queues = self._allocation.take_queues(num_prefill, len(home) - num_prefill)
@@ -239,10 +240,11 @@ class ModelLoops:
         return self._allocation.question(serving, hardware, self.threshold, num_prefill, queues)
 
     def giver(self, to_role: Role | None, workers: Sequence[FleetWorker]) -> WorkerId | None:
-        """The quietest worker of the side that gives one; None if there is none to spare.
+        """The least loaded worker of the side that gives one up; None if it can spare none.
 
-        Lengths and queues are known for all groups together, so they do not tell which group could
-        spare a worker. With several groups at home none is moved.
+        Lengths and queues are known only for all groups together, so they do not tell which group
+        can spare
+        a worker. With several local groups, no worker moves.
         """
         home = self._home(workers)
         if to_role is None or len(by_group(home)) > 1:
@@ -250,7 +252,7 @@ class ModelLoops:
         return choose_giver([(each.info, each.load) for each in home], to_role)
 
     def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
-        """Takes over the threshold of an evaluation, for the split that runs from now on.
+        """Takes over the threshold of an evaluation, for the split of roles from now on.
 
         Args:
             moved: whether the worker that was to move was ordered to.
@@ -276,7 +278,10 @@ def _life(worker: FleetWorker) -> Life:
 
 
 def _start(policy: Composition, configured: int) -> Threshold:
-    """Nothing is offloaded before lengths and speeds are known, unless a config says so."""
+    """The first threshold.
+
+    Without a configured one, nothing is offloaded until lengths and speeds are known.
+    """
     if policy.offload is Offload.ALL:
         return Threshold(0.0, 0.0)
     if policy.offload is Offload.NONE or not configured:

@@ -1,6 +1,6 @@
-"""Runs the loops above single requests: the threshold and roles each second, the split each few
-minutes. What they decide goes to the router, to the workers as orders, and to the decision log.
+"""Runs the loops over many requests: threshold and roles each second, the split every few minutes.
 
+Their decisions go to the router, to the workers as orders, and to the decision log.
 Tests: tests/unit/scheduler/test_planner.py, tests/e2e/test_live_policies.py.
 """
 
@@ -35,16 +35,19 @@ from services.scheduler.role_orders import RoleChanges, RoleOrders
 LEASE = "planner"
 LEASE_TTL_S = 5.0
 ASKED_WITHIN_S = 30.0
-"""Only a scheduler that gateways ask knows what waits, so only such a one changes roles."""
+"""Seconds since the last query after which this scheduler does not order role changes.
+
+Only a scheduler that gateways ask knows the waiting requests.
+"""
 
 
 class Planner:
     """The loops of all models.
 
     Args:
-        changes: what becomes of role changes.
-        store: where the planner's lease is, so that of several schedulers one changes roles;
-            None: this is the only one.
+        changes: whether role changes are ordered, recommended, or off.
+        store: holds the planner's lease, so that only one of several schedulers changes roles;
+            None if this is the only scheduler.
         owner: this scheduler's name in the lease.
     """
 
@@ -76,25 +79,25 @@ class Planner:
         self.demand = DemandBoard()
         self.role_orders = RoleOrders(decisions)
         self.on_details: Callable[[], None] = lambda: None
-        """Called when `details` answers something else than before."""
+        """Called when the result of `details` changes."""
         self.on_query: Callable[[RouteQuery, float], None] = lambda _query, _now: None
         """Called with each query that asks for a plan, and the time."""
         self.profile: Profile | None = None
-        """Costs of the model of its name until they are measured."""
+        """Costs of the model that the profile names, until they are measured."""
         self._shown: list[ModelDetail] = []
 
-    # --- what routes read and tell -----------------------------------------------------------
+    # --- for routes --------------------------------------------------------------------------
 
     def offload(self, model: str) -> OffloadState:
         """The remote cluster and the threshold in force for a model."""
         return self._loops(model).offload
 
     def pace(self, model: str) -> FetchPace:
-        """How fast a model's workers compute and its KV travels, as measured so far."""
+        """Measured speeds of a model's prefill and KV transfer."""
         return self._loops(model).pace
 
     def details(self) -> list[ModelDetail]:
-        """What is in force for every model, for people."""
+        """The thresholds in force of every model, for people."""
         details = []
         for name, loops in self._models.items():
             tokens = loops.offload.threshold_tokens
@@ -104,7 +107,7 @@ class Planner:
         return details
 
     def note_route(self, gateway: Hashable, query: RouteQuery, plan: RoutePlan | None) -> None:
-        """Takes a query and its plan into what the loops know."""
+        """Adds a query and its plan to the loops' data."""
         self._last_asked = self._clock.now()
         self.on_query(query, self._last_asked)
         is_new = self.demand.note_query(gateway, query, self._last_asked)
@@ -127,7 +130,7 @@ class Planner:
     # --- the loops ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Both time scales, until cancelled."""
+        """Runs both loops, until cancelled."""
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._run_fast())
@@ -152,11 +155,11 @@ class Planner:
 
     @property
     def may_change_roles(self) -> bool:
-        """Whether workers of one role may be used for the other."""
+        """Whether workers may be ordered to change their role."""
         return self._changes is RoleChanges.APPLY
 
     async def leads(self) -> bool:
-        """Whether this scheduler, of several, is the one that gives orders now."""
+        """Whether this one of several schedulers gives orders now."""
         if self._store is None:
             return True
         if self._clock.now() - self._last_asked > ASKED_WITHIN_S:
@@ -164,10 +167,10 @@ class Planner:
         try:
             return await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S)
         except StoreUnavailableError:
-            return False  # another one may hold it
+            return False  # another scheduler may hold the lease
 
     async def cycle(self, *, may_order: bool) -> None:
-        """One step of the fast scale."""
+        """Runs one step of the fast loop."""
         now = self._clock.now()
         elapsed_s = max(now - self._last_cycle, 1e-3)
         self._last_cycle = now
@@ -175,7 +178,7 @@ class Planner:
         ends_window = self._policy.monitor and now >= self._window_ends
         if ends_window:
             self._window_ends = now + self._config.monitor_s
-        # Models without workers are forgotten with all that was learnt of them.
+        # The loops of models without workers are dropped, with all that they learned.
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         self.demand.prune(models.keys(), now)
         self._scale = {key: each for key, each in self._scale.items() if key.model in models}
@@ -201,7 +204,7 @@ class Planner:
     def _move_ratios(
         self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
     ) -> None:
-        """One instance of a group changes its role for good where the monitor says so."""
+        """Changes the role of one worker of a group permanently, if the monitor says so."""
         for found in loops.end_window(workers):
             role, reason = found.step.grow, found.step.reason
             giver = loops.giver(role, found.members)
@@ -241,7 +244,7 @@ class Planner:
             signal = scale_signal(cycle.fleet, cycle.regime, before, now)
             self._scale[group] = signal
             self._note_scale(group, signal)
-        # What other models' workers were told stands: this cycle was not about them.
+        # Recommendations for other models' workers stay: this cycle did not consider them.
         self.role_orders.withdraw({each.info.worker_id for each in workers}, wanted)
 
     def _note_scale(self, group: GroupKey, signal: ScaleSignal) -> None:
@@ -259,7 +262,7 @@ class Planner:
         )
 
     async def reallocate(self, *, may_order: bool) -> None:
-        """One step of the slow scale."""
+        """Runs one step of the slow loop."""
         if not self._policy.reallocate or self._changes is RoleChanges.OFF:
             return
         for model, workers in (await in_turns(self._workers_by_model())).items():

@@ -1,5 +1,4 @@
-"""The workers that are connected to this scheduler: what they tell over their streams goes to the
-fleet, orders go back.
+"""The workers that are connected to this scheduler: their reports go to the fleet, orders back.
 
 Tests: tests/unit/scheduler/test_registrations.py, tests/integration/test_scheduler.py.
 """
@@ -33,14 +32,14 @@ from services.scheduler.fleet import Fleet, Membership
 log = event_logger(__name__)
 
 ALIVE_INTERVAL_S = SILENT_AFTER_S * 2 / 3
-"""A worker whose load stays as it is says so at this interval: before it counts as silent."""
+"""Seconds between messages of a worker with an unchanged load: before it counts as silent."""
 
 Orders = Outbox[RegisterWorkerResponse]
-"""What is said to one worker."""
+"""The messages to one worker."""
 
 
 class Registrations:
-    """One stream of each worker; a newer one of the same worker ends the older one."""
+    """One stream per worker. A newer stream of a worker ends the older one."""
 
     def __init__(self, fleet: Fleet, feed: FleetFeed, config: FleetConfig, clock: Clock) -> None:
         self._fleet = fleet
@@ -54,7 +53,7 @@ class Registrations:
     async def follow(
         self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders
     ) -> Refusal | None:
-        """Reads one worker's stream to its end; a refusal says why the end came from here."""
+        """Reads one worker's stream to its end. Returns a refusal if the scheduler ended it."""
         membership: Membership | None = None
         try:
             async for request in incoming(requests):
@@ -68,7 +67,7 @@ class Registrations:
                     return Refusal(RefusalReason.INVALID, f"{kind} came before the worker's info")
                 elif kind in ("load", "alive"):
                     if not self._heard(membership, request):
-                        return None  # its lease ended; it connects and registers again
+                        return None  # its lease ended; the worker connects and registers again
                 elif kind == "detail":
                     self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
                     self._note_change()
@@ -85,7 +84,10 @@ class Registrations:
         return None
 
     def _heard(self, membership: Membership, request: RegisterWorkerRequest) -> bool:
-        """Takes a load, or that it is as it was; False if the membership is over."""
+        """Handles a load or a confirmation of the last load.
+
+        Returns False if the membership is over.
+        """
         now = self._clock.now()
         if not request.HasField("load"):
             return self._fleet.confirm(membership, now)
@@ -95,19 +97,19 @@ class Registrations:
         return True
 
     def order(self, worker_id: WorkerId, order: RegisterWorkerResponse) -> bool:
-        """Says something to a worker; False if it is not connected to this scheduler."""
+        """Sends a message to a worker. Returns False if the worker is not connected here."""
         if worker_id not in self._orders:
             return False
         self._orders[worker_id][1].put(order)
         return True
 
     def give_role(self, worker_id: WorkerId, role: Role, reason: str) -> bool:
-        """Orders a worker to take a role; False if it is not connected to this scheduler."""
+        """Orders a worker to take a role. Returns False if it is not connected here."""
         given = WorkerRole(role=role_to_proto(role), reason=reason)
         return self.order(worker_id, RegisterWorkerResponse(role=given))
 
     def give_place(self, worker_id: WorkerId, role: Role, scenario: str, reason: str) -> bool:
-        """Orders a worker to take a role in the group of a scenario; False as `give_role`."""
+        """Orders a worker to take a role in a scenario's group; False as in `give_role`."""
         given = WorkerRole(role=role_to_proto(role), scenario=scenario, reason=reason)
         return self.order(worker_id, RegisterWorkerResponse(role=given))
 
@@ -119,14 +121,14 @@ class Registrations:
             await asyncio.sleep(pause_s)
             now = self._clock.now()
             if now > slept_at + 2 * pause_s:
-                continue  # it is this process that stood still: what workers said waits to be read
+                continue  # this process stood still itself, so reports of workers are still unread
             for worker_id in self._fleet.expire(now):
                 log.warning("worker_lost", worker_id=worker_id, cause="lease")
                 metrics.WORKERS_LOST.labels("lease").inc()
             self._note_change()
 
     def close(self) -> None:
-        """From here on, streams end because this service does, not because workers left."""
+        """Marks that streams end because this service does, not because workers left."""
         self._closing = True
 
     def _register(self, info: WorkerInfo, orders: Orders) -> Membership | Refusal:

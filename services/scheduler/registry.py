@@ -1,4 +1,4 @@
-"""Remembers the fleet over a restart of the scheduler. Its failures are logged and never matter.
+"""Keeps the fleet in a store over restarts of the scheduler. Failures are only logged.
 
 Tests: tests/unit/scheduler/test_registry.py.
 """
@@ -22,7 +22,7 @@ from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
 
 TTL_LEASES = 10
-"""An entry outlives its last writer by this many leases: time for a scheduler to restart."""
+"""Number of leases that an entry outlives its last write, so that a scheduler can restart."""
 
 log = event_logger(__name__)
 
@@ -41,7 +41,7 @@ class DurableRegistry:
         self._written: dict[WorkerId, tuple[WorkerInfo, float]] = {}
 
     async def restore(self) -> int:
-        """Fills the fleet with remembered workers and returns their number."""
+        """Fills the fleet with remembered workers. Returns their number."""
         try:
             entries = await self._store.list_workers()
         except StoreUnavailableError as error:
@@ -59,7 +59,7 @@ class DurableRegistry:
         return count
 
     async def run(self) -> None:
-        """Writes changes when they happen and everything once per lease."""
+        """Writes changes when they happen, and everything once per lease."""
         while True:
             version = self._fleet.urgent_version
             try:
@@ -71,7 +71,7 @@ class DurableRegistry:
                     await self._feed.wait_urgent_past(version)
 
     async def sync(self) -> None:
-        """Writes members that are new or due and removes those that left."""
+        """Writes members that are new or due, and removes those that left."""
         now = self._clock.now()
         members = {info.worker_id: info for info in self._fleet.confirmed()}
         for worker_id, info in members.items():

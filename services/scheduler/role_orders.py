@@ -1,6 +1,6 @@
-"""Role changes that the loops decided on: given to the worker or only recommended, and in both
-cases counted, logged and kept among the decisions.
+"""Carries out role changes that the loops decided on: orders them, or only recommends them.
 
+In both cases they are counted, logged and added to the decisions.
 Tests: tests/unit/scheduler/test_planner.py, tests/unit/scheduler/test_groups.py.
 """
 
@@ -17,11 +17,11 @@ from services.scheduler.decisions import DecisionLog
 log = event_logger(__name__)
 
 GiveRole = Callable[[WorkerId, Role, str], bool]
-"""Orders a worker to take a role, with a reason for its log; False if it is not connected."""
+"""Orders a worker to take a role, with a reason for its log. False if it is not connected."""
 
 
 class RoleChanges(enum.Enum):
-    """What becomes of a decision to change a role."""
+    """The handling of a decision to change a role."""
 
     APPLY = "apply"
     RECOMMEND = "recommend"
@@ -29,29 +29,29 @@ class RoleChanges(enum.Enum):
 
 
 class RoleOrders:
-    """The way from a decision to the worker that it is about."""
+    """Orders or recommends decided role changes."""
 
     def __init__(self, decisions: DecisionLog) -> None:
         self._decisions = decisions
         self._recommended: set[tuple[WorkerId, Role]] = set()
         self.give_role: GiveRole = lambda _worker, _role, _reason: False
-        """Set by whoever is connected to the workers."""
+        """Sends the order; set by the part that is connected to the workers."""
 
     @property
     def num_recommended(self) -> int:
-        """Recommendations that stand."""
+        """Number of recommendations in force."""
         return len(self._recommended)
 
     def change(
         self, kind: str, worker_id: WorkerId, role: Role, reason: enum.Enum, *, may_order: bool
     ) -> bool:
-        """Orders a worker to take a role, or recommends it; True if it was ordered.
+        """Orders a worker to take a role, or recommends it. Returns True if it was ordered.
 
-        What is recommended again and again is noted once.
+        A repeated recommendation is noted once.
 
         Args:
-            kind: which loop decided: `switch`, `ratio` or `reallocation`.
-            may_order: False recommends.
+            kind: the loop that decided: `switch`, `ratio` or `reallocation`.
+            may_order: False only recommends.
         """
         ordered = may_order and self.give_role(worker_id, role, reason.value)
         if ordered or (worker_id, role) not in self._recommended:
@@ -61,13 +61,13 @@ class RoleOrders:
         return ordered
 
     def keep(self, workers: Collection[WorkerId]) -> None:
-        """Forgets what was recommended for workers that are no more."""
+        """Forgets the recommendations for workers that are gone."""
         self._recommended = {each for each in self._recommended if each[0] in workers}
 
     def withdraw(
         self, workers: Collection[WorkerId], wanted: Collection[tuple[WorkerId, Role]]
     ) -> None:
-        """Forgets what was recommended for some workers and is not wanted any more."""
+        """Forgets the recommendations for some workers that are no longer wanted."""
         self._recommended = {
             each for each in self._recommended if each[0] not in workers or each in wanted
         }

@@ -203,7 +203,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
 
 async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None:
-    """Ends a task and waits for its clean-up, without taking on its outcome."""
+    """Cancels a task and waits for its clean-up, ignoring its result."""
     task.cancel()
     await asyncio.wait({task})
     error = None if task.cancelled() else task.exception()
@@ -228,7 +228,7 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
 
 
 async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> Scheduler:
-    """Puts the scheduler together and adds it to the server."""
+    """Builds the scheduler and adds it to the server."""
     settings = router_settings(config)
     clock = SystemClock()
     by_tokens = settings.policy.route.first_token is not None
@@ -306,7 +306,7 @@ def _note_details(fleet: Fleet, feed: FleetFeed) -> None:
 
 
 def _launcher(config: SchedulerConfig, context: ServiceContext) -> RemoteLauncher | None:
-    """Who starts and ends workers; None: nobody does."""
+    """The launcher, which starts and ends workers; None if there is none."""
     if not config.launcher.target:
         return None
     launcher = RemoteLauncher(config.launcher.target, context.access)
@@ -317,7 +317,7 @@ def _launcher(config: SchedulerConfig, context: ServiceContext) -> RemoteLaunche
 async def _remembered(
     config: SchedulerConfig, context: ServiceContext, fleet: Fleet, feed: FleetFeed, clock: Clock
 ) -> RedisFleetStore | None:
-    """The store that outlives this process, and from it the fleet that was there before."""
+    """Opens the store that outlives this process, and restores the fleet from it."""
     redis = config.redis
     if not redis.url:
         return None

@@ -1,4 +1,4 @@
-"""What the configuration chooses, checked. Tests: tests/unit/scheduler/test_settings.py."""
+"""Checks the configuration's choices. Tests: tests/unit/scheduler/test_settings.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.scheduler.role_orders import RoleChanges
 from services.scheduler.router import RouterSettings
 
 MOST_WINDOW_MS = 200.0
-"""Gateways wait for a plan for half a second by default."""
+"""Maximum window in milliseconds. Gateways wait half a second for a plan by default."""
 
 
 def router_settings(config: SchedulerConfig) -> RouterSettings:
-    """How plans are made.
+    """Makes the router's settings.
 
     Raises:
         ConfigError: a word or number makes no sense.
@@ -33,7 +33,7 @@ def router_settings(config: SchedulerConfig) -> RouterSettings:
 
 
 def role_changes(planning: PlanningConfig) -> RoleChanges:
-    """What becomes of role changes.
+    """The handling of role changes.
 
     Raises:
         ConfigError: a word makes no sense.
@@ -42,7 +42,7 @@ def role_changes(planning: PlanningConfig) -> RoleChanges:
 
 
 def substitute_changes(planning: PlanningConfig) -> RoleChanges:
-    """What becomes of choices of substitutes.
+    """The handling of substitutions.
 
     Raises:
         ConfigError: a word makes no sense.
@@ -67,6 +67,6 @@ def _policy(routing: RoutingConfig) -> Composition:
         COMPOSITIONS[routing.policy], joint_window_s=routing.joint_window_ms / 1e3
     )
     if not policy.route.aggregate_tokens:
-        return policy  # a baseline that keeps prompts away from decode workers
+        return policy  # a baseline that sends no prompts to decode workers
     route = dataclasses.replace(policy.route, aggregate_tokens=routing.aggregate_tokens)
     return dataclasses.replace(policy, route=route)

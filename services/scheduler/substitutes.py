@@ -1,11 +1,12 @@
 """Fills the places of lost and ejected workers, by `policy/substitute.py`.
 
-One worker takes a place, no more. When a lost worker is back, as a new process, it becomes the
-spare that its substitute was; a substitute that was taken from elsewhere goes back, and of a lost
-worker and the process that was started for it one is stopped. A worker that hangs is killed by its
-launcher when somebody else has its place, or nobody can be there sooner than its next life; the
-last of a role is a member until then. Kept in memory: a scheduler that was restarted takes whoever
-comes back as one worker more.
+Exactly one worker takes a place. When a lost worker is back, as a new process, it becomes a spare
+if
+a spare took its place. A substitute that was taken from another place goes back. If a process was
+started as the substitute, one of the two is stopped. A launcher kills a worker that hangs when its
+place is taken, or when its own next life is the fastest substitute. The last worker of a role stays
+a member until then. This state is in memory: a restarted scheduler treats a worker that comes back
+as an additional worker.
 Tests: tests/unit/scheduler/test_substitutes.py, tests/e2e/test_substitutes.py.
 """
 
@@ -37,43 +38,47 @@ from services.scheduler.role_orders import RoleChanges
 log = event_logger(__name__)
 
 LOOK_S = 0.25
-"""Pause between two looks while a place is open or taken by somebody else."""
+"""Seconds between two looks while a place is open or taken by a substitute."""
 
 LATE_FACTOR = 3.0
 LATE_S = 1.0
-"""Whoever is not in the place after so many times what was expected, and this, does not come."""
+"""A substitute fails if it takes this multiple of the expected seconds, plus LATE_S."""
 
 GATHER_S = 0.02
-"""Comings and goings that are closer together are looked at together."""
+"""Seconds in which arrivals and departures are handled together."""
 
 MAX_CHOICES = 8
-"""In one look: each weighs the whole fleet. Where half of it is lost at once, routes go on."""
+"""Maximum number of choices in one look.
+
+Each weighs the whole fleet, so that routes go on even if half of the fleet is lost at once.
+"""
 
 MOST_STARTED = 3
-"""Processes that are started for one place."""
+"""Maximum number of processes that are started for one place."""
 
 FORGET_S = 3600.0
-"""A worker that is away for so long is not awaited any more."""
+"""Seconds after which a lost worker is no longer expected back."""
 
 GivePlace = Callable[[WorkerId, Role, str, str], bool]
-"""Orders a worker to take a role in the group of a scenario, with a reason; False if it cannot."""
+"""Orders a worker to take a role in a scenario's group, with a reason. False if it cannot."""
 
 
 Here = Mapping[WorkerId, FleetWorker]
-"""Workers that are there, by name."""
+"""The present workers by name."""
 
 
 @dataclass(slots=True)
 class _Loss:
-    """A place that somebody left.
+    """A place that a worker left.
 
     Attributes:
-        lived: its worker's process lives, ill as it is; else its next life is awaited.
-        hangs: and does not answer; ended: its launcher was told to kill it.
-        option: who is to take it; None: nobody yet.
-        before: what the substitute was.
-        failed: who was to take it and did not come.
-        weighed_at: when the fleet was searched for somebody last.
+        lived: its worker's process is alive but ill; if False, its next life is expected.
+        hangs: the process is alive and does not answer.
+        ended: the launcher was told to kill it.
+        option: the chosen substitute; None if there is none yet.
+        before: the substitute's info before it was ordered to the place.
+        failed: chosen substitutes that did not take the place.
+        weighed_at: when the fleet was last searched for a substitute.
     """
 
     info: WorkerInfo
@@ -91,12 +96,12 @@ class _Loss:
 
 
 class Substitutes:
-    """Places that are open or were taken by somebody else.
+    """The places that are open or taken by substitutes.
 
     Args:
         planner: knows how fast prompts are computed, and whether this scheduler may give orders.
-        changes: what becomes of the choice.
-        launcher: starts processes and ends those that hang; None: nobody does.
+        changes: whether substitutions are ordered, recommended, or off.
+        launcher: starts processes and ends those that hang; None if there is none.
     """
 
     def __init__(
@@ -121,10 +126,10 @@ class Substitutes:
         self._ready_s: dict[Means, float] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.give_place: GivePlace = lambda _worker, _role, _scenario, _reason: False
-        """Set by whoever is connected to the workers."""
+        """Sends the order; set by the part that is connected to the workers."""
 
     async def run(self) -> None:
-        """Looks at the fleet whenever somebody comes, goes or falls ill, until cancelled."""
+        """Looks at the fleet when a worker arrives, leaves or falls ill, until cancelled."""
         while self._changes is not RoleChanges.OFF:
             version = self._fleet.version
             is_open = await self.look()
@@ -134,15 +139,15 @@ class Substitutes:
             await asyncio.sleep(GATHER_S)
 
     async def look(self) -> bool:
-        """Takes stock once; whether a place is open, or taken by somebody else."""
+        """Looks at the fleet once. Returns whether a place is open or taken by a substitute."""
         now = self._clock.now()
         self._take_losses(now)
         if not self._losses:
             return False
-        # One scheduler gives orders. Another one forgets: it would not know what came of them.
+        # Only one scheduler gives orders. The others forget: they would not know the results.
         if not await self._planner.leads():
             self._losses.clear()
-            return True  # who is ill still is when this scheduler may give orders
+            return True  # ill workers are still ill when this scheduler may give orders
         here = {each.info.worker_id: each for each in self._fleet.workers()}
         for loss in list(self._losses.values()):
             await self._follow(loss, here, now)
@@ -165,7 +170,10 @@ class Substitutes:
                 self._losses[info.worker_id] = _Loss(info, now, lived)
 
     def _takers(self) -> set[WorkerId]:
-        """Who takes somebody's place, or is to leave: nobody takes theirs, and they take none."""
+        """Workers that take a place or are to leave.
+
+        They take no other place, and nobody takes theirs.
+        """
         options = (each.option for each in self._losses.values())
         return {*(each.worker_id for each in options if each is not None), *self._fleet.closed}
 
@@ -187,7 +195,7 @@ class Substitutes:
             await self._end_hung(loss, option)
 
     def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
-        """Sees whether who is to take the place does, and stays."""
+        """Checks whether the substitute takes the place and stays there."""
         taker = here.get(option.worker_id)
         hangs = option.worker_id in self._fleet.hanging()
         is_there = taker is not None and taker.health < Health.DEGRADED and not hangs
@@ -202,7 +210,7 @@ class Substitutes:
                 self._stop(option.worker_id)
 
     async def _end_hung(self, loss: _Loss, option: Option) -> None:
-        """Kills a process that hangs when its place is taken, or its next life is to take it."""
+        """Kills a hanging process if its place is taken, or its next life is to take the place."""
         is_time = loss.is_filled or option.means is Means.RETURN
         if self._launcher is None or not loss.hangs or loss.ended or not is_time:
             return
@@ -244,7 +252,7 @@ class Substitutes:
                 return
 
     def _new_s(self, loss: _Loss, here: Here) -> float | None:
-        """Until a new process would serve: as long as those of its model took to start."""
+        """Estimated seconds until a new process serves: the median start time for its model."""
         if self._launcher is None or loss.num_started >= MOST_STARTED:
             return None
         infos = [loss.info, *(each.info for each in here.values())]
@@ -252,7 +260,7 @@ class Substitutes:
         return statistics.median(told) if told else START_S
 
     async def _started(self, loss: _Loss, option: Option) -> Option | None:
-        """The option with the name of the process that was started; None if none was."""
+        """Starts a process. Returns the option with its name; None if none was started."""
         if self._launcher is None or self._changes is not RoleChanges.APPLY:
             return option
         info = loss.info
@@ -268,14 +276,14 @@ class Substitutes:
         return dataclasses.replace(option, worker_id=name)
 
     def _back_s(self, loss: _Loss, now: float) -> float | None:
-        """Until the lost worker is back; None: it did not come when it should have."""
+        """Estimated seconds until the lost worker is back; None if it did not return in time."""
         if loss.info.worker_id in loss.failed:
             return None
-        # One that hangs is killed where somebody can: its next life is what comes.
+        # A launcher kills a hanging worker, so its next life is expected.
         wakes_up = loss.lived and not (loss.hangs and self._launcher is not None)
         whole_s = REST_S if wakes_up else loss.info.start_s or START_S
         away_s = now - loss.at
-        # Whoever is late may be as late again.
+        # A worker that is late is expected to be late for as long again.
         return whole_s - away_s if away_s < whole_s else away_s
 
     def _ordered(self, loss: _Loss, option: Option) -> bool:
@@ -292,7 +300,7 @@ class Substitutes:
         self._note(loss, "filled", f"after {seconds} s", option.worker_id, seconds=seconds)
 
     def _returned(self, loss: _Loss, found: FleetWorker, here: Here) -> None:
-        """Ends the substitution: whoever holds less KV of the group makes room."""
+        """Ends the substitution: the worker that holds less KV of the group leaves the place."""
         name, info, option, before = found.info.worker_id, loss.info, loss.option, loss.before
         del self._losses[name]
         if option is not None and option.means is Means.PROCESS:
@@ -302,7 +310,7 @@ class Substitutes:
             self._stop(leaves)
             return
         if option is None or before is None or option.worker_id not in here:
-            if found.info.role is Role.SPARE:  # as its configuration says, in its new life
+            if found.info.role is Role.SPARE:  # its configuration makes it a spare in its new life
                 self._give(loss, name, info.role, info.scenario, "it is back as a spare")
             else:
                 self._note(loss, "returned", "nobody else is in its place", name)
@@ -314,7 +322,7 @@ class Substitutes:
             self._give(loss, taker, before.role, before.scenario, f"{name} is back")
 
     def _stop(self, name: WorkerId) -> None:
-        """Ends a process that is one too many, beside what else there is to do."""
+        """Stops a process that is no longer needed, in the background."""
         if self._launcher is None or self._changes is not RoleChanges.APPLY:
             return
         task = asyncio.create_task(_stopped(self._launcher, name), name=f"stop {name}")

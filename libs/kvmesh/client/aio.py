@@ -26,7 +26,7 @@ from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 
 class AsyncClient:
-    """Generates text through a gateway; make it inside a running event loop.
+    """Generates text through a gateway; create it inside a running event loop.
 
     One client serves any number of concurrent calls. Calls fail with the errors of
     `kvmesh.core.errors`: `InvalidRequestError` (with `param`), `ModelNotFoundError`,
@@ -34,11 +34,11 @@ class AsyncClient:
     """
 
     def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
-        """Opens no connection yet.
+        """Creates the client without connecting.
 
         Args:
             target: `host:port` of a gateway's gRPC port, or several, comma-separated: calls go to
-                one of them, and to the next one when it fails.
+              one of them, and to the next one when it fails.
             options: see `ClientOptions`.
 
         Raises:
@@ -69,7 +69,7 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Delta, None]:
-        """Generates and yields pieces as they come; the last one has the finish reason.
+        """Generates and yields pieces as they arrive; the last one has the finish reason.
 
         Leaving the loop, `aclose()` or cancelling the task cancels on the server.
         """
@@ -85,7 +85,7 @@ class AsyncClient:
                 return
             except grpc.aio.AioRpcError as error:
                 if run.is_complete:
-                    return  # only the status after its last piece is lost
+                    return  # only the status after the last piece is lost
                 wait_s = run.wait_after(error)
                 self._gateways.leave(stub)
             finally:
@@ -93,7 +93,7 @@ class AsyncClient:
             await asyncio.sleep(wait_s)
 
     async def list_models(self, timeout_s: float | None = 10.0) -> list[Model]:
-        """The models that are served, in order of name."""
+        """The models that the gateway serves, in order of name."""
         attempts = self._calls.attempts(timeout_s)
         request, metadata = pb.ListModelsRequest(), self._calls.metadata
         while True:

@@ -1,4 +1,4 @@
-"""What both clients do alike: arguments to messages, attempts, answers to deltas. No I/O.
+"""The common part of both clients: arguments to messages, attempts, answers to deltas. No I/O.
 
 Tests: tests/unit/client/test_calls.py, tests/integration/test_client.py.
 """
@@ -28,9 +28,9 @@ class ClientOptions(TypedDict, total=False):
     Keys:
         tls: None is plain text.
         api_key: sent as a bearer token.
-        default_model: for calls that name none; empty lets a gateway with one model choose.
-        retry: for requests that failed and streams that were cut; see `RetryPolicy`.
-        metadata: goes with every call.
+        default_model: for calls without a model; empty lets a gateway with one model choose.
+        retry: for failed requests and cut streams; see `RetryPolicy`.
+        metadata: sent with every call.
     """
 
     tls: ClientTls | None
@@ -44,11 +44,11 @@ _KEYS = frozenset(ClientOptions.__annotations__)
 
 
 class CallSettings:
-    """What all calls of one client share.
+    """The settings that all calls of one client share.
 
     Args:
         target: `host:port` of a gateway's gRPC port, or several, comma-separated.
-        clock: tells how much of a call's time is left.
+        clock: measures the time left for a call.
 
     Raises:
         TypeError: an unknown option.
@@ -76,11 +76,11 @@ class CallSettings:
         self.first = self._rng.randrange(len(self.targets))
 
     def attempts(self, timeout_s: float | None) -> Attempts:
-        """The attempts of one call."""
+        """Makes the attempts of one call."""
         return Attempts(self._retry, timeout_s, self._clock, self._rng)
 
     def generation(self, prompt: Prompt, options: GenerateOptions) -> GenerationCall:
-        """One generation.
+        """Makes one generation.
 
         Raises:
             InvalidRequestError: a prompt of another type, or a value that no message can hold.
@@ -92,10 +92,10 @@ class CallSettings:
 
 
 class GenerationCall:
-    """One generation over its attempts; each goes on behind what the ones before delivered.
+    """One generation over its attempts. Each attempt continues after the tokens already delivered.
 
     Attributes:
-        is_complete: its last piece came.
+        is_complete: its last piece has arrived.
     """
 
     def __init__(self, message: pb.GenerateRequest, metadata: Metadata, attempts: Attempts) -> None:
@@ -108,7 +108,7 @@ class GenerationCall:
         self.is_complete = False
 
     def begin(self) -> float | None:
-        """Begins an attempt and returns the seconds it may take; None is unlimited.
+        """Starts an attempt. Returns the seconds it may take; None is unlimited.
 
         Raises:
             DeadlineError: no time is left.
@@ -116,7 +116,7 @@ class GenerationCall:
         return self._attempts.begin()
 
     def take(self, response: pb.GenerateResponse) -> Delta:
-        """A piece that came."""
+        """Converts a piece that arrived."""
         delta = delta_of(response)
         if response.HasField("resume"):
             self._point = response.resume
@@ -126,19 +126,19 @@ class GenerationCall:
         return delta
 
     def end(self) -> None:
-        """The stream ended well.
+        """Checks the end of the stream.
 
         Raises:
-            ProtocolError: but the generation did not.
+            ProtocolError: the generation had not finished.
         """
         if not self.is_complete:
             raise ProtocolError("no_finish_reason", "the stream ended before the generation did")
 
     def wait_after(self, error: grpc.RpcError) -> float:
-        """Seconds to wait before the next attempt; raises what ended the call if there is none."""
+        """Seconds to wait before the next attempt; raises the call's error if there is none."""
         failure = failure_from(error)
         if self._delivered:
-            if self._point is None or not self._token_ids:  # an older gateway does not say how
+            if self._point is None or not self._token_ids:  # an older gateway sends no resume point
                 raise failure from error
             self.message.resume.CopyFrom(self._point)
             self.message.resume.token_ids.extend(self._token_ids)
@@ -147,6 +147,6 @@ class GenerationCall:
 
 def failure_from(error: grpc.RpcError) -> KvMeshError:
     """The error of a failed call, from either of gRPC's two clients."""
-    # Every error of a call says how the call ended, under the same names.
+    # Both kinds of errors describe the end of the call, under the same names.
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError))
     return failure_of(error.code(), error.details(), tuple(error.trailing_metadata() or ()))

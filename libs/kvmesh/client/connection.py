@@ -1,7 +1,7 @@
-"""Channel options, TLS and call metadata, the same for both clients.
+"""Channel options, TLS and call metadata, shared by both clients.
 
 Servers inside the mesh use `rpc/channels.py`; these options suit a client that reaches a gateway
-through whatever proxy stands before it. Tests: tests/unit/client/test_connection.py.
+through any proxy. Tests: tests/unit/client/test_connection.py.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvmesh.core.errors import ConfigError
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 32 * 1024 * 1024),
     ("grpc.max_send_message_length", 32 * 1024 * 1024),
-    # Only while a call runs, and rarely: a proxy cuts clients that ping more often than it likes.
+    # Only while a call runs, and rarely: a proxy cuts clients that ping too often.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # The retry loop here sees every failure; gRPC's own would hide the server's refusals.
+    # The client's own retry loop must see every failure; gRPC's would hide the server's refusals.
     ("grpc.enable_retries", 0),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """TLS towards the gateway; without arguments the system's authorities are trusted.
+    """TLS to the gateway. Without arguments, the client trusts the system's authorities.
 
     Attributes:
         ca: PEM file of the authority that signed the gateway's certificate.
-        cert: PEM file that the client shows (mutual TLS); goes with `key`.
+        cert: PEM file that the client shows (mutual TLS); needs `key`.
         key: PEM file of the key of `cert`.
     """
 
@@ -58,11 +58,11 @@ StubT = TypeVar("StubT")
 
 
 class Gateways(Generic[StubT]):
-    """Stubs of the gateways that a client knows; all calls go to one of them until it fails.
+    """Stubs of the gateways that a client knows. All calls go to one of them until it fails.
 
     Args:
         stubs: one per address.
-        first: which of them begins; clients should differ in it.
+        first: index of the first one to use; it should differ between clients.
     """
 
     def __init__(self, stubs: Sequence[StubT], first: int) -> None:
@@ -71,11 +71,11 @@ class Gateways(Generic[StubT]):
 
     @property
     def stub(self) -> StubT:
-        """The one to call."""
+        """The stub to call now."""
         return self._stubs[self._now]
 
     def leave(self, stub: StubT) -> None:
-        """A call to it failed: the next one's turn, unless another call has found out before."""
+        """Switches to the next gateway after a failed call, unless another call already has."""
         if stub is self.stub:
             self._now = (self._now + 1) % len(self._stubs)
 
@@ -90,5 +90,5 @@ def _read(path: str | Path | None) -> bytes | None:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata that goes with every call."""
+    """Metadata for every call."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()

@@ -1,7 +1,7 @@
-"""gRPC failures as our errors; pure.
+"""Converts gRPC failures to KVMesh errors; pure.
 
 The gateway ends a failed call with a status and trailing metadata: `kvmesh-refusal` (the reason
-word of a refusal), `retry-after-ms` and `kvmesh-param` (the field that is wrong).
+word of a refusal), `retry-after-ms` and `kvmesh-param` (the wrong field).
 Tests: tests/unit/client/test_failures.py.
 """
 
@@ -67,7 +67,7 @@ def failure_of(
 
 
 def _refusal(code: grpc.StatusCode, word: str | None, message: str, retry_after: str) -> Refusal:
-    # A reason of a newer gateway still tells whose limit it was by its status.
+    # An unknown reason, of a newer gateway: the status still tells whose limit it was.
     quota = code is grpc.StatusCode.RESOURCE_EXHAUSTED
     unknown = RefusalReason.QUOTA if quota else RefusalReason.BUSY
     return Refusal(

@@ -1,4 +1,4 @@
-"""What callers hand in and get back, and how it becomes messages; pure.
+"""The callers' arguments and results, and their conversion to messages; pure.
 
 Tests: tests/unit/client/test_messages.py.
 """
@@ -42,7 +42,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[s
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen; absent fields take the defaults of `SamplingParams`.
+    """Parameters of sampling. Absent fields take the defaults of `SamplingParams`.
 
     If no field is given at all, the gateway's defaults for the model apply.
     """
@@ -68,23 +68,23 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, ToolOptions, total=False):
-    """Everything about a generation but its prompt.
+    """All arguments of a generation except its prompt.
 
     Keys:
         model: absent takes the client's default model.
         stop: a string or strings that end generation; not part of the output.
         timeout_s: for the whole call, retries included.
         ttft_deadline_s: time to the first token after which the gateway refuses.
-        tpot_limit_s: longest mean time per token that is accepted; workers that would take longer
-            are not asked.
-        itl_limit_s: longest time between two tokens that is accepted; prompts that a worker
-            computes between them are cut into parts that keep it.
+        tpot_limit_s: longest accepted mean time per token; workers that would take longer are not
+          asked.
+        itl_limit_s: longest accepted time between two tokens; prompts that a worker computes
+          between them are cut into parts that keep it.
         request_id: identity in logs and traces; made by the gateway when absent.
         scenario: routing class of the request.
         cache_salt: keeps cached prefixes of callers with other salts apart.
         placement: override for tests and debugging.
         include_reasoning: whether the thinking of a chat is sent; default true.
-        metadata: goes with this call, besides the client's own; `traceparent` for example.
+        metadata: sent with this call, besides the client's own; `traceparent` for example.
     """
 
     model: str
@@ -108,7 +108,7 @@ _KEYS = frozenset(GenerateOptions.__annotations__) | _SAMPLING_KEYS | _TOOL_KEYS
 
 @dataclass(frozen=True, slots=True)
 class PlacedAt:
-    """Where a request runs."""
+    """The workers that run a request."""
 
     placement: Placement
     prefill_worker: str
@@ -121,12 +121,12 @@ class Delta:
 
     Attributes:
         text: may be empty while a character is incomplete.
-        logprobs: one entry per token when asked for.
+        logprobs: one entry per token if asked for.
         finish_reason: set on the last piece.
         usage: set on the last piece.
-        prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
-        placed: where it came from; None from a gateway that does not say.
-        reasoning: what the model thinks before it answers a chat; comes before the text.
+        prompt_logprobs: set on the first piece if asked for, for all prompt tokens but the first.
+        placed: the workers that generated it; None from a gateway that does not report them.
+        reasoning: the model's thinking before the answer of a chat; comes before the text.
         tool_calls: parts of calls; their text is not in `text`.
     """
 
@@ -144,7 +144,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished generation; its fields are those of all `Delta`s together."""
+    """A finished generation; its fields combine those of all its `Delta`s."""
 
     request_id: str
     text: str
@@ -160,7 +160,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served."""
+    """A model that the gateway serves."""
 
     name: str
     max_model_len: int
@@ -169,7 +169,7 @@ class Model:
 def request_message(
     prompt: Prompt, options: GenerateOptions, default_model: str
 ) -> pb.GenerateRequest:
-    """The request as a message.
+    """Converts a request to a message.
 
     Raises:
         InvalidRequestError: a prompt of another type, or a value that the message cannot hold.
@@ -200,7 +200,7 @@ def request_message(
 def _milliseconds(seconds: float, name: str) -> int:
     if not 0 <= seconds < 4_000_000:
         raise InvalidRequestError(f"{seconds} s is no limit", name)
-    # 0 would mean "the default", so a tiny one stays one millisecond.
+    # 0 would mean "the default", so a tiny limit becomes one millisecond.
     return max(1, round(seconds * 1000)) if seconds > 0 else 0
 
 
@@ -215,7 +215,7 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
         else:
             tokens: Sequence[Any] = prompt
             message.tokens.token_ids.extend(tokens)
-            message.tokens.SetInParent()  # an empty prompt is the server's to judge
+            message.tokens.SetInParent()  # the server decides about an empty prompt
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidRequestError(
             f"a prompt is text, token ids or chat messages with role and content: {error}", "prompt"
@@ -250,7 +250,7 @@ def _set_sampling(message: pb.GenerateRequest, options: GenerateOptions) -> None
 
 
 def delta_of(message: pb.GenerateResponse) -> Delta:
-    """A piece from its message."""
+    """Converts a message to a piece."""
     return Delta(
         request_id=message.request_id,
         text=message.text,
@@ -275,7 +275,7 @@ def _placed_of(message: pb.GenerateResponse) -> PlacedAt | None:
 
 
 def generation_of(deltas: Iterable[Delta]) -> Generation:
-    """The whole from its pieces, in order.
+    """Joins the pieces, in order, to the whole generation.
 
     Raises:
         ProtocolError: the last piece has no finish reason.
@@ -300,5 +300,5 @@ def generation_of(deltas: Iterable[Delta]) -> Generation:
 
 
 def models_of(message: pb.ListModelsResponse) -> list[Model]:
-    """The models from their message."""
+    """Converts a message to the models."""
     return [Model(entry.name, entry.max_model_len) for entry in message.models]

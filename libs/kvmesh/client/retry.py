@@ -1,7 +1,7 @@
-"""When and how long to wait before a request is sent again; time and chance are arguments.
+"""Decides whether and when to send a request again; time and randomness are arguments.
 
-What was delivered goes along: the answer goes on behind it, so no token is ever repeated.
-Tests: tests/unit/client/test_retry.py.
+The next attempt includes the delivered tokens and the answer continues after them, so no token is
+ever repeated. Tests: tests/unit/client/test_retry.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvmesh.core.errors import DeadlineError, KvMeshError, RefusedError
 from kvmesh.core.types import RefusalReason
 
 _FINAL = {
-    # The same request will be refused again, or its time is over.
+    # The same request would be refused again, or its time is over.
     RefusalReason.TOO_LONG,
     RefusalReason.INVALID,
     RefusalReason.DEADLINE,
@@ -26,11 +26,11 @@ class RetryPolicy:
     """Exponential backoff with full jitter.
 
     Attributes:
-        attempts: how often a request is sent at most before its first token; 1 never retries.
-        resumes: how often a stream that was cut is asked for at most before its next token; 0
-            never goes on with one.
-        initial_s: upper end of the first wait.
-        max_s: upper end of any wait.
+        attempts: maximum number of times a request is sent before its first token; 1 never retries.
+        resumes: maximum number of times a cut stream is requested before its next token; 0 never
+          resumes one.
+        initial_s: upper limit of the first wait.
+        max_s: upper limit of any wait.
     """
 
     attempts: int = 3
@@ -51,10 +51,10 @@ class RetryPolicy:
 
         Args:
             error: how the attempt ended.
-            attempt: number of the attempt that failed, from 1, or since something was delivered.
+            attempt: number of the failed attempt, from 1; counted anew after each delivery.
             remaining_s: time left for the request; None is unlimited.
             rng: source of the jitter.
-            has_begun: something was delivered.
+            has_begun: tokens were delivered.
         """
         longest = self.resumes if has_begun else self.attempts - 1
         if attempt > longest or not error.retry_safe:
@@ -64,7 +64,7 @@ class RetryPolicy:
         if isinstance(error, RefusedError):
             if error.refusal.reason in _FINAL:
                 return None
-            # The server knows better when it has room; jitter on top keeps clients apart.
+            # The server knows best when it has room; the jitter on top keeps clients apart.
             wait += error.refusal.retry_after_ms / 1000
         if remaining_s is not None and wait >= remaining_s:
             return None
@@ -75,7 +75,7 @@ NO_RETRY = RetryPolicy(attempts=1, resumes=0)
 
 
 class Attempts:
-    """The attempts of one call: what time is left, and what a failure means."""
+    """The attempts of one call: the time left, and the decision after a failure."""
 
     def __init__(
         self, policy: RetryPolicy, timeout_s: float | None, clock: Clock, rng: random.Random
@@ -88,7 +88,7 @@ class Attempts:
         self._has_begun = False
 
     def begin(self) -> float | None:
-        """Counts an attempt and returns the seconds it may take; None is unlimited.
+        """Counts an attempt. Returns the seconds it may take; None is unlimited.
 
         Raises:
             DeadlineError: no time is left.
@@ -100,7 +100,7 @@ class Attempts:
         return remaining
 
     def delivered(self) -> None:
-        """Something came: attempts are counted from here."""
+        """Notes a delivery, from which attempts are counted anew."""
         self._made, self._has_begun = 1, True
 
     def wait_after(self, error: KvMeshError) -> float:

@@ -27,15 +27,15 @@ from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 class Client:
     """Generates text through a gateway; one client may be used by many threads.
 
-    Calls fail with the errors of `kvmesh.core.errors`, as those of `AsyncClient` do.
+    Calls fail with the same errors of `kvmesh.core.errors` as those of `AsyncClient`.
     """
 
     def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
-        """Opens no connection yet.
+        """Creates the client without connecting.
 
         Args:
             target: `host:port` of a gateway's gRPC port, or several, comma-separated: calls go to
-                one of them, and to the next one when it fails.
+              one of them, and to the next one when it fails.
             options: see `ClientOptions`.
 
         Raises:
@@ -64,7 +64,7 @@ class Client:
     def stream(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> Generator[Delta, None, None]:
-        """Generates and yields pieces as they come; the last one has the finish reason.
+        """Generates and yields pieces as they arrive; the last one has the finish reason.
 
         Leaving the loop or `close()` cancels on the server. Use one stream in one thread.
         """
@@ -79,7 +79,7 @@ class Client:
                 return
             except grpc.RpcError as error:
                 if run.is_complete:
-                    return  # only the status after its last piece is lost
+                    return  # only the status after the last piece is lost
                 wait_s = run.wait_after(error)
                 self._gateways.leave(stub)
             finally:
@@ -87,7 +87,7 @@ class Client:
             time.sleep(wait_s)
 
     def list_models(self, timeout_s: float | None = 10.0) -> list[Model]:
-        """The models that are served, in order of name."""
+        """The models that the gateway serves, in order of name."""
         attempts = self._calls.attempts(timeout_s)
         request, metadata = pb.ListModelsRequest(), self._calls.metadata
         while True:

@@ -1,4 +1,4 @@
-"""Functions that a model may call, and its calls, as callers see them; pure.
+"""Functions that a model may call, and its calls, in the form for callers; pure.
 
 Tests: tests/unit/client/test_tools.py, tests/integration/test_gateway_grpc.py.
 """
@@ -18,8 +18,8 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        description: what it does, for the model.
-        parameters: JSON schema of its parameters; None where it has none.
+        description: describes the function to the model.
+        parameters: JSON schema of its parameters; None if it has none.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ToolCall:
     """A call that the model has made.
 
     Attributes:
-        id: a message of role `tool` answers it with this as its `tool_call_id`.
+        id: the message of role `tool` with the result repeats it as its `tool_call_id`.
         arguments: JSON, as the model wrote it.
     """
 
@@ -62,9 +62,9 @@ class Message(TypedDict, total=False):
 
     Keys:
         role: system, user, assistant or tool.
-        tool_calls: which the assistant has made.
-        tool_call_id: which call a tool's message answers.
-        reasoning: what the assistant thought before it answered.
+        tool_calls: calls that the assistant has made.
+        tool_call_id: id of the call that a tool's message answers.
+        reasoning: the assistant's thinking before its answer.
     """
 
     role: Required[str]
@@ -75,7 +75,7 @@ class Message(TypedDict, total=False):
 
 
 class ToolOptions(TypedDict, total=False):
-    """What a chat may call.
+    """The tools of a chat.
 
     Keys:
         tools: functions that the model may call.
@@ -98,10 +98,10 @@ _CHOICES = {
 
 
 def message_to_proto(message: Mapping[str, Any]) -> pb.ChatMessage:
-    """One message of a chat.
+    """Converts one message of a chat.
 
     Raises:
-        KeyError, TypeError: something is missing or of another type.
+        KeyError, TypeError: a field is missing or of another type.
     """
     return pb.ChatMessage(
         role=message["role"],
@@ -116,10 +116,10 @@ def message_to_proto(message: Mapping[str, Any]) -> pb.ChatMessage:
 
 
 def set_tools(chat: pb.ChatPrompt, options: Mapping[str, Any]) -> None:
-    """Adds what a chat may call.
+    """Adds the tools to a chat.
 
     Raises:
-        TypeError: a value is of another type, or no JSON.
+        TypeError: a value is of another type, or not valid JSON.
     """
     for tool in options.get("tools", ()):
         parameters = "" if tool.parameters is None else json.dumps(tool.parameters)
@@ -143,7 +143,7 @@ def call_deltas(message: pb.GenerateResponse) -> tuple[ToolCallDelta, ...]:
 
 
 def joined_calls(parts: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls from their parts, in order."""
+    """Joins the parts of calls, in order."""
     calls: dict[int, ToolCall] = {}
     for part in parts:
         known = calls.get(part.index, ToolCall("", "", ""))

@@ -1,1 +1,1 @@
-"""The console: what the mesh does now, as a web page on the gateway's admin port."""
+"""The console: the present state of the mesh, as a web page on the gateway's admin port."""

@@ -1,8 +1,8 @@
 """Serves the console on an admin port: the page, one snapshot, a stream of them, one request.
 
-The page is plain HTML, CSS and JavaScript modules from this package; nothing is loaded from
-elsewhere. Of a gateway of several processes each serves its share to the one that has the page.
-Tests: tests/integration/test_console.py, tests/e2e/test_console_page.py.
+The page is plain HTML, CSS and JavaScript modules from this package; it loads nothing from other
+sites. In a gateway of several processes, each process serves its share to the parent, which has
+the page. Tests: tests/integration/test_console.py, tests/e2e/test_console_page.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvmesh.console.snapshot import ConsoleView, history, snapshot
 from kvmesh.runtime.admin import AdminPort
 
 INTERVAL_S = 1.0
-"""Time between two snapshots of a stream."""
+"""Seconds between two snapshots of a stream."""
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -38,14 +38,14 @@ REQUEST_PATH = "/console/requests/"
 
 
 class Requests(Protocol):
-    """Where the console finds a gateway's requests."""
+    """The console's source of a gateway's requests."""
 
     async def share(self, *, with_rows: bool) -> Share:
-        """All of them now."""
+        """All requests now."""
         ...
 
     async def find(self, name: str) -> Json | None:
-        """The timeline of one, by its id or the client's; None if it is not remembered."""
+        """The timeline of one request, by its id or the client's; None if it is not remembered."""
         ...
 
 
@@ -53,7 +53,7 @@ class LocalRequests:
     """Requests of this process.
 
     Args:
-        refusals: reads those met since start, by (stage, reason).
+        refusals: returns the refusals since start, by (stage, reason).
         now: the log's clock.
     """
 
@@ -78,7 +78,7 @@ class LocalRequests:
 
 
 class SharePage:
-    """Routes of a process that has no console of its own but a share in one."""
+    """Routes of a process whose share another process shows in its console."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -104,8 +104,8 @@ class ConsolePage(SharePage):
     """Routes of the console.
 
     Args:
-        requests: of the whole gateway.
-        view: the mesh now, around these requests.
+        requests: requests of the whole gateway.
+        view: makes the console's view around these requests.
     """
 
     def __init__(self, requests: Requests, view: Callable[[Share], ConsoleView]) -> None:

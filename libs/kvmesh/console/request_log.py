@@ -1,6 +1,6 @@
-"""What happened to the requests that are open and to the last ones that ended.
+"""History of the open requests and of the last ones that ended.
 
-Plain bookkeeping of one gateway; times come from the caller. Tests:
+Bookkeeping of one gateway; times come from the caller. Tests:
 tests/unit/console/test_request_log.py.
 """
 
@@ -15,16 +15,16 @@ from typing import NamedTuple
 from kvmesh.core.types import Placement, RequestId, WorkerId
 
 CAPACITY = 512
-"""Ended requests that are remembered."""
+"""Maximum number of ended requests that are remembered."""
 
 MAX_EVENTS = 64
-"""Events kept per request; a request that is refused for seconds has no end of them."""
+"""Maximum number of events kept per request: one refused for seconds has very many."""
 
 
 class Moment(enum.Enum):
-    """What can happen to a request."""
+    """Events of a request."""
 
-    __hash__ = object.__hash__  # that of `Enum` is Python and takes four times as long
+    __hash__ = object.__hash__  # that of `Enum` is Python code and four times as slow
 
     ROUTED = "routed"
     RESERVED = "reserved"
@@ -36,7 +36,7 @@ class Moment(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """Where a request is now."""
+    """The present stage of a request."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -57,12 +57,12 @@ _REPEATED = frozenset({Moment.ROUTED, Moment.RESERVED, Moment.REFUSED})
 
 
 class RequestEvent(NamedTuple):
-    """One thing that happened.
+    """One event of a request.
 
     Attributes:
-        at_s: on the log's clock.
-        worker: where; empty if nowhere in particular.
-        text: reason, or what was decided.
+        at_s: time on the log's clock.
+        worker: the worker concerned; empty if there is none.
+        text: reason or decision.
     """
 
     at_s: float
@@ -77,8 +77,8 @@ class RequestTrace:
 
     Attributes:
         ended_at: None while it runs.
-        num_refusals: all of them, those whose event was not kept included.
-        num_moves: how often a worker lost it.
+        num_refusals: number of all refusals, including those whose event was not kept.
+        num_moves: number of times that a worker lost it.
         finish: OpenAI's word for the end, or `cancelled` or `error`; empty while it runs.
     """
 
@@ -101,7 +101,7 @@ class RequestTrace:
     def note(
         self, moment: Moment, at_s: float, worker: WorkerId | None = None, text: str = ""
     ) -> None:
-        """Adds an event. What a search for workers repeats without end is kept at its start."""
+        """Adds an event. Events that a search may repeat are kept only up to a limit."""
         self.stage = _NEXT.get(moment, self.stage)
         if moment is Moment.REFUSED:
             self.num_refusals += 1
@@ -113,12 +113,12 @@ class RequestTrace:
     def placed(
         self, at_s: float, placement: Placement, prefill: WorkerId, decode: WorkerId
     ) -> None:
-        """A prefill worker accepted it for a decode worker that reserved."""
+        """Notes that a prefill worker accepted it for a decode worker with a reservation."""
         self.placement, self.prefill_worker, self.decode_worker = placement, prefill, decode
         self.note(Moment.ACCEPTED, at_s, prefill)
 
     def moment(self, moment: Moment) -> float | None:
-        """When something happened first; None if it did not."""
+        """The time of the first event of a kind; None without one."""
         return next((event.at_s for event in self.events if event.moment is moment), None)
 
 
@@ -126,8 +126,8 @@ class RequestLog:
     """All open requests and the last ones that ended.
 
     Args:
-        unix_offset_s: added to a time of the log's clock, gives seconds since 1970.
-        capacity: ended requests that are remembered.
+        unix_offset_s: offset from the log's clock to seconds since 1970.
+        capacity: maximum number of ended requests that are remembered.
     """
 
     def __init__(self, unix_offset_s: float = 0.0, capacity: int = CAPACITY) -> None:
@@ -139,18 +139,18 @@ class RequestLog:
         self.ended_total = 0
 
     def open(self, request_id: RequestId, prompt_tokens: int, now: float) -> RequestTrace:
-        """A request came."""
+        """Adds a request that arrived."""
         trace = RequestTrace(request_id, now, prompt_tokens)
         self._open[request_id] = trace
         self.arrived_total += 1
         return trace
 
     def trace(self, request_id: RequestId) -> RequestTrace:
-        """An open request; one that nobody opened is not kept."""
+        """The trace of an open request; for an unknown request, a trace that is not kept."""
         return self._open.get(request_id) or RequestTrace(request_id, 0.0, 0)
 
     def end(self, request_id: RequestId, now: float, finish: str, error: str = "") -> None:
-        """A request ended; nothing happens if it is not open."""
+        """Ends a request. Does nothing if it is not open."""
         trace = self._open.pop(request_id, None)
         if trace is None:
             return
@@ -162,19 +162,19 @@ class RequestLog:
 
     @property
     def num_open(self) -> int:
-        """Requests that run now."""
+        """Number of requests that run now."""
         return len(self._open)
 
     def running(self) -> Iterator[RequestTrace]:
-        """Those that run now, the oldest first."""
+        """The running requests, oldest first."""
         return iter(self._open.values())
 
     def latest(self) -> Iterator[RequestTrace]:
-        """Those that ended, the last first."""
+        """The ended requests, last first."""
         return reversed(self._ended.values())
 
     def find(self, name: str) -> RequestTrace | None:
-        """A request by its id, or by the client's id that its own begins with; the last of them."""
+        """A request by its id, or the latest request whose id begins with the client's id."""
         exact = self._open.get(RequestId(name)) or self._ended.get(RequestId(name))
         if exact is not None or not name:
             return exact

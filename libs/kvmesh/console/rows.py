@@ -1,4 +1,4 @@
-"""Requests as rows and timelines: JSON values that need no clock but their own.
+"""Requests as table rows and timelines: JSON values with times from the requests' own log.
 
 Pure. Their shape is documented in docs/console.md. Tests: tests/unit/console/test_rows.py.
 """
@@ -15,13 +15,13 @@ Json = dict[str, Any]
 
 
 def ttft_s(trace: RequestTrace) -> float | None:
-    """Arrival to first token; None before it."""
+    """Seconds from arrival to first token; None before it."""
     first = trace.moment(Moment.FIRST_TOKEN)
     return None if first is None else first - trace.arrived_at
 
 
 def flows(running: Iterable[RequestTrace]) -> list[Json]:
-    """How many requests are at each stage on each pair of workers."""
+    """Number of requests at each stage on each pair of workers."""
     counts = Counter((each.stage, *_where(each)) for each in running)
     return [
         {"stage": stage.value, "prefill": prefill, "decode": decode, "count": count}
@@ -37,7 +37,7 @@ def _where(trace: RequestTrace) -> tuple[str, str]:
 
 
 def request_row(trace: RequestTrace, log: RequestLog, now: float) -> Json:
-    """One request in a table."""
+    """One request as a table row."""
     first_s = ttft_s(trace)
     end_s = now if trace.ended_at is None else trace.ended_at
     return {
@@ -59,7 +59,7 @@ def request_row(trace: RequestTrace, log: RequestLog, now: float) -> Json:
 
 
 def timeline(trace: RequestTrace, log: RequestLog, now: float) -> Json:
-    """One request with its phases and all that happened, in milliseconds after its arrival."""
+    """One request with its phases and all events, in milliseconds after its arrival."""
     return {
         **request_row(trace, log, now),
         "error": trace.error,

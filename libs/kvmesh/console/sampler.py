@@ -16,16 +16,16 @@ from kvmesh.core.summary_statistics import percentile
 from kvmesh.core.types import Role, WorkerId
 
 HISTORY = 300
-"""Samples that are kept: five minutes at one a second."""
+"""Maximum number of samples kept: five minutes at one per second."""
 
 
 GONE_S = 300.0
-"""A worker that left is told so long."""
+"""Seconds that a worker that left is still shown."""
 MAX_GONE = 50
 
 
 class LinkName(NamedTuple):
-    """One worker's way to another one."""
+    """The link from one worker to another."""
 
     sender: WorkerId
     peer: WorkerId
@@ -34,10 +34,11 @@ class LinkName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """What a worker did per second since the sample before.
+    """A worker's rates per second since the previous sample.
 
     Attributes:
-        hit_share: prompt tokens found in the prefix cache, 0 to 1; None without a lookup.
+        hit_share: fraction of prompt tokens found in the prefix cache, 0 to 1; None without a
+            lookup.
     """
 
     prefill_tokens_s: float = 0.0
@@ -47,10 +48,10 @@ class WorkerRates:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker that was there before.
+    """A worker that has left.
 
     Attributes:
-        at_s: when it was missed first, in seconds since 1970.
+        at_s: when it was first missing, in seconds since 1970.
     """
 
     worker: FleetWorker
@@ -63,11 +64,11 @@ class Sample:
 
     Attributes:
         at_s: seconds since 1970.
-        prefill_tokens_s, decode_tokens_s, transfer_bytes_s: None while no scheduler tells.
+        prefill_tokens_s, decode_tokens_s, transfer_bytes_s: None while no scheduler is connected.
         ttft_p50_s, ttft_p99_s: of requests that ended in the window; None without any.
-        disaggregated_share: of requests that were placed in the window, 0 to 1.
-        threshold_tokens: uncached tokens from which on a prompt is sent to another cluster; None
-            where no policy has one.
+        disaggregated_share: fraction of the requests placed in the window, 0 to 1.
+        threshold_tokens: uncached tokens above which a prompt goes to another cluster; None if no
+          policy has a threshold.
         prefill_workers, decode_workers: hybrids count on both sides.
     """
 
@@ -87,7 +88,7 @@ class Sample:
 
 
 class Sampler:
-    """Keeps what is needed to turn totals into rates."""
+    """Turns totals into rates, and keeps their history."""
 
     def __init__(self) -> None:
         self._at_s: float | None = None
@@ -114,7 +115,7 @@ class Sampler:
         Args:
             share: the gateway's requests now.
             unix_s: seconds since 1970; grows from call to call.
-            fresh: False while the workers are only those known last.
+            fresh: False if the workers are only the last known ones.
         """
         elapsed_s = unix_s - self._at_s if self._at_s is not None else 0.0
         self._miss(workers, unix_s)
@@ -142,7 +143,10 @@ class Sampler:
         return sample
 
     def _miss(self, workers: Sequence[FleetWorker], unix_s: float) -> None:
-        """Notes who left since the last sample; forgets who came back, or left long ago."""
+        """Notes workers that left since the last sample.
+
+        Forgets those that came back or left long ago.
+        """
         here = {each.info.worker_id for each in workers}
         left = {name: Gone(each, unix_s) for name, each in self._workers.items()}
         kept = {
@@ -169,7 +173,7 @@ class Sampler:
 
 
 def links_of(workers: Sequence[FleetWorker]) -> dict[LinkName, int]:
-    """Bytes that every link has carried."""
+    """Total bytes that each link has carried."""
     return {
         LinkName(worker.info.worker_id, link.peer, link.channel): link.bytes_total
         for worker in workers
@@ -178,8 +182,8 @@ def links_of(workers: Sequence[FleetWorker]) -> dict[LinkName, int]:
 
 
 def per_second(difference: float, elapsed_s: float) -> float:
-    """How fast a counter grows; 0 where no time has passed."""
-    # Who restarts counts from zero again.
+    """The rate of a counter; 0 if no time has passed."""
+    # A restarted process counts from zero again.
     return max(difference, 0.0) / elapsed_s if elapsed_s > 0 else 0.0
 
 
@@ -189,7 +193,7 @@ def _worker_rates(before: FleetWorker, now: FleetWorker, elapsed_s: float) -> Wo
     computed = now.load.prefill_tokens_total - before.load.prefill_tokens_total
     generated = now.load.decode_tokens_total - before.load.decode_tokens_total
     return WorkerRates(
-        # A step of decode computes the token that it continues from.
+        # A decode step computes the token from which it continues.
         per_second(computed - generated, elapsed_s),
         per_second(generated, elapsed_s),
         found / looked_up if looked_up > 0 else None,

@@ -1,4 +1,4 @@
-"""What one gateway process knows of requests, as a value that adds up over processes.
+"""One gateway process's requests as a value that can be summed over processes.
 
 Pure. Tests: tests/unit/console/test_share.py.
 """
@@ -15,23 +15,23 @@ from kvmesh.console.rows import Json, flows, request_row, ttft_s
 from kvmesh.core.types import Placement
 
 MAX_REQUESTS = 100
-"""Rows of requests; older ones can be asked for by id."""
+"""Maximum number of request rows; older requests can be looked up by id."""
 
 WINDOW_S = 30.0
-"""Requests that ended in the last so many seconds make the quantiles and shares."""
+"""Seconds after its end in which a request counts in the quantiles and fractions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Requests of one process, or of several added up.
+    """Requests of one process, or the sum over several.
 
     Attributes:
         arrived_total, ended_total: since the process started.
         ttfts_s: arrival to first token of requests that are open or ended in the window.
         num_aggregated, num_disaggregated: the same requests by placement.
-        refusals: met since start, by (stage, reason).
-        flows: how many requests are at each stage on each pair of workers.
-        requests: rows, open ones first, the last of each kind first; empty where nobody asked.
+        refusals: refusals since start, by (stage, reason).
+        flows: number of requests at each stage on each pair of workers.
+        requests: rows, open ones first, the last of each kind first; empty if not asked for.
     """
 
     num_open: int = 0
@@ -46,15 +46,15 @@ class Share:
 
     @property
     def disaggregated_share(self) -> float | None:
-        """Of the requests in the window that were placed, 0 to 1; None without any."""
+        """Fraction of the placed requests in the window, 0 to 1; None without any."""
         placed = self.num_aggregated + self.num_disaggregated
         return self.num_disaggregated / placed if placed else None
 
     def past(self) -> Share:
-        """What is left of it when its process has ended: the totals."""
+        """The part that remains after the end of its process: the totals."""
         return Share(
             arrived_total=self.arrived_total,
-            ended_total=self.arrived_total,  # what was open has ended with it
+            ended_total=self.arrived_total,  # open requests ended with the process
             refusals=self.refusals,
         )
 
@@ -70,7 +70,7 @@ def share_of(
 
     Args:
         now: on the log's clock.
-        with_rows: whether somebody will look at single requests.
+        with_rows: whether to include single requests.
     """
     recent = _recent(log, now)
     placed = Counter(each.placement for each in recent)
@@ -99,7 +99,7 @@ def _recent(log: RequestLog, now: float) -> list[RequestTrace]:
 
 
 def added(shares: Iterable[Share]) -> Share:
-    """All of them as one."""
+    """Sums several shares."""
     shares = tuple(shares)
     refusals: dict[tuple[str, str], float] = {}
     where: Counter[tuple[str, str, str]] = Counter()
@@ -126,21 +126,21 @@ def added(shares: Iterable[Share]) -> Share:
 
 
 def _in_order(row: Json) -> tuple[bool, float]:
-    """Open ones first, the last to arrive first; then the last to end first."""
+    """Sort key: open requests by arrival, last first; then ended ones by end, last first."""
     if not row["finish"]:
         return False, -row["at"]
     return True, -(row["at"] + row["elapsed_ms"] / 1000)
 
 
 def share_to_json(share: Share) -> Json:
-    """A share for another process."""
+    """Converts a share to JSON for another process."""
     content = dataclasses.asdict(share)
     content["refusals"] = [[*who, count] for who, count in share.refusals.items()]
     return content
 
 
 def share_from_json(content: Json) -> Share:
-    """What `share_to_json` made."""
+    """Restores a share from `share_to_json`."""
     return Share(
         **{
             **content,

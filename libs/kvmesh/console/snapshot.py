@@ -1,4 +1,4 @@
-"""The mesh as one JSON value: what the console's page draws.
+"""The mesh as one JSON value, from which the console's page draws.
 
 Pure. Its shape is documented in docs/console.md. Tests: tests/unit/console/test_snapshot.py.
 """
@@ -18,11 +18,11 @@ from kvmesh.core.types import Role
 
 @dataclass(frozen=True, slots=True)
 class ConsoleView:
-    """What a snapshot is made of.
+    """The data for a snapshot.
 
     Attributes:
         unix_s: seconds since 1970.
-        fresh: whether a scheduler is connected; without one the workers are those known last.
+        fresh: whether a scheduler is connected; otherwise the workers are the last known ones.
         kvmanager_connected: whether that scheduler reaches its kvmanager; None if it has none.
         share: the requests of all processes of this gateway.
     """
@@ -38,7 +38,7 @@ class ConsoleView:
 
 
 def snapshot(view: ConsoleView) -> Json:
-    """Everything but the history."""
+    """The whole snapshot except the history."""
     share = view.share
     return {
         "now": round(view.unix_s, 3),
@@ -71,7 +71,7 @@ def history(samples: Iterable[Sample]) -> list[Json]:
 
 
 def sample_row(sample: Sample) -> Json:
-    """One sample, rounded to what can be seen."""
+    """One sample, rounded for display."""
     return {
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in dataclasses.asdict(sample).items()
@@ -89,7 +89,7 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
         "id": info.worker_id,
         "role": info.role.value,
         "cluster": info.cluster,
-        # Workers that can hand KV over to each other.
+        # Workers of one group can hand KV over to each other.
         "group": f"{info.model} {info.layout.model_fingerprint[:8]}",
         "state": "cordoned" if detail.cordoned else state,
         "missing_native": list(info.missing_native),

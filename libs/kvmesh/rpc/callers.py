@@ -1,6 +1,6 @@
-"""Which services may call: by the name in the certificate that mTLS has verified.
+"""Restricts the callers of a service by the name in the certificate that mTLS has verified.
 
-One CA makes all services of a mesh; this keeps a stolen key from being good at every port.
+One CA signs all services of a mesh. With this check, a stolen key does not open every port.
 Tests: tests/integration/test_tls.py.
 """
 
@@ -18,10 +18,10 @@ _HEALTH = "/grpc.health.v1.Health/"
 
 
 class RpcNames:
-    """Stands where a server does, and notes the rpcs of servicers that are added to it.
+    """Takes a server's place when servicers are added, and notes their rpcs.
 
     Attributes:
-        names: without their service.
+        names: names of the rpcs, without their service.
         services: full names of the services.
     """
 
@@ -30,7 +30,7 @@ class RpcNames:
         self.services: set[str] = set()
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """What gRPC's generated code calls first; the names come with the other call."""
+        """Called first by gRPC's generated code; the names come with the other call."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
         """Notes a service and its rpcs."""
@@ -39,14 +39,14 @@ class RpcNames:
 
 
 def check_callers(names: Collection[str], rpcs: Collection[str]) -> None:
-    """Says no to a caller that is given an rpc which is not there: it would be let in nowhere.
+    """Checks that no rule names an rpc that does not exist.
 
     Args:
-        names: as of `KnownCallers`.
-        rpcs: of the service.
+        names: as for `KnownCallers`.
+        rpcs: names of the service's rpcs.
 
     Raises:
-        ConfigError: names the entry, and the rpcs that there are.
+        ConfigError: names the bad entry, and the existing rpcs.
     """
     for entry in sorted(names):
         name, colon, rpc = entry.partition(":")
@@ -58,13 +58,13 @@ def check_callers(names: Collection[str], rpcs: Collection[str]) -> None:
 
 
 class KnownCallers(grpc.aio.ServerInterceptor):
-    """Turns away who has a certificate of the CA, but not one of these names.
+    """Refuses callers whose certificate is from the CA but has none of the given names.
 
-    Health stays open to every certificate of the CA: orchestrators and people ask for it.
+    Health stays open to every certificate of the CA, since orchestrators and people ask for it.
 
     Args:
-        names: common names, each for all rpcs, or with a colon and the one rpc that it may call, as
-            `prefill:RegisterWorker`.
+        names: common names. A name alone allows all rpcs; with a colon and an rpc, as in
+          `prefill:RegisterWorker`, it allows that rpc.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -90,5 +90,5 @@ class KnownCallers(grpc.aio.ServerInterceptor):
         return checked(handler, check, handler.request_deserializer)
 
     def _may(self, name: str, rpc: str) -> bool:
-        # A colon in the certificate's name must not make it another one's right.
+        # A colon in a certificate's name must not give it the right of another name.
         return ":" not in name and not self._names.isdisjoint({name, f"{name}:{rpc}"})

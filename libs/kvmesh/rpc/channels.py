@@ -21,7 +21,7 @@ from kvmesh.rpc.membership import MemberChannel, MembersOnly
 from kvmesh.rpc.tls_files import check_trust, load_tls_files
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-"""A prompt of a million tokens fits; KV never travels here."""
+"""Maximum bytes of a message. A prompt of a million tokens fits; KV is never sent this way."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -43,7 +43,7 @@ _OPTIONS: list[tuple[str, int]] = [
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """TLS files; all empty means plain text."""
+    """TLS files. If all are empty, connections are plain text."""
 
     cert: str = option("", "certificate chain (PEM) that this service shows")
     key: str = option("", "private key (PEM) of the certificate")
@@ -53,11 +53,11 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class MeshAccess:
-    """What a process shows to the services of its mesh.
+    """The credentials that a process shows to the services of its mesh.
 
     Attributes:
         tls: certificates; plain text without a CA.
-        secret: proves that the caller belongs to the mesh; None in a mesh without one.
+        secret: proves that the caller belongs to the mesh; None in a mesh without a secret.
     """
 
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -65,7 +65,7 @@ class MeshAccess:
 
 
 NO_ACCESS = MeshAccess()
-"""Plain text, and nothing to show."""
+"""Plain text, without credentials."""
 
 
 def _read(path: str) -> bytes | None:
@@ -78,7 +78,7 @@ def _read(path: str) -> bytes | None:
 
 
 def open_channel(target: str, access: MeshAccess = NO_ACCESS) -> grpc.aio.Channel:
-    """A channel to `host:port`."""
+    """Opens a channel to `host:port`."""
     channel = _open(target, access.tls)
     return channel if access.secret is None else MemberChannel(channel, access.secret)
 
@@ -97,12 +97,12 @@ def make_server(
     secret: MeshSecret | None = None,
     public: Collection[str] = (),
 ) -> grpc.aio.Server:
-    """A server without ports or servicers.
+    """Makes a server without ports or servicers.
 
     Args:
-        share_port: another process that says so too may listen on the same port.
-        callers: names in certificates that may call; empty lets everyone in.
-        secret: callers must prove that they hold it; None lets everyone in.
+        share_port: another process with this option may listen on the same port.
+        callers: names in certificates that may call; empty admits every caller.
+        secret: callers must prove that they hold it; None admits every caller.
         public: full names of services that need no proof; read at each call.
     """
     options = [*_OPTIONS, ("grpc.so_reuseport", int(share_port))]
@@ -115,14 +115,14 @@ def make_server(
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | None = None) -> int:
-    """Adds a port (0 picks a free one) and returns it.
+    """Adds a port (0 picks a free one) and returns its number.
 
     Raises:
-        ConfigError: the port is taken, or a file of TLS cannot be used; the message says which.
+        ConfigError: the port is taken, or a TLS file cannot be used; the message says which.
     """
     address = f"{host}:{port}"
     if tls is not None and tls.cert:
-        # gRPC tells of a wrong file as of a port that it did not get.
+        # gRPC reports a wrong file like a port that is taken, so the files are checked first.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_tls_files(context, tls.cert, tls.key, tls.ca, "server.tls")
         check_trust(tls.cert, tls.key, tls.ca, "server.tls")

@@ -1,6 +1,6 @@
-"""Messages to core types and back; the only place where both meet.
+"""Converts messages to core types and back. Only this package uses both.
 
-A message that cannot be a valid value raises `ProtocolError`.
+A message that has no valid value raises `ProtocolError`.
 Tests: tests/unit/rpc/test_convert.py.
 """
 
@@ -67,24 +67,24 @@ _FINISH_BACK = {number: reason for reason, number in _FINISH.items()}
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
-    """None is "not finished"."""
+    """None means "not finished"."""
     return _FINISH[reason]
 
 
 def finish_reason_from_proto(number: types_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """None is "not finished"."""
+    """None means "not finished"."""
     if number not in _FINISH_BACK:
         raise ProtocolError("unknown_enum", f"finish reason {number}")
     return _FINISH_BACK[number]
 
 
 def limit_to_ms(limit_s: float) -> int:
-    """A limit on the time per token as messages tell it: 0 is none, and none becomes 0."""
+    """Converts a limit on the time per token for a message: 0 means no limit."""
     return 0 if math.isinf(limit_s) else max(round(limit_s * 1000), 1)
 
 
 def limit_from_ms(limit_ms: int) -> float:
-    """The limit of a message, in seconds; infinite for none."""
+    """Converts a message's limit to seconds; infinite for none."""
     return limit_ms / 1000 if limit_ms else math.inf
 
 
@@ -111,7 +111,7 @@ def refusal_to_proto(refusal: Refusal) -> types_pb2.Refusal:
 
 
 def refusal_from_proto(message: types_pb2.Refusal) -> Refusal:
-    """Refusal from a message; a reason of a newer peer counts as LOST."""
+    """Refusal from a message. An unknown reason, of a newer peer, becomes LOST."""
     return Refusal(
         reason=_REFUSALS_BACK.get(message.reason, RefusalReason.LOST),
         message=message.message,
@@ -138,9 +138,10 @@ def sequence_spec_to_proto(spec: SequenceSpec) -> types_pb2.SequenceSpec:
 
 
 def fill_sequence_spec(message: types_pb2.SequenceSpec, spec: SequenceSpec) -> None:
-    """Writes a SequenceSpec into an empty message, which may be part of another one.
+    """Writes a SequenceSpec into an empty message, which may be part of another message.
 
-    A message given to another one is copied, by way of its bytes: as much work as sending it.
+    This avoids a copy: assigning a message copies it through its bytes, which costs as much as
+    sending.
     """
     message.token_ids.extend(spec.token_ids)
     message.num_prompt_tokens = spec.num_prompt_tokens
@@ -209,7 +210,7 @@ def kv_layout_from_proto(message: types_pb2.KvLayout) -> KvLayout:
 
 
 def host_route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
-    """Way within a host as a message."""
+    """The route within a host, as a message."""
     if route is None:
         return None
     return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)
@@ -218,7 +219,7 @@ def host_route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
 def host_route_from_proto(
     message: types_pb2.Reservation | kv_pool_service_pb2.ReadLease,
 ) -> HostRoute | None:
-    """Way to the blocks within their host; None if there is none."""
+    """The route to the blocks within their host; None if there is none."""
     if not message.HasField("host_route"):
         return None
     return HostRoute(message.host_route.host_id, message.host_route.socket_path)

@@ -1,4 +1,4 @@
-"""Details of workers, and operators' orders, as messages and as values.
+"""Converts workers' details and operators' orders to messages and back.
 
 Tests: tests/unit/rpc/test_convert_detail.py.
 """
@@ -79,7 +79,7 @@ def _link_from_proto(message: pb.LinkDetail) -> LinkDetail:
 
 
 def worker_order(request: pb.OrderWorkerRequest) -> pb.RegisterWorkerResponse | None:
-    """What the scheduler tells a worker when an operator asks for it; None if it makes no sense."""
+    """The message to a worker for an operator's order; None if the order is invalid."""
     match request.WhichOneof("order"):
         case "drain":
             return pb.RegisterWorkerResponse(drain=request.drain)

@@ -1,4 +1,4 @@
-"""Groups as messages and as values. Tests: tests/unit/rpc/test_convert_group.py."""
+"""Converts groups to messages and back. Tests: tests/unit/rpc/test_convert_group.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmesh.rpc.convert_worker import role_to_proto
 from kvmesh.v1 import scheduler_service_pb2 as pb
 
 MOST_WORKERS = 1024
-"""Of one role in a group: more are a slip of the keyboard."""
+"""Maximum number of workers of one role in a group; more are probably a typing error."""
 
 _STATES = {
     GroupState.GATHERING: pb.GROUP_STATE_GATHERING,
@@ -38,7 +38,7 @@ def wish_from_proto(message: pb.GroupWish) -> GroupWish:
     """GroupWish from a message.
 
     Raises:
-        ProtocolError: it is to have too many workers, or such as cannot serve.
+        ProtocolError: it asks for too many workers, or for workers that cannot serve.
     """
     counts = (message.prefill, message.decode, message.hybrid)
     if max(counts) > MOST_WORKERS:
@@ -57,10 +57,10 @@ def wish_from_proto(message: pb.GroupWish) -> GroupWish:
 
 
 def stored_wish(payload: bytes) -> GroupWish:
-    """GroupWish as the store has it.
+    """GroupWish from the store's bytes.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the bytes are no GroupWish.
     """
     try:
         return wish_from_proto(pb.GroupWish.FromString(payload))
@@ -71,7 +71,7 @@ def stored_wish(payload: bytes) -> GroupWish:
 def group_view(
     wish: GroupWish, step: GroupStep, members: list[GroupMember], problem: str
 ) -> pb.GroupView:
-    """A group for people."""
+    """A group as a message for people."""
     workers = [
         pb.GroupWorker(
             worker_id=each.name,
@@ -87,5 +87,5 @@ def group_view(
 
 
 def state_word(state: pb.GroupState.ValueType) -> str:
-    """For people."""
+    """The word for a group's state, for people."""
     return next((each.value for each, value in _STATES.items() if value == state), "unknown")

@@ -1,4 +1,4 @@
-"""Messages of the pool to and from what the code inside uses.
+"""Converts the pool's messages to internal values and back.
 
 Tests: tests/unit/rpc/test_convert_pool.py.
 """
@@ -48,7 +48,7 @@ def pool_report_from_proto(message: pb.PoolReport) -> PoolReport:
     """PoolReport from a message.
 
     Raises:
-        ProtocolError: a role that is none.
+        ProtocolError: an unknown role.
     """
     role = role_from_proto(message.role)
     if role is None:
@@ -80,10 +80,10 @@ def pool_order_to_proto(order: PoolOrder) -> pb.PoolOrder:
 
 
 def pool_order_from_proto(message: pb.PoolOrder) -> PoolOrder | None:
-    """PoolOrder from a message; None if it is of a kind that is not known here.
+    """PoolOrder from a message; None if its kind is not known here.
 
     Raises:
-        ProtocolError: a hash is cut off.
+        ProtocolError: a hash is incomplete.
     """
     match message.WhichOneof("order"):
         case "copy":
@@ -116,7 +116,7 @@ def copy_result_from_proto(message: pb.CopyResult) -> CopyResult:
     """CopyResult from a message.
 
     Raises:
-        ProtocolError: an outcome that is none.
+        ProtocolError: an unknown outcome.
     """
     outcome = _OUTCOMES_BACK.get(message.outcome)
     if outcome is None:
@@ -131,11 +131,11 @@ def knowledge_to_proto(
     cooled: Mapping[str, Sequence[CooledPrefix]],
     members: Iterable[PoolMember],
 ) -> pb.PoolKnowledge:
-    """What a kvmanager knows of reads, as a message.
+    """A kvmanager's knowledge of reads, as a message.
 
     Args:
-        heat: by namespace, as `HeatTable.hottest` gives it.
-        cooled: as `HeatTable.cooled` gives it, of the same namespaces.
+        heat: by namespace, as `HeatTable.hottest` returns it.
+        cooled: of the same namespaces, as `HeatTable.cooled` returns it.
     """
     return pb.PoolKnowledge(
         heat=[
@@ -178,10 +178,10 @@ def _some_hashes(joined: bytes) -> bytes:
 
 
 def heat_from_proto(message: pb.NamespaceReads) -> list[SegmentHeat]:
-    """The segments of a namespace from a message; those before them are in front of them.
+    """The segments of a namespace from a message, in its order: parents before children.
 
     Raises:
-        ProtocolError: a segment without blocks, or with a hash that is cut off.
+        ProtocolError: a segment without blocks, or with an incomplete hash.
     """
     return [
         SegmentHeat(
@@ -196,10 +196,10 @@ def heat_from_proto(message: pb.NamespaceReads) -> list[SegmentHeat]:
 
 
 def cooled_from_proto(message: pb.NamespaceReads) -> list[CooledPrefix]:
-    """The prefixes of a namespace that are not read any more, from a message.
+    """The cooled prefixes of a namespace from a message.
 
     Raises:
-        ProtocolError: a prefix without blocks, or with a hash that is cut off.
+        ProtocolError: a prefix without blocks, or with an incomplete hash.
     """
     return [CooledPrefix(_some_hashes(each.prefix), each.own_blocks) for each in message.cooled]
 
@@ -208,7 +208,7 @@ def pool_member_from_proto(message: pb.PoolMember) -> PoolMember:
     """PoolMember from a message.
 
     Raises:
-        ProtocolError: a role that is none.
+        ProtocolError: an unknown role.
     """
     return PoolMember(
         WorkerId(message.worker_id),

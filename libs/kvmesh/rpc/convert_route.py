@@ -1,4 +1,4 @@
-"""Route queries and plans as messages and back; all else is in `convert.py`.
+"""Converts route queries and plans to messages and back; see `convert.py` for all other types.
 
 Tests: tests/unit/rpc/test_convert.py.
 """
@@ -60,7 +60,7 @@ def prefix_source_from_proto(message: types_pb2.PrefixSource) -> PrefixSource:
 
 
 def fill_candidate(message: scheduler_service_pb2.Candidate, candidate: Candidate) -> None:
-    """Writes a Candidate into an empty message, which may be part of another one."""
+    """Writes a Candidate into an empty message, which may be part of another message."""
     message.worker_id = candidate.worker_id
     message.incarnation = candidate.incarnation
     endpoint, known = message.control_endpoint, candidate.control_endpoint
@@ -95,7 +95,7 @@ def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
 def _candidate(
     worker_id: str, incarnation: int, host: str, port: int, cached_tokens: int
 ) -> Candidate:
-    """The same value again where plans name the same workers again, as most do."""
+    """A cached value: most plans name the same workers again."""
     return Candidate(WorkerId(worker_id), incarnation, Endpoint(host, port), cached_tokens)
 
 
@@ -144,9 +144,9 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
 
 
 def fill_route_plan(message: scheduler_service_pb2.RoutePlan, plan: RoutePlan) -> None:
-    """Writes a RoutePlan into an empty message, which may be part of another one.
+    """Writes a RoutePlan into an empty message, which may be part of another message.
 
-    A message given to another one is copied, by way of its bytes; a plan has four levels of them.
+    This avoids copies: assigning a message copies it through its bytes, and a plan has four levels.
     """
     message.placement = placement_to_proto(plan.placement)
     for candidate in plan.prefill:
@@ -168,6 +168,6 @@ def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan
         cache_known=message.cache_known,
         reason=message.reason,
         policy=message.policy,
-        # A newer scheduler may know more words; an older one says none.
+        # A newer scheduler may send unknown words, an older one none.
         cause=_CAUSES.get(message.cause, RouteCause.LOAD),
     )

@@ -1,6 +1,6 @@
-"""Sampling parameters and log-probabilities as messages, and back.
+"""Converts sampling parameters and log-probabilities to messages and back.
 
-The part of `rpc/convert.py` that clients need too. Tests: tests/unit/rpc/test_convert.py.
+Clients need this part of `rpc/convert.py` too. Tests: tests/unit/rpc/test_convert.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingPara
 
 
 def fill_sampling_params(message: types_pb2.SamplingParams, sampling: SamplingParams) -> None:
-    """Writes SamplingParams into an empty message, which may be part of another one."""
+    """Writes SamplingParams into an empty message, which may be part of another message."""
     message.temperature = sampling.temperature
     message.top_p = sampling.top_p
     message.top_k = sampling.top_k

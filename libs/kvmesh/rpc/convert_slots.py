@@ -1,4 +1,4 @@
-"""Steps in the lives of slots, as messages and back.
+"""Converts changes of the kvmanager's slots to messages and back.
 
 Tests: tests/unit/rpc/test_convert_slots.py.
 """
@@ -20,7 +20,7 @@ _STATES_BACK = {number: state for state, number in _STATES.items()}
 
 
 def slot_change_to_proto(change: SlotChange) -> pb.SlotChange:
-    """A step as a message."""
+    """SlotChange as a message."""
     publisher = change.publisher
     hello = None
     if publisher is not None:
@@ -40,10 +40,10 @@ def slot_change_to_proto(change: SlotChange) -> pb.SlotChange:
 
 
 def slot_change_from_proto(message: pb.SlotChange) -> SlotChange:
-    """A step from a message.
+    """SlotChange from a message.
 
     Raises:
-        ProtocolError: a state that is not known, or hashes that are cut off.
+        ProtocolError: an unknown state, or incomplete hashes.
     """
     if message.state not in _STATES_BACK:
         raise ProtocolError("unknown_enum", f"slot state {message.state}")

@@ -1,4 +1,4 @@
-"""What workers say of themselves, as messages and back: identity, load, and the fleet of them.
+"""Converts workers' identity and load, and the fleet, to messages and back.
 
 Tests: tests/unit/rpc/test_convert.py.
 """
@@ -45,7 +45,7 @@ def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
 
 
 def role_from_proto(value: types_pb2.Role.ValueType) -> Role | None:
-    """Role from an enum value; None if it is not one."""
+    """Role from an enum value; None if it is unknown."""
     return _ROLES_BACK.get(value)
 
 
@@ -189,8 +189,8 @@ def fleet_worker_to_proto(
     """FleetWorker as a message.
 
     Args:
-        with_detail: for people.
-        with_info: else only its name.
+        with_detail: include details for people.
+        with_info: include the worker's info; otherwise only its id.
     """
     return scheduler_service_pb2.FleetWorker(
         info=worker_info_to_proto(worker.info) if with_info else None,
@@ -214,5 +214,5 @@ def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> Fleet
 
 
 def health_from_proto(value: types_pb2.Health.ValueType) -> Health:
-    """Health from an enum value; one of a newer scheduler counts as the worst that is known."""
+    """Health from an enum value. An unknown value, of a newer scheduler, becomes the worst."""
     return _HEALTH_BACK.get(value, Health.DEAD)

@@ -18,7 +18,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 class Correlator(Generic[RequestT, ResponseT]):
-    """Questions and answers over a `PeerStream`, paired by a correlation id.
+    """Sends requests over a `PeerStream` and pairs responses by a correlation id.
 
     Pass `receive` as the stream's `on_message` and `fail_all` as its `on_down`.
 
@@ -33,11 +33,11 @@ class Correlator(Generic[RequestT, ResponseT]):
 
     @property
     def num_waiting(self) -> int:
-        """Questions without an answer."""
+        """Number of questions without an answer."""
         return len(self._waiting)
 
     def next_id(self) -> int:
-        """A fresh correlation id."""
+        """Returns a new correlation id."""
         self._next_id += 1
         return self._next_id
 
@@ -56,7 +56,7 @@ class Correlator(Generic[RequestT, ResponseT]):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ResponseT] = loop.create_future()
         self._waiting[correlation_id] = future
-        # A third of the cost of `asyncio.timeout`, once per request and service.
+        # This costs a third of `asyncio.timeout`, for each request and service.
         late = LostError(f"{stream.name} did not answer within {timeout_s} s")
         timer = loop.call_later(timeout_s, _fail, future, late)
         try:
@@ -67,13 +67,13 @@ class Correlator(Generic[RequestT, ResponseT]):
             self._waiting.pop(correlation_id, None)
 
     def receive(self, message: ResponseT) -> None:
-        """Hands an answer to whoever asked; answers nobody waits for are dropped."""
+        """Passes an answer to the call of `ask` that waits for it. Other answers are dropped."""
         future = self._waiting.get(self._get_id(message))
         if future is not None and not future.done():
             future.set_result(message)
 
     def receive_joined(self, message: JoinableT) -> None:
-        """Hands over all answers of a message that may hold several."""
+        """Passes on all answers of a message, which may hold several."""
         for part in parts(message):
             self.receive(cast("ResponseT", part))
 

@@ -1,7 +1,7 @@
-"""Requests that are no messages of their type: INVALID_ARGUMENT, without a traceback in the log.
+"""Answers requests that cannot be parsed with INVALID_ARGUMENT, without a traceback in the log.
 
-grpc answers UNKNOWN by itself and logs an error for each. Unary requests are caught here, those of
-streams in `stream.incoming`. Tests: tests/integration/test_grpc_fuzz.py.
+grpc itself answers UNKNOWN and logs an error for each. This module handles unary requests;
+`stream.incoming` handles those of streams. Tests: tests/integration/test_grpc_fuzz.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvmesh.rpc.handlers import Continuation, checked
 
 
 class _Damaged:
-    """Stands for a request that could not be read."""
+    """Replaces a request that could not be parsed."""
 
     def __init__(self, error: DecodeError) -> None:
         self.message = f"the request cannot be read: {error}"
 
 
 class DamagedRequests(grpc.aio.ServerInterceptor):
-    """Turns damaged unary requests away before the service sees them."""
+    """Refuses damaged unary requests before the service sees them."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails

@@ -1,9 +1,9 @@
-"""A stream's messages on a socket of their own, guarded by the gRPC stream they belong to.
+"""Moves a stream's messages to a separate socket, which the gRPC stream guards.
 
 gRPC opens the stream: it authenticates, notices dead peers, and carries the offer (a port and a
 token) in its metadata. If the client reaches that port, messages travel there as frames, without
 HTTP/2 and without gRPC's threads: a question and its answer cost a fifth. If not, they stay on
-gRPC. Either end of the pair ends both. Tests: tests/integration/test_rpc_direct.py.
+gRPC. The end of the stream or of the socket ends both. Tests: tests/integration/test_rpc_direct.py.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 OFFER_KEY = "kvmesh-direct"
-"""Metadata of a stream's answer: port, token, and perhaps the host, apart by blanks."""
+"""Metadata of a stream's answer: port, token, and optionally the host, separated by blanks."""
 
 LOCAL_KEY = "kvmesh-direct-local"
-"""Metadata of a stream's answer: an abstract Unix socket where those on the same host connect."""
+"""Metadata of a stream's answer: the abstract Unix socket for clients on the same host."""
 
 CONNECT_TIMEOUT_S = 1.0
-"""A port that does not answer for this long is behind something; the stream stays on gRPC."""
+"""Seconds to connect to an offered port.
+
+If it does not answer, as behind a proxy, the stream stays on gRPC.
+"""
 
 _TOKEN_BYTES = 16
 _GREETING_S = 5.0
@@ -45,11 +48,11 @@ _LAST_BYTES_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class DirectOffer:
-    """One stream's claim to a connection; `withdraw` it when the stream ends.
+    """One stream's offer of a connection. Call `withdraw` when the stream ends.
 
     Attributes:
         metadata: for the stream's initial metadata.
-        connection: the client's, once it came.
+        connection: the client's connection, after it arrived.
     """
 
     listener: DirectListener
@@ -61,14 +64,14 @@ class DirectOffer:
 
     @property
     def failure(self) -> ProtocolError | None:
-        """What the client sent that cannot be read."""
+        """The error of an unreadable message from the client; None without one."""
         return None if self.connection is None else self.connection.failure
 
     def withdraw(self) -> None:
-        """Ends the connection, or the waiting for it. May be called again."""
+        """Ends the connection, or the wait for it. May be called again."""
         self.listener.forget(self.token)
         if self.connection is not None:
-            self.connection.on_frame = ignore  # what is on its way belongs to nobody now
+            self.connection.on_frame = ignore  # later messages have no stream any more
             self.connection.close()
 
 
@@ -77,10 +80,10 @@ class DirectListener:
     """The port of a service's direct streams.
 
     Attributes:
-        advertise_host: where this very process is reached; empty: where its gRPC port is.
-        port: bound port; 0 before `start` and when there is none.
-        local_name: of the Unix socket for this host, a message on it costs a third of one over
-            loopback TCP; empty where there is none.
+        advertise_host: host at which this process is reached; empty for the host of its gRPC port.
+        port: bound port; 0 before `start` and if there is none.
+        local_name: name of the Unix socket for clients on this host, where a message costs a third
+            of one over loopback TCP; empty if there is none.
     """
 
     host: str = "127.0.0.1"
@@ -98,14 +101,14 @@ class DirectListener:
     _local_server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listens; not at all if the wanted port is negative.
+        """Listens, unless the wanted port is negative.
 
         Raises:
             ConfigError: the port is taken.
         """
         if self.wanted_port < 0 or self._server is not None:
             return
-        # Encrypted exactly when the gRPC port is.
+        # Encrypted if and only if the gRPC port is.
         tls = self.tls
         context = server_context(tls, "server.tls") if tls is not None and tls.cert else None
         try:
@@ -115,7 +118,7 @@ class DirectListener:
                 f"cannot listen on {self.host}:{self.wanted_port}; choose another with "
                 "--server.direct-port"
             ) from error
-        if context is None:  # what has to be encrypted is so on each way
+        if context is None:  # a Unix socket would bypass the encryption
             await self._listen_locally()
 
     async def _listen(self, context: ssl.SSLContext | None) -> None:
@@ -129,12 +132,12 @@ class DirectListener:
         self.port = plain.sockets[0].getsockname()[1]
 
     async def _listen_locally(self) -> None:
-        """Listens for those on this host; who does not see the socket connects to the port."""
+        """Listens for clients on this host. Others, which do not see the socket, use the port."""
         name = f"kvmesh-{secrets.token_hex(_TOKEN_BYTES)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(f"\0{name}")
-        except OSError as error:  # no abstract names on this system
+        except OSError as error:  # this system has no abstract names
             sock.close()
             log.info("no_local_socket", error=str(error))
             return
@@ -144,12 +147,12 @@ class DirectListener:
 
     @property
     def num_offers(self) -> int:
-        """Streams that wait for their client's connection."""
+        """Number of streams that wait for their client's connection."""
         return len(self._offers)
 
     @property
     def num_open(self) -> int:
-        """Connections."""
+        """Number of open connections."""
         return len(self._open)
 
     def offer(
@@ -157,11 +160,11 @@ class DirectListener:
         on_frame: Callable[[bytes], None],
         on_connected: Callable[[FramedConnection], None],
     ) -> DirectOffer:
-        """Expects a client for one stream; nobody is expected where nothing listens.
+        """Offers a connection to one stream's client; without a port, the offer is empty.
 
         Args:
             on_frame: called with each message's bytes.
-            on_connected: called before the first of them.
+            on_connected: called before the first message.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         offer = DirectOffer(self, token, on_frame, on_connected)
@@ -174,11 +177,11 @@ class DirectListener:
         return offer
 
     def forget(self, token: bytes) -> None:
-        """Expects a client no longer."""
+        """Stops waiting for an offer's client."""
         self._offers.pop(token, None)
 
     async def close(self) -> None:
-        """Ends all connections and listens no longer. May be called again."""
+        """Stops listening and ends all connections. May be called again."""
         for server in (self._server, self._local_server):
             if server is not None:
                 server.close()
@@ -223,11 +226,11 @@ class DirectListener:
 
 @dataclass(frozen=True, slots=True)
 class DirectClient:
-    """How a client takes up offers.
+    """Accepts offers on the client's side.
 
     Attributes:
-        host: where the service is reached.
-        response_type: class of the messages that come back.
+        host: host of the service.
+        response_type: class of the service's messages.
     """
 
     host: str
@@ -238,14 +241,14 @@ class DirectClient:
     def of(
         cls, target: str, response_type: type[Message], tls: TlsConfig | None = None
     ) -> DirectClient:
-        """For a service at `host:port`."""
+        """Makes the client for a service at `host:port`."""
         host = target.rpartition(":")[0].strip("[]")
         return cls(host, response_type, tls)
 
     async def connect(
         self, offer: str, on_message: Callable[[Any], None], local_name: str = ""
     ) -> FramedConnection | None:
-        """Takes up an offer; None when its port cannot be reached.
+        """Accepts an offer; returns None if its port cannot be reached.
 
         Args:
             local_name: Unix socket that is tried first.
@@ -271,7 +274,7 @@ class DirectClient:
                 if local is not None:
                     await loop.create_unix_connection(lambda: connection, sock=local)
                 else:
-                    # Certificates are for the name under which the service is known.
+                    # Certificates are for the name under which clients know the service.
                     name = None if context is None else self.host
                     await loop.create_connection(
                         lambda: connection, host, int(port), ssl=context, server_hostname=name
@@ -288,13 +291,13 @@ class DirectClient:
 
 
 def _local_socket(name: str) -> socket.socket | None:
-    """A connection to an abstract Unix socket; None if it is not on this host."""
+    """Connects to an abstract Unix socket; None if it is not on this host."""
     if not name:
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
-        sock.connect(f"\0{name}")  # stands at once or not at all
+        sock.connect(f"\0{name}")  # connects immediately or fails
     except OSError:
         sock.close()
         return None
@@ -302,7 +305,7 @@ def _local_socket(name: str) -> socket.socket | None:
 
 
 async def wait_for_last_bytes(connection: FramedConnection) -> None:
-    """Lets a connection deliver what its peer sent before it ended the stream."""
+    """Waits until the messages have arrived that the peer sent before it ended the stream."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_BYTES_S):
             await asyncio.shield(connection.closed)

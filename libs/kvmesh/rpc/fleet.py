@@ -1,6 +1,6 @@
-"""A gateway's two connections to the schedulers: the fleet as a live view, and route plans.
+"""A gateway's two connections to the schedulers: a live view of the fleet, and route plans.
 
-Both go on when schedulers are gone: the view stays as it was last, and `route` says so at once.
+Both survive the loss of all schedulers: the view keeps its last state, and `route` fails at once.
 Tests: tests/integration/test_scheduler.py.
 """
 
@@ -39,19 +39,20 @@ FleetCallback = Callable[[tuple[FleetWorker, ...]], None]
 
 
 class FleetWatch:
-    """The fleet as the schedulers see it, from one of them at a time.
+    """The schedulers' view of the fleet, followed at one scheduler at a time.
 
     Args:
         targets: `host:port` of every scheduler replica, the preferred one first.
         watcher: this process's name in the schedulers' logs.
-        with_detail: whether to ask for what is of use to people only.
+        with_detail: whether to ask for details that only people need.
 
     Attributes:
         workers: the last view; kept while no scheduler can be reached.
-        refusal: why a scheduler did not let this watcher in at the last try; empty if one did.
+        refusal: why a scheduler refused this watcher at the last try; empty if it did not.
         fresh: whether a scheduler is connected and `workers` is its view.
-        models: what its planner says; empty unless details are asked for.
-        kvmanager_connected: whether it reaches its kvmanager; None if it has none, or does not say.
+        models: the planner's details of models; empty unless details are asked for.
+        kvmanager_connected: whether the scheduler reaches its kvmanager; None if it has none, or
+          does not report it.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class FleetWatch:
         self._num_failed = 0
 
     def on_change(self, callback: FleetCallback) -> None:
-        """Adds a callback that gets each new view, on the event loop; it must not block."""
+        """Adds a callback for each new view. It runs on the event loop and must not block."""
         self._callbacks.append(callback)
 
     def on_refusal(self, callback: Callable[[], None]) -> None:
-        """Adds a callback for each time that a scheduler does not let this watcher in."""
+        """Adds a callback that is called each time a scheduler refuses this watcher."""
         self._refusal_callbacks.append(callback)
 
     async def run(self) -> None:
-        """Watches until cancelled, going on to the next scheduler when one is lost."""
+        """Watches until cancelled. When a scheduler is lost, continues with the next one."""
         backoff_s = FIRST_BACKOFF_S
         for target in itertools.cycle(self._targets):
             was_fresh = await self._watch(target)
             backoff_s = FIRST_BACKOFF_S if was_fresh else min(backoff_s * 2, MAX_BACKOFF_S)
-            # Jitter, so that gateways do not come back in step.
+            # Jitter, so that gateways do not reconnect at the same time.
             await asyncio.sleep(backoff_s * (0.5 + random.random()))
 
     async def _watch(self, target: str) -> bool:
@@ -122,7 +123,7 @@ class FleetWatch:
         if was_fresh:
             log.warning("fleet_view_stale", scheduler=target, reason=reason)
         self._num_failed = 0 if was_fresh else self._num_failed + 1
-        if self._num_failed == UNREACHABLE_AFTER:  # said once, not at each attempt
+        if self._num_failed == UNREACHABLE_AFTER:  # logged once, not at each attempt
             log.warning("scheduler_unreachable", scheduler=target, reason=reason)
         return was_fresh
 
@@ -151,11 +152,11 @@ class RouteClient:
 
     @property
     def connected(self) -> bool:
-        """Whether any scheduler can be asked."""
+        """Whether any scheduler is connected."""
         return any(line.up.is_set() for line in self._lines)
 
     async def wait_connected(self, timeout_s: float) -> bool:
-        """Waits until a scheduler can be asked; False after `timeout_s`."""
+        """Waits until a scheduler is connected; False after `timeout_s`."""
         waiting = [asyncio.create_task(line.up.wait()) for line in self._lines]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -175,10 +176,10 @@ class RouteClient:
         traceparent: str = "",
         timeout_s: float = 1.0,
     ) -> RoutePlan | Refusal:
-        """Asks the first scheduler that is connected, and the next ones if it fails to answer.
+        """Asks the first connected scheduler, and the next ones if it does not answer.
 
         Args:
-            timeout_s: for all schedulers together.
+            timeout_s: limit for all schedulers together.
 
         Raises:
             LostError: no scheduler answered.

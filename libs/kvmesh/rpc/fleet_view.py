@@ -1,4 +1,4 @@
-"""The fleet as a watcher keeps it: a whole view first, then what is other than in the one before.
+"""A watcher's copy of the fleet: a full view first, then only changes.
 
 Tests: tests/unit/rpc/test_fleet_view.py, tests/unit/scheduler/test_feed.py.
 """
@@ -20,7 +20,7 @@ from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 
 
 class FleetMirror:
-    """What one stream of views has told."""
+    """The state of the fleet after the messages of one stream."""
 
     def __init__(self) -> None:
         self._workers: dict[WorkerId, FleetWorker] = {}
@@ -32,11 +32,12 @@ class FleetMirror:
         return tuple(self._workers.values())
 
     def take(self, message: WatchFleetResponse) -> None:
-        """Takes the next message in.
+        """Applies the next message.
 
         Raises:
-            ProtocolError: it changes another version than the last one, or a worker that is not
-                known; a new stream begins with a whole view.
+            ProtocolError: it changes another version than the present one, or an unknown worker.
+                The
+              caller opens a new stream, which begins with a full view.
         """
         if not message.base_version:
             self._workers.clear()

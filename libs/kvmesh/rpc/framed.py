@@ -1,4 +1,4 @@
-"""Messages with their length before them, on one socket.
+"""Messages on a socket, each preceded by its length.
 
 Tests: tests/unit/rpc/test_framed.py.
 """
@@ -17,21 +17,21 @@ _HEAD_BYTES = 4
 
 
 class FramedConnection(asyncio.Protocol):
-    """Messages with their length before them, both ways.
+    """Messages with their length before them, in both directions.
 
     Args:
-        on_frame: called for each message's bytes; must not block. ProtocolError and DecodeError
-            from it are the peer's fault, and end the connection with that word. All others are
-            ours: the loop reports them and ends it too, as a gRPC handler's end its stream. What
-            the message had changed by then, and what came behind it, nobody knows; when the
-            connection goes, all that hangs on it is cancelled on both sides.
-        max_bytes: longest frame that is taken.
+        on_frame: called for each message's bytes; must not block. A ProtocolError or DecodeError
+          from it is the peer's fault, and ends the connection with that error. Other errors are
+          bugs: the loop reports them and ends the connection, as an error of a gRPC handler ends
+          its stream. The state after such an error is unknown, so the end of the connection
+          cancels everything that depends on it, on both sides.
+        max_bytes: maximum length of a received frame.
 
     Attributes:
-        closed: why it ended, when it has.
-        failure: what the peer sent that cannot be read.
-        on_made: told when it stands, after TLS has let the peer in.
-        on_hold: told True when the peer reads too slowly, False when it has caught up.
+        closed: set to the reason when the connection has ended.
+        failure: the error of an unreadable message from the peer.
+        on_made: called when the connection is open, with TLS after the handshake.
+        on_hold: called with True when the peer reads too slowly, with False when it has caught up.
     """
 
     def __init__(self, on_frame: Callable[[bytes], None], max_bytes: int) -> None:
@@ -46,7 +46,7 @@ class FramedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        # Not a subclass under uvloop, but all that is needed of one.
+        # uvloop's transport is not a subclass, but has all methods used here.
         self._transport = cast("asyncio.Transport", transport)
         if self.on_made is not None:
             self.on_made()
@@ -70,7 +70,7 @@ class FramedConnection(asyncio.Protocol):
                 self._partial += data[at:]
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Sends or buffers; nothing happens after the end."""
+        """Sends or buffers messages. Does nothing after the end of the connection."""
         if self._transport is None:
             return
         pieces: list[bytes] = []
@@ -81,17 +81,17 @@ class FramedConnection(asyncio.Protocol):
         self._transport.write(b"".join(pieces))
 
     def greet(self, token: bytes) -> None:
-        """Sends a frame that is no message."""
+        """Sends a frame that is not a message."""
         assert self._transport is not None, "connected"
         self._transport.write(len(token).to_bytes(_HEAD_BYTES, "little") + token)
 
     def close(self) -> None:
-        """Ends it after what is buffered. May be called again."""
+        """Ends the connection after the buffered data. May be called again."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Ends it at once. May be called again."""
+        """Ends the connection at once. May be called again."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -139,4 +139,4 @@ class FramedConnection(asyncio.Protocol):
 
 
 def ignore(_frame: bytes) -> None:
-    """Takes no notice of what comes after the end."""
+    """Ignores frames after the end of a stream."""

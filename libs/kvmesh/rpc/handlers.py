@@ -1,4 +1,4 @@
-"""Handlers of rpcs behind a check that sees each call first: what interceptors are made of.
+"""Puts a check in front of an rpc's handler; interceptors are built from it.
 
 Tests: tests/integration/test_tls.py, tests/integration/test_grpc_fuzz.py.
 """
@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 
 Check = Callable[[Any, Any], Awaitable[None]]
-"""Takes the request (or the stream of them) and the context, and aborts calls that end there."""
+"""Takes the request (or the stream of them) and the context; aborts a call that is not allowed."""
 
 Continuation = Callable[
     [grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"
 ]
-"""What an interceptor gets: the handler of a call, None of unknown methods."""
+"""An interceptor's argument: returns the handler of a call, or None for an unknown method."""
 
 _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., grpc.RpcMethodHandler[Any, Any]]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -32,7 +32,7 @@ def checked(
     check: Check,
     deserializer: Callable[[bytes], Any] | None,
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The handler behind a check.
+    """Returns a handler that runs the check before each call.
 
     Args:
         handler: of any kind of rpc.
@@ -50,8 +50,8 @@ def checked(
         async for response in behaviour(request, context):
             yield response
 
-    # Streams that are written by `context.write`, as those of gRPC's own health service, are
-    # coroutines like single answers.
+    # Handlers that write a stream with `context.write`, as gRPC's own health service does, are
+    # coroutines like those of single answers.
     yields = handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
     return make(
         stream if yields else answer,

@@ -1,4 +1,4 @@
-"""A launcher that is another process, and the service of one that is here.
+"""A client for the launcher of another process, and a server for the launcher of this process.
 
 Tests: tests/integration/test_launcher_service.py.
 """
@@ -21,11 +21,11 @@ AnswerT = TypeVar("AnswerT")
 
 ANSWER_S = 5.0
 STOP_S = 120.0
-"""A worker may take its time to finish what runs."""
+"""Seconds to wait for a worker to end, which may first finish its running work."""
 
 
 class RemoteLauncher:
-    """See `Launcher`; asks the process at `target`."""
+    """A `Launcher` that calls the process at `target`."""
 
     def __init__(self, target: str, access: MeshAccess) -> None:
         self._target = target
@@ -68,7 +68,7 @@ class RemoteLauncher:
 
 
 class LauncherServicer(LauncherServiceServicer):
-    """Serves a launcher of this process."""
+    """Serves the launcher of this process."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -120,7 +120,7 @@ class LauncherServicer(LauncherServiceServicer):
 
 
 async def _problem(do: Callable[[WorkerId], Awaitable[None]], worker_id: str) -> str:
-    """Why it could not be done; empty if it was."""
+    """Calls a launcher's method. Returns the error's text; empty if it succeeded."""
     try:
         await do(WorkerId(worker_id))
     except LaunchError as error:

@@ -1,12 +1,12 @@
-"""A listening port that lets in all who wait, and whose connections count from when they stand.
+"""A listening port that accepts all waiting clients at once and counts them from their start.
 
-asyncio's servers tell a protocol of its connection when the TLS handshake is over. Until then
-nobody counts it, and whoever says nothing could hold all descriptors of a process. Here who comes
-is asked for first: too many at once, the oldest handshake gives way.
+An asyncio server tells a protocol of its connection only after the TLS handshake. Until then no
+limit counts it, and silent clients could use up all file descriptors. This port asks for a protocol
+when a client connects. If there are too many handshakes, it cuts the oldest.
 
-uvloop's servers take in one connection in each turn of the loop, however many wait. A busy loop has
-few turns in a second, so clients would wait for many seconds where nobody sees them. Here a turn
-takes in all of them.
+A uvloop server accepts one connection per event-loop iteration, even if many are waiting. A busy
+loop has few iterations per second, so clients would wait unnoticed for many seconds. This port
+accepts all waiting clients in one iteration.
 Tests: tests/integration/test_listening_port.py.
 """
 
@@ -24,26 +24,26 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 Come = Callable[[str], "asyncio.Protocol | None"]
-"""The protocol of a connection from this address; None turns it away."""
+"""Returns the protocol for a connection from this address; None refuses the connection."""
 
 ACCEPT_PAUSE_S = 0.1
-"""After a connection that could not be taken in."""
+"""Seconds to pause after a connection could not be accepted."""
 
 
 def _nothing(_: asyncio.Protocol) -> None:
-    """Nobody counts."""
+    """Does nothing: the default for `failed`."""
 
 
 class ListeningPort:
-    """Listens, and lets clients in.
+    """Listens, and accepts clients.
 
     Args:
-        context: what this end shows and demands; None is without TLS.
-        timeout_s: a handshake that takes longer is cut.
+        context: certificates and checks of this side; None is without TLS.
+        timeout_s: seconds after which a handshake is cut.
         come: makes protocols.
-        failed: told of each protocol whose handshake has failed; it may have been made all the
-            same, when the port closes in the same moment.
-        limit: most handshakes at once.
+        failed: called with each protocol whose handshake failed. If the port closes at the same
+          moment, the connection may have been made all the same.
+        limit: maximum number of handshakes at once.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ListeningPort:
 
     @property
     def num_greeting(self) -> int:
-        """Handshakes under way."""
+        """Number of handshakes in progress."""
         return len(self._greeting)
 
     async def start(
         self, host: str, port: int, *, backlog: int = 100, reuse_port: bool = False
     ) -> int:
-        """Listens; returns the bound port, the first of them if the host has several addresses.
+        """Listens. Returns the bound port, or the first one if the host has several addresses.
 
         Raises:
             OSError: the address cannot be bound.
@@ -99,7 +99,7 @@ class ListeningPort:
         return bound
 
     def close(self) -> None:
-        """Listens no longer and cuts handshakes; connections that stand go on. Repeatable."""
+        """Stops listening and cuts handshakes; open connections continue. May be called again."""
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
             loop.remove_reader(listener.fileno())
@@ -109,7 +109,7 @@ class ListeningPort:
             task.cancel()
 
     def _accept(self, listener: socket.socket) -> None:
-        """Takes in all who wait; of those with TLS only as many as may be greeted at a time."""
+        """Accepts all waiting clients; with TLS, at most as many as there may be handshakes."""
         room = self._backlog if self._context is None else self._limit - len(self._greeting)
         for _ in range(max(1, room)):
             try:
@@ -118,7 +118,7 @@ class ListeningPort:
                 return
             except ConnectionAbortedError:
                 continue
-            except OSError as error:  # out of descriptors
+            except OSError as error:  # out of file descriptors
                 log.warning("accept_failed", error=str(error))
                 self._pause(listener)
                 return
@@ -137,10 +137,10 @@ class ListeningPort:
             self._newcomers.enter(task)
 
     def _pause(self, listener: socket.socket) -> None:
-        """Takes nobody in for a moment: who cannot be taken in stays, and would be told at once."""
+        """Stops accepting for a moment. A client that cannot be accepted would wake us at once."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener.fileno())
-        self._newcomers.cut_oldest()  # which may be what there was no room for
+        self._newcomers.cut_oldest()  # this may free the missing descriptor
 
         def go_on() -> None:
             if listener in self._listeners:
@@ -162,11 +162,11 @@ class ListeningPort:
         self._greeting.discard(task)
         self._newcomers.leave(task)
         if task.cancelled():
-            sock.close()  # if it was cancelled before its first step, nobody else does
+            sock.close()  # needed if the task was cancelled before its first step
             self._failed(protocol)
         elif (error := task.exception()) is not None:
             self._failed(protocol)
-            if isinstance(error, OSError):  # of the socket or of TLS: anybody's, worth no line
+            if isinstance(error, OSError):  # of the socket or of TLS: anybody can cause it
                 log.debug("tls_refused", error=str(error))
             else:
                 log.failure("listening_port_crashed", error)

@@ -1,7 +1,7 @@
-"""Proof of membership on gRPC: callers of a mesh show that they hold its secret.
+"""Proof of membership on gRPC: callers prove that they hold the mesh's secret.
 
-Each call carries the time and an HMAC of its method and that time as metadata. The secret is not
-sent, so a process that takes over a dead service's port learns nothing that it could use for
+Each call carries a time and an HMAC of its method and that time as metadata. The secret is not
+sent. So a process that takes over a dead service's port learns nothing that it could use for
 another method, or after `MAX_AGE_S`. A call's messages are neither encrypted nor signed: across
 networks that others can read, use mTLS as well. docs/adr/0020-mesh-secret.md says why.
 Tests: tests/integration/test_membership.py.
@@ -20,14 +20,14 @@ from kvmesh.core.mesh_secret import MeshSecret
 from kvmesh.rpc.handlers import Continuation, checked
 
 PROOF_KEY = "kvmesh-proof"
-"""Metadata of a call: Unix seconds and the HMAC in hex, with a point between them."""
+"""Metadata of a call: Unix seconds and the HMAC in hex, separated by a point."""
 
 MAX_AGE_S = 300
-"""A proof is valid for this long before and after its time, so that clocks may differ a little."""
+"""Seconds before and after its time that a proof is valid, so that clocks may differ a bit."""
 
 _PURPOSE = "grpc call"
 _HEALTH = "grpc.health.v1.Health"
-"""Orchestrators ask for health, and they hold no secret."""
+"""The health service stays open: orchestrators call it without a secret."""
 
 WallClock = Callable[[], float]
 """Unix seconds."""
@@ -37,9 +37,9 @@ class MembersOnly(grpc.aio.ServerInterceptor):
     """Refuses callers that do not prove that they hold the mesh's secret.
 
     Args:
-        secret: of the mesh.
+        secret: the mesh's secret.
         public: full names of the services that everybody may call.
-        clock: of this host.
+        clock: this host's clock.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class MembersOnly(grpc.aio.ServerInterceptor):
             return handler
         metadata = dict(handler_call_details.invocation_metadata or ())
         problem = self._problem(method, metadata.get(PROOF_KEY))
-        # A member gets the handler itself: its messages cost nothing more.
+        # A member gets the handler itself, so its messages have no extra cost.
         return handler if not problem else _refusing(handler, problem)
 
     def _problem(self, method: str, shown: str | bytes | None) -> str:
-        """Why a caller may not call; empty if it may."""
+        """The reason why a caller may not call; empty if it may."""
         if shown is None:
             return (
                 "this service is closed to callers without its mesh's secret: set "
@@ -99,7 +99,7 @@ def _refusing(
     async def refuse(_request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
 
-    # The request is not parsed: what it holds is a stranger's.
+    # The request is not parsed: it comes from a stranger.
     return checked(handler, refuse, None)
 
 
@@ -117,13 +117,14 @@ def call_proof(secret: MeshSecret, method: str, now_s: float) -> tuple[str, str]
 class MemberChannel(grpc.aio.Channel):
     """A channel whose calls carry the proof.
 
-    gRPC's own interceptors do the same with a task for each call and another object around each
-    stream, and call credentials need TLS.
+    gRPC's own interceptors would need a task for each call and another object around each stream,
+    and
+    call credentials need TLS.
 
     Args:
         inner: makes the calls.
-        secret: of the mesh.
-        clock: of this host.
+        secret: the mesh's secret.
+        clock: this host's clock.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What waits to go out on one stream, joined into few messages where several are ready.
+"""Queue of outgoing messages of one stream, joined into few messages if several are ready.
 
 Tests: tests/unit/rpc/test_outbox.py, tests/integration/test_rpc.py.
 """
@@ -17,11 +17,11 @@ class Joinable(Protocol):
 
     @property
     def more(self) -> Any:
-        """Messages that were ready at the same time."""
+        """The other messages that were ready at the same time."""
         ...
 
     def ByteSize(self) -> int:
-        """Length on the wire."""
+        """Length in bytes when serialised."""
         ...
 
 
@@ -29,14 +29,14 @@ MessageT = TypeVar("MessageT", bound=Joinable)
 JoinableT = TypeVar("JoinableT", bound=Joinable)
 
 MAX_JOINED_BYTES = 1024 * 1024
-"""Messages that are larger together go out apart; a receiver's limit is far above."""
+"""Maximum bytes of a joined message; a receiver's limit is far above."""
 
 
 class Outbox(Generic[ItemT]):
-    """Messages waiting to go out on one stream; iterate it, or its `batches`, to send them.
+    """Messages that wait to be sent on one stream; iterate it, or its `batches`, to send them.
 
-    It is bounded by its users' own limits (slots, requests in flight), not by blocking `put`,
-    because a put happens where nothing may wait.
+    Its users' own limits (slots, requests in flight) bound it. `put` does not block, because it is
+    called where waiting is not possible.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Outbox(Generic[ItemT]):
         self._held = False
 
     def put(self, item: ItemT) -> None:
-        """Queues a message; dropped when the stream is closed."""
+        """Queues a message. Drops it if the stream is closed."""
         if self._closed:
             return
         self._items.append(item)
@@ -59,27 +59,28 @@ class Outbox(Generic[ItemT]):
         elif not self._is_due:
             if self._at_once and not self._is_crowded:
                 self._flush()
-            # At the end of this round of the loop: what is ready together goes out together.
+            # Sends at the end of this event-loop iteration, so that messages ready together go
+            # together.
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def divert(self, take: Callable[[list[ItemT]], None], *, at_once: bool = False) -> None:
-        """Hands what is queued to `take` from now on; the iteration then only sees the end.
+        """Passes messages to `take` from now on. The iteration then only gets the end.
 
         Args:
-            at_once: the first message of a round of the event loop does not wait for others, unless
-                there were others of late: joined they cost both ends less.
+            at_once: the first message of an event-loop iteration does not wait for others, unless
+              recent iterations had several: joined messages cost both sides less.
         """
         self._take, self._at_once = take, at_once
         self._flush()
 
     def hold(self, held: bool) -> None:
-        """Lets diverted messages wait here, or go on."""
+        """Holds diverted messages back, or continues."""
         self._held = held
         self._flush()
 
     def close(self) -> None:
-        """Ends the iteration after what is queued."""
+        """Ends the iteration after the queued messages."""
         self._held = False
         self._flush()
         self._closed = True
@@ -89,7 +90,7 @@ class Outbox(Generic[ItemT]):
         if self._take is not None and self._items and not self._held:
             batch, self._items = self._items, []
             self._take(batch)
-            # What follows in the round of a message that left at once makes two of them, too.
+            # A message that follows one sent at once in the same iteration makes two of them, too.
             self._is_crowded = self._is_due and (len(batch) > 1 or not self._is_crowded)
         self._is_due = False
 
@@ -99,7 +100,7 @@ class Outbox(Generic[ItemT]):
                 yield item
 
     async def batches(self) -> AsyncIterator[list[ItemT]]:
-        """All that is queued, whenever something is: one step's events become one message."""
+        """Yields all queued messages at once: the events of one step become one message."""
         while True:
             if self._items:
                 batch, self._items = self._items, []
@@ -112,10 +113,10 @@ class Outbox(Generic[ItemT]):
 
 
 def joined(batch: list[MessageT]) -> Iterator[MessageT]:
-    """The messages of a batch in as few as possible: the first carries the others in `more`.
+    """Joins a batch into as few messages as possible: the first carries the others in `more`.
 
-    A message costs both ends about 60 us, whatever its size; most of what is ready together is
-    small. The receiver takes them apart with `parts`.
+    A message costs both sides about 60 us, whatever its size, and most messages that are ready
+    together are small. The receiver splits them with `parts`.
     """
     if len(batch) == 1:
         yield batch[0]
@@ -132,13 +133,13 @@ def joined(batch: list[MessageT]) -> Iterator[MessageT]:
 
 
 def parts(message: MessageT) -> Iterator[MessageT]:
-    """The messages that came in one, in order."""
+    """The messages of a joined message, in order."""
     yield message
     yield from message.more
 
 
 async def joined_outbox(outbox: Outbox[MessageT]) -> AsyncIterator[MessageT]:
-    """An outbox's messages, joined where several are ready."""
+    """Yields an outbox's messages, joined if several are ready."""
     async for batch in outbox.batches():
         for message in joined(batch):
             yield message

@@ -1,4 +1,4 @@
-"""The caller's end of `PrefillService` for a prefill worker: offers another one a part of a prompt.
+"""Offers another prefill worker a part of a prompt: a client of `PrefillService` in a worker.
 
 Tests: tests/integration/test_prompt_chain.py.
 """
@@ -18,7 +18,7 @@ from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 
 
 class PartOffer:
-    """One offer on a stream of its own, so that the end of the stream ends the work."""
+    """One offer on its own stream, so that the end of the stream ends the work."""
 
     def __init__(
         self, worker: Endpoint, message: pb.PrefillOffer, access: MeshAccess = NO_ACCESS
@@ -32,7 +32,7 @@ class PartOffer:
         """Sends the offer and waits for the answer.
 
         Raises:
-            RefusedError: the worker says no, as one that is busy does.
+            RefusedError: the worker refuses, for example because it is busy.
             LostError: no answer in time.
         """
         try:
@@ -48,7 +48,7 @@ class PartOffer:
         """Waits until all KV was taken.
 
         Raises:
-            RefusedError: the worker could not go on.
+            RefusedError: the worker could not continue.
             LostError: the stream ended before.
         """
         try:
@@ -69,7 +69,7 @@ class PartOffer:
         raise LostError(f"{self._worker} ended the stream")
 
     async def close(self) -> None:
-        """Ends the stream, and what the worker still does for it. May be called again."""
+        """Ends the stream, and with it the worker's work on the offer. May be called again."""
         self._call.cancel()
         await self._channel.close()
 

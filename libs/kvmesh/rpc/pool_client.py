@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the name that a stub of an asyncio channel has for type che
     from kvmesh.v1.kv_pool_service_pb2_grpc import KvPoolServiceAsyncStub
 
 MAX_CHANNELS = 32
-"""Kept open to workers that were asked of late."""
+"""Maximum number of open channels, to the workers that were called most recently."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Peer:
 
 
 class PoolClient:
-    """Calls other workers, keeping connections to a few of them."""
+    """Calls other workers, and keeps connections to a few of them."""
 
     def __init__(self, access: MeshAccess = NO_ACCESS) -> None:
         self._access = access
@@ -48,10 +48,10 @@ class PoolClient:
         """Asks for a lease.
 
         Raises:
-            RefusedError: the holder said no.
-            LostError: no answer in time, or one that says nothing.
+            RefusedError: the holder refused.
+            LostError: no answer in time, or an empty one.
         """
-        await self._trim(holder)  # before the call: afterwards somebody would have to give back
+        await self._trim(holder)  # before the call: afterwards, a cancel here would lose the lease
         with self._calling(holder) as stub:
             try:
                 response = await stub.LeaseBlocks(request, timeout=timeout_s)
@@ -68,7 +68,10 @@ class PoolClient:
     async def release(
         self, holder: Endpoint, request: pb.ReleaseBlocksRequest, timeout_s: float
     ) -> bool:
-        """Gives a lease back; False if the holder did not hear it, so that the lease runs out."""
+        """Gives a lease back.
+
+        Returns False if the holder was not reached, so that the lease expires.
+        """
         with self._calling(holder) as stub:
             try:
                 await stub.ReleaseBlocks(request, timeout=timeout_s)
@@ -122,9 +125,9 @@ class PoolClient:
             peer.num_calls -= 1
 
     async def _trim(self, holder: Endpoint) -> None:
-        """Closes the connections that were not used for longest, so that one to `holder` fits."""
+        """Closes the connections that were unused for longest, to make room for one to `holder`."""
         surplus = len(self._peers) + (holder not in self._peers) - MAX_CHANNELS
         idle = [each for each, peer in self._peers.items() if not peer.num_calls and each != holder]
-        # Out of the table before anything waits: nobody begins a call on what is being closed.
+        # Removed from the table before any wait, so that no call starts on a closing channel.
         unused = [self._peers.pop(each) for each in idle[: max(0, surplus)]]
         await asyncio.gather(*(peer.channel.close() for peer in unused))

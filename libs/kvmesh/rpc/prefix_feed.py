@@ -1,7 +1,7 @@
-"""The scheduler's end of `KvManagerService.WatchPrefixes`: an index that follows the store.
+"""The scheduler's client of `KvManagerService.WatchPrefixes`: an index that follows the store.
 
-A lookup asks nobody. A feed that broke goes on from where it was; where that cannot be, a new index
-is filled beside the one in use and takes its place when it is exact.
+A lookup needs no call. A broken feed continues from its position. If that is not possible, a new
+index is filled beside the one in use and replaces it when it is exact.
 Tests: tests/integration/test_prefix_feed.py.
 """
 
@@ -24,22 +24,28 @@ from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 
 STALE_S = 10.0
-"""An index that is cut off counts for so long: as a kvmanager goes on matching a silent worker."""
+"""Seconds that an index stays valid without a connection.
+
+A kvmanager matches a silent worker for as long.
+"""
 
 TURN_S = 0.05
-"""Reads that come closer together are told together, and slots that end are swept together."""
+"""Seconds in which reads are gathered for one report, and ended slots for one sweep."""
 
 SWEPT_AT_ONCE = 2000
-"""Hashes that are looked at in one turn of the loop: about 0.5 ms."""
+"""Number of hashes examined in one event-loop iteration: about 0.5 ms."""
 
 MAX_READS = 1024
-"""Reads that wait to be told; more are dropped, as the counts that they are for are of samples."""
+"""Maximum number of reads that wait to be reported.
+
+More are dropped: the counts are estimates anyway.
+"""
 
 log = event_logger(__name__)
 
 
 class PrefixFeed:
-    """Keeps an index; needs `run` in a background task.
+    """Keeps an index up to date; needs `run` in a background task.
 
     Args:
         target: the kvmanager's `host:port`.
@@ -59,22 +65,22 @@ class PrefixFeed:
 
     @property
     def known(self) -> bool:
-        """Whether the index is what the store has, or was within the last seconds."""
+        """Whether the index equals the store, or did so within the last seconds."""
         return self._clock.now() - self._cut_at < STALE_S
 
     @property
     def num_blocks(self) -> int:
-        """Hashes in the index."""
+        """Number of hashes in the index."""
         return self._index.num_blocks
 
     def note_life(self, worker_id: WorkerId, incarnation: int | None) -> None:
-        """As `SlotIndex.note_life`."""
+        """Like `SlotIndex.note_life`."""
         self._index.note_life(worker_id, incarnation)
         if self._filling is not None:
             self._filling.note_life(worker_id, incarnation)
 
     def match(self, namespace: str, hashes: Sequence[BlockHash]) -> Holders:
-        """Who holds leading blocks, as far as is known; tells the kvmanager what was found."""
+        """The known holders of leading blocks. Reports found blocks to the kvmanager as read."""
         holders = self._index.match(namespace, hashes)
         if holders and len(self._reads) < MAX_READS:
             ((most, _),) = holders.longest(1)

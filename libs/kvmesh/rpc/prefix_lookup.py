@@ -1,7 +1,7 @@
-"""The scheduler's end of `KvManagerService.MatchPrefix`: who holds the longest prefix, while the
-index that follows the store (`prefix_feed.py`) is not there yet.
+"""The scheduler's client of `KvManagerService.MatchPrefix`: finds holders of the longest prefix.
 
-Never an error: without an answer in time the caller goes on without cache knowledge.
+It is used until the index that follows the store (`prefix_feed.py`) is filled. It never raises an
+error: without an answer in time, the caller continues without cache knowledge.
 Tests: tests/integration/test_kvmanager.py.
 """
 
@@ -24,12 +24,12 @@ from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatches:
-    """An answer.
+    """The answer to a lookup.
 
     Attributes:
         matches: workers with at least one leading block, longest first.
-        known: False when nobody could be asked; `matches` is then empty.
-        why: where it is not known: `late`, `degraded` or `away`.
+        known: False if no kvmanager answered; `matches` is then empty.
+        why: the reason if `known` is False: `late`, `degraded` or `away`.
     """
 
     matches: tuple[PrefixMatch, ...]
@@ -59,12 +59,12 @@ class PrefixLookup:
 
     @property
     def connected(self) -> bool:
-        """Whether the kvmanager can be asked."""
+        """Whether the kvmanager is connected."""
         return self._stream is not None and self._stream.connected
 
     @property
     def num_waiting(self) -> int:
-        """Questions without an answer."""
+        """Number of questions without an answer."""
         return self._answers.num_waiting
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
-"""The worker's end of `KvManagerService.Publish`: tells which blocks this worker holds.
+"""The worker's client of `KvManagerService.Publish`: reports the blocks that this worker holds.
 
-Batches are numbered; whatever may have been lost on the way is made good by a snapshot. Memory
-stays bounded while the kvmanager is away, and the engine never waits for it.
+Batches are numbered; a snapshot repairs a possible loss. Memory stays bounded while the kvmanager
+is away, and the engine never waits for it.
 Tests: tests/integration/test_publisher.py.
 """
 
@@ -31,36 +31,39 @@ from kvmesh.v1 import pool_types_pb2
 log = event_logger(__name__)
 
 MAX_HASHES_PER_MESSAGE = 64 * 1024
-"""1 MiB of hashes: far below the message limit, and small beside a request's own messages."""
+"""Maximum number of hashes per message: 1 MiB, far below the message limit."""
 
 MAX_UNACKED_BATCHES = 32
-"""With more on the way the service is too slow: changes are dropped, and when all acks are here a
-snapshot replaces them."""
+"""Maximum number of unacknowledged batches.
+
+If the service is slower, changes are dropped, and a snapshot replaces them when all acks have
+arrived.
+"""
 
 REPORT_S = 0.5
-"""Pause between two looks at what the worker has to report to the pool."""
+"""Seconds between two checks of the worker's report to the pool."""
 
 FLUSH_DELAY_S = 0.005
-"""How long the first change waits for others to share its message."""
+"""Seconds that the first change waits for others to share its message."""
 
 
 class BlockEvents(Protocol):
-    """Net changes of what is told (`core/block_names.py`) since the last call; none is in both."""
+    """Net changes of the published names (`core/block_names.py`) since the last call."""
 
     @property
     def stored(self) -> Sequence[BlockHash]:
-        """Names that hold now."""
+        """Names that are held now and were not before."""
         ...
 
     @property
     def removed(self) -> Sequence[BlockHash]:
-        """Names that hold no longer."""
+        """Names that are no longer held."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherFacts:
-    """Who publishes.
+    """The identity of the publisher.
 
     Attributes:
         namespace: the layout's model fingerprint.
@@ -74,14 +77,14 @@ class PublisherFacts:
 
 
 class PoolEnd(Protocol):
-    """The worker as a member of the pool; called on the event loop."""
+    """The worker as a member of the pool. Called on the event loop."""
 
     def report(self) -> PoolReport:
-        """What it has room for and has read."""
+        """The worker's room for copies and its reads."""
         ...
 
     def take(self, order: PoolOrder) -> None:
-        """Takes an order; returns at once."""
+        """Accepts an order; returns at once."""
         ...
 
 
@@ -90,10 +93,11 @@ class BlockPublisher:
 
     Args:
         target: the kvmanager's `host:port`.
-        take_events: called on the event loop; returns and forgets the changes so far.
-        held_hashes: called on the event loop; all that `take_events` has told and that holds now.
+        take_events: called on the event loop; returns the changes so far and forgets them.
+        held_hashes: called on the event loop; returns all names that `take_events` has reported
+          and that are still held.
         interval_s: longest time between two messages; well below the service's lease.
-        pool: without one the worker is no member of the pool and gets no orders.
+        pool: without it the worker is not a member of the pool and gets no orders.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class BlockPublisher:
 
     @property
     def connected(self) -> bool:
-        """Whether the kvmanager is listening."""
+        """Whether the kvmanager is connected."""
         return self._stream is not None and self._stream.connected
 
     @property
@@ -138,7 +142,7 @@ class BlockPublisher:
         return self._acked == self._sequence and not self._snapshot_due
 
     def notify(self) -> None:
-        """Says that blocks changed; they are published within some milliseconds."""
+        """Notes that blocks changed; the changes are published within some milliseconds."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -155,7 +159,7 @@ class BlockPublisher:
                     group.create_task(self._report_often(self._pool), name="publisher-pool")
 
     def report_copy(self, result: CopyResult) -> None:
-        """Answers a copy order; nothing happens without a connection."""
+        """Reports the result of a copy order. Does nothing without a connection."""
         if self.connected:
             self._send(copied=copy_result_to_proto(result))
 
@@ -170,7 +174,7 @@ class BlockPublisher:
     async def _flush_often(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                # Not `wait_for`: in Python 3.11 it can swallow a cancel.
+                # Not `wait_for`: in Python 3.11 it can lose a cancel.
                 async with asyncio.timeout(self._interval_s):
                     await self._wake.wait()
                 await asyncio.sleep(FLUSH_DELAY_S)
@@ -178,7 +182,7 @@ class BlockPublisher:
             self._flush()
 
     def _flush(self) -> None:
-        """Sends what changed; takes it from the pool and sends it without an await between."""
+        """Sends the changes, with no await between taking them from the pool and sending them."""
         events = self._take_events()
         changed = bool(events.stored or events.removed)
         if changed and not self._can_send(events):
@@ -262,14 +266,14 @@ class BlockPublisher:
         if self._pool is not None:
             self._reported = self._pool.report()
             self._send(pool=pool_report_to_proto(self._reported))
-        # With all acks the heartbeat finds out whether the service remembers; without them nobody
-        # knows what arrived.
+        # If all was acknowledged, the heartbeat finds out whether the service still knows this
+        # worker. Otherwise it is unknown what arrived.
         if self._acked != self._sequence:
             self._order_snapshot()
         self._wake.set()
 
     def _order_snapshot(self) -> None:
-        """Makes a snapshot due now: acks of what was sent before will not come any more."""
+        """Makes a snapshot due now: earlier messages will not be acknowledged any more."""
         self._acked = self._sequence
         self._snapshot_due = True
         self._wake.set()

@@ -1,4 +1,4 @@
-"""gRPC server reflection: tools such as grpcurl call a service without its protos.
+"""gRPC server reflection, with which tools such as grpcurl call a service without its protos.
 
 Tests: tests/integration/test_reflection.py, tests/integration/test_grpc_fuzz.py.
 """
@@ -34,10 +34,10 @@ class ReflectionServicer:
 
     @cached_property
     def _answers(self) -> Any:
-        # Imported late: descriptors of descriptors take 2 MiB, and few ever ask.
+        # Imported late: the descriptors take 2 MiB, and few processes are ever asked.
         from grpc_reflection.v1alpha import reflection  # noqa: PLC0415
 
-        # Its stub says that the method is a coroutine; it is an async generator.
+        # Its stub declares a coroutine, but the method is an async generator.
         return reflection.aio.ReflectionServicer(self._service_names)
 
     async def ServerReflectionInfo(

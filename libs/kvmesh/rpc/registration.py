@@ -1,4 +1,4 @@
-"""A worker's registration with every scheduler: what it is, then its load, all its life.
+"""A worker's registration with every scheduler: first its info, then its load, for all its life.
 
 Tests: tests/integration/test_scheduler.py.
 """
@@ -29,21 +29,27 @@ from kvmesh.v1.scheduler_service_pb2 import (
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 FIRST_INTERVAL_S = 0.5
-"""Interval of reports until a scheduler names its own."""
+"""Seconds between reports until a scheduler names its own interval."""
 
 MIN_GAP_S = 0.02
-"""Changes that come closer together than this share one report."""
+"""Seconds in which changes share one report."""
 
 FOLLOW_UP_S = 0.1
-"""A change is reported once more after this time. A scheduler counts a route as load until a report
-that came some time after it, so a prompt that was done sooner would count for a whole interval."""
+"""Seconds after which a change is reported again.
+
+A scheduler counts a route as load until a report that comes some time after it. Without the second
+report, a prompt that finished sooner would count for a whole interval.
+"""
 
 DETAIL_INTERVAL_S = 1.0
-"""Least time between two reports of what only people read."""
+"""Minimum seconds between two reports of details for people."""
 
 REFUSED_PAUSE_S = 1.0
-"""Wait after a scheduler refused the registration: it knows a newer life of this worker, or says
-that the worker's info is wrong. Neither is over within milliseconds."""
+"""Seconds to wait after a scheduler refused the registration.
+
+It knows a newer incarnation of this worker, or finds the worker's info wrong; neither changes
+within milliseconds.
+"""
 
 _INVALID = grpc.StatusCode.INVALID_ARGUMENT.name
 _REFUSED = (grpc.StatusCode.FAILED_PRECONDITION.name, _INVALID)
@@ -55,12 +61,13 @@ log = event_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OperatorHooks:
-    """What a worker shows to people, and does when they order it.
+    """A worker's details for people, and its handlers for operators' orders.
 
     Attributes:
-        detail: reads what people want to see; called about once a second.
-        on_cordon: called with whether new work is to stay away, and why.
-        on_role: called with the new role, the scenario whose group to join (None: stay), and why.
+        detail: returns the details for people; called about once a second.
+        on_cordon: called with whether to accept no new work, and the reason.
+        on_role: called with the new role, the scenario whose group to join (None: stay), and the
+            reason.
     """
 
     detail: Callable[[], WorkerDetail]
@@ -69,11 +76,11 @@ class OperatorHooks:
 
 
 class SchedulerRegistration:
-    """Keeps a worker registered with all schedulers, over their restarts and its connections.
+    """Keeps a worker registered with all schedulers, over restarts and broken connections.
 
     Args:
         targets: `host:port` of every scheduler replica.
-        load: reads the worker's load now; called for each report.
+        load: returns the worker's load; called for each report.
         on_drain: called with a reason when a scheduler orders the worker to drain.
         operator: without it the worker shows no details and ignores other orders.
     """
@@ -92,7 +99,7 @@ class SchedulerRegistration:
 
     @property
     def num_registered(self) -> int:
-        """Schedulers that have accepted the worker and are connected."""
+        """Number of schedulers that have accepted the worker and are connected."""
         return sum(link.registered.is_set() for link in self._links)
 
     async def wait_registered(self, timeout_s: float) -> bool:
@@ -108,8 +115,8 @@ class SchedulerRegistration:
         """Registers and reports until cancelled or until `goodbye`.
 
         Raises:
-            ConfigError: a scheduler says that a worker like this can never be one of the fleet, and
-                none has ever taken it.
+            ConfigError: a scheduler reports that this worker can never join the fleet, and no
+              scheduler has ever accepted it.
         """
         try:
             async with asyncio.TaskGroup() as links:
@@ -122,19 +129,19 @@ class SchedulerRegistration:
             raise ConfigError(str(refusals.exceptions[0])) from None
 
     def notify(self) -> None:
-        """Makes the next report come soon; call it when the load changed."""
+        """Makes the next report come soon. Call it when the load changed."""
         for link in self._links:
             link.wake()
 
     def update(self, info: WorkerInfo) -> None:
-        """Registers this life of the worker again with other facts, everywhere."""
+        """Registers the same incarnation of the worker again with other info, at all schedulers."""
         for link in self._links:
             link.update(info)
 
     async def goodbye(self, reason: str, timeout_s: float = 2.0) -> None:
-        """Leaves all schedulers in good order and does not come back.
+        """Leaves all schedulers with a goodbye and does not come back.
 
-        Returns when the schedulers have taken the worker out, or after `timeout_s`.
+        Returns when the schedulers have removed the worker, or after `timeout_s`.
         """
         await asyncio.gather(*(link.leave(reason, timeout_s) for link in self._links))
 
@@ -209,7 +216,7 @@ class _Link:
         self._leaving = True
         if self._stream is not None and self._stream.connected:
             self._stream.send(RegisterWorkerRequest(goodbye=WorkerGoodbye(reason=reason)))
-            # The scheduler ends the stream when it has taken the worker out.
+            # The scheduler ends the stream after it has removed the worker.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._down.wait()
@@ -232,7 +239,7 @@ class _Link:
             self._wake.clear()
 
     def _send_news(self, stream: RegistrationStream, *, must_tell: bool) -> None:
-        """Reports the load, or that the worker is there if its load is as it was."""
+        """Reports the load. If the load is unchanged, only confirms that the worker is alive."""
         now = asyncio.get_running_loop().time()
         if must_tell or not self._alive_interval_s or self._load() != self._told_load:
             self._send_load(stream)
@@ -260,7 +267,7 @@ class _Link:
         if self._leaving:
             return
         self._detail_due_at = 0.0
-        self._told_detail = None  # a scheduler that has just started knows none
+        self._told_detail = None  # a scheduler that has just started has no details
         self._stream.send(RegisterWorkerRequest(info=self._info))
         self._send_load(self._stream)
 

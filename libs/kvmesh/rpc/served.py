@@ -1,4 +1,4 @@
-"""The server end of long-lived streams, over gRPC or over a socket of their own.
+"""The server side of long-lived streams, over gRPC or over a separate socket.
 
 Tests: tests/integration/test_rpc_direct.py, tests/integration/test_worker.py.
 """
@@ -22,12 +22,12 @@ from kvmesh.rpc.stream import incoming
 
 @dataclass(frozen=True, slots=True)
 class DirectWay(Generic[ItemT]):
-    """How a served stream moves to a socket of its own.
+    """How a served stream moves to a separate socket.
 
     Attributes:
-        request_type: class of the messages that come.
-        messages: what goes out for a batch of the outbox.
-        at_once: each message is all that its reader waits for, and leaves as `Outbox.divert` says.
+        request_type: class of the client's messages.
+        messages: makes the outgoing messages of an outbox's batch.
+        at_once: the client waits for each single message, so `Outbox.divert` sends it at once.
     """
 
     listener: DirectListener
@@ -38,7 +38,7 @@ class DirectWay(Generic[ItemT]):
     def offer(
         self, receive: Callable[[Any, Outbox[ItemT]], None], outbox: Outbox[ItemT]
     ) -> DirectOffer:
-        """Expects the stream's client."""
+        """Offers the stream's client a connection."""
         parse = self.request_type.FromString
 
         def connected(connection: FramedConnection) -> None:
@@ -57,12 +57,12 @@ async def serve_stream(
     on_end: Callable[[Outbox[ItemT]], None],
     direct: DirectWay[ItemT] | None = None,
 ) -> AsyncIterator[list[ItemT]]:
-    """The server end of a long-lived stream: yields what `receive` puts into the outbox.
+    """Serves a long-lived stream: yields the items that `receive` puts into the outbox.
 
     Args:
         receive: called for each message, on the event loop; must not block.
-        on_end: called once, however the stream ends; releases all that belongs to it.
-        direct: offered to the client; what goes that way is not yielded.
+        on_end: called once, however the stream ends; releases everything that belongs to it.
+        direct: offered to the client; messages on that socket are not yielded.
     """
     outbox: Outbox[ItemT] = Outbox()
     offer = None if direct is None else direct.offer(receive, outbox)
@@ -84,8 +84,8 @@ async def serve_stream(
             yield events
         if offer is not None and offer.failure is not None:
             raise offer.failure
-        if reader.done():  # else the outbox was closed from elsewhere
-            await reader  # an error in `receive` breaks the stream, it is not swallowed
+        if reader.done():  # else another part closed the outbox
+            await reader  # an error in `receive` breaks the stream and is not hidden
     except ProtocolError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     finally:
@@ -103,12 +103,12 @@ async def serve_questions(
     on_end: Callable[[Outbox[MessageT]], None],
     direct: DirectWay[MessageT] | None = None,
 ) -> AsyncIterator[MessageT]:
-    """The server end of a `Correlator`: a task for each question, cancelled with the stream.
+    """Serves the questions of a `Correlator`: one task per question, cancelled with the stream.
 
     Args:
-        answer: puts its answer into the outbox; ProtocolError says the question is none.
+        answer: puts its answer into the outbox; raises ProtocolError for an invalid question.
         on_end: called once, however the stream ends.
-        direct: offered to the client; what goes that way is not yielded.
+        direct: offered to the client; messages on that socket are not yielded.
     """
     running: set[asyncio.Task[None]] = set()
     failed: list[BaseException] = []
@@ -118,7 +118,7 @@ async def serve_questions(
         def done(task: asyncio.Task[None]) -> None:
             running.discard(task)
             error = None if task.cancelled() else task.exception()
-            if error is not None:  # breaks the stream, it is not swallowed
+            if error is not None:  # it breaks the stream and is not hidden
                 failed.append(error)
                 outbox.close()
 

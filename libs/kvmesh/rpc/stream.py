@@ -1,4 +1,4 @@
-"""Long-lived bidirectional streams: the client end, which reconnects, and reading at the server.
+"""Long-lived bidirectional streams: a client that reconnects, and reading at the server.
 
 One stream to a peer carries the messages of many requests; unary calls cost three times as much.
 Tests: tests/integration/test_rpc.py.
@@ -30,19 +30,19 @@ OpenCall = Callable[[AsyncIterator[Any]], Any]
 """A stub's stream-stream method."""
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
-"""Pauses between attempts to connect; each is twice the one before."""
+"""Seconds to pause between attempts to connect; each pause is twice the one before."""
 
 UNREACHABLE_AFTER = 8
-"""Attempts in vain, about five seconds, after which the log says that a peer is not there."""
+"""Failed attempts, about five seconds, after which the log reports an unreachable peer."""
 
 
 async def incoming(requests: AsyncIterator[RequestT]) -> AsyncIterator[RequestT]:
-    """The messages of a stream at its server, until the stream or the server ends.
+    """Yields the messages of a stream at its server, until the stream or the server ends.
 
     Raises:
-        ProtocolError: what the peer sent is no message of this type.
+        ProtocolError: the peer sent bytes that are no message of this type.
     """
-    # A server that stops may say so by an exception of grpc's own at the next read.
+    # The next read at a stopping server may raise one of grpc's own exceptions.
     with contextlib.suppress(grpc.aio.BaseError):
         try:
             async for request in requests:
@@ -58,12 +58,12 @@ class PeerStream(Generic[RequestT, ResponseT]):
         name: for logs, for example `scheduler@host:port`.
         open_call: stub method, called with the iterator of requests.
         on_message: called for each message from the peer, on the event loop; must not block. A
-            ProtocolError from it ends the connection, as on a direct one.
+          ProtocolError from it ends the connection, as on a direct one.
         on_up: called when a stream is open; may `send` the opening messages.
         on_down: called with a reason when an open stream broke.
-        joins: requests have a field `more` and are joined where several are ready; the peer
-            takes them apart with `parts`.
-        direct: takes up the peer's offer of a socket; without it messages stay on gRPC.
+        joins: requests have a field `more`, and are joined if several are ready; the peer
+          splits them with `parts`.
+        direct: accepts the peer's offer of a socket; without it messages stay on gRPC.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class PeerStream(Generic[RequestT, ResponseT]):
 
     @property
     def connected(self) -> bool:
-        """Whether the peer answered on the current stream's connection."""
+        """Whether the current stream is open at the peer."""
         return self._up.is_set()
 
     async def wait_connected(self, timeout_s: float) -> bool:
         """Waits until connected; False after `timeout_s`."""
-        # Not wait_for: on Python 3.11 it can swallow a cancel that comes in the same tick.
+        # Not `wait_for`: on Python 3.11 it can lose a cancel that arrives in the same iteration.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()
@@ -117,7 +117,7 @@ class PeerStream(Generic[RequestT, ResponseT]):
         while True:
             was_up = await self._run_once()
             backoff = FIRST_BACKOFF_S if was_up else min(backoff * 2, MAX_BACKOFF_S)
-            # Jitter, so that a fleet does not reconnect in step.
+            # Jitter, so that a fleet does not reconnect at the same time.
             await asyncio.sleep(backoff * (0.5 + random.random()))
 
     async def _run_once(self) -> bool:
@@ -127,8 +127,8 @@ class PeerStream(Generic[RequestT, ResponseT]):
         call = self._open_call(joined_outbox(requests) if self._joins else outbox.__aiter__())
         reason = "closed by peer"
         try:
-            # Metadata arrives when the peer's handler has started: only then is it really up.
-            # A call that failed answers too, with nothing; reading from it then raises the cause.
+            # Metadata arrives when the peer's handler has started: only then the stream is open. A
+            # failed call also returns, with empty metadata; reading from it then raises the cause.
             connection = await self._go_direct(await call.initial_metadata(), outbox)
             if not call.done():
                 self._up.set()
@@ -158,7 +158,7 @@ class PeerStream(Generic[RequestT, ResponseT]):
 
     def _count(self, was_up: bool, reason: str) -> None:
         self._num_failed = 0 if was_up else self._num_failed + 1
-        if self._num_failed == UNREACHABLE_AFTER:  # said once, not at each attempt
+        if self._num_failed == UNREACHABLE_AFTER:  # logged once, not at each attempt
             log.warning("peer_unreachable", peer=self.name, reason=reason)
 
     async def _go_direct(self, metadata: Any, outbox: Outbox[Any]) -> FramedConnection | None:
@@ -173,7 +173,7 @@ class PeerStream(Generic[RequestT, ResponseT]):
         return connection
 
     async def _guard(self, call: Any, connection: FramedConnection) -> str:
-        """Waits until the call or its connection ends, and ends the other; returns why."""
+        """Waits until the call or its connection ends, and ends the other. Returns the reason."""
 
         async def read() -> None:
             async for message in call:

@@ -1,4 +1,4 @@
-"""TLS contexts of sockets that are not gRPC's: HTTP ports and data channels.
+"""TLS contexts for sockets outside gRPC: HTTP ports and data channels.
 
 Tests: tests/unit/rpc/test_tls.py.
 """
@@ -13,11 +13,11 @@ from kvmesh.rpc.tls_files import check_trust, load_tls_files
 
 
 def server_context(tls: TlsConfig, section: str, *, ca_signs: bool = True) -> ssl.SSLContext | None:
-    """What a server shows and demands; None without a certificate (plain text).
+    """A server's TLS context; None without a certificate (plain text).
 
     Args:
         section: name of the options, for errors.
-        ca_signs: the server's own certificate is one of the CA's, as callers' are.
+        ca_signs: the CA must have signed the server's own certificate, as it signs callers'.
 
     Raises:
         ConfigError: a file cannot be used, or a CA is given without a certificate.
@@ -36,7 +36,7 @@ def server_context(tls: TlsConfig, section: str, *, ca_signs: bool = True) -> ss
 
 
 def check_tls(tls: TlsConfig, section: str) -> None:
-    """Whether a service would take these files.
+    """Checks that a service would accept these files.
 
     Args:
         section: name of the options, as in the config.
@@ -51,11 +51,11 @@ def check_tls(tls: TlsConfig, section: str) -> None:
 
 
 _FOR_ANYBODY = ("http.tls", "server.admin.tls")
-"""Ports whose callers are no services: their CA signs the callers, and maybe not the port."""
+"""Ports whose callers are not services: their CA signs the callers, but maybe not the port."""
 
 
 def client_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
-    """What a client trusts and shows; None without a CA (plain text).
+    """A client's TLS context; None without a CA (plain text).
 
     Args:
         section: name of the options, for errors.

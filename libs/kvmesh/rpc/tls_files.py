@@ -1,7 +1,7 @@
-"""Files of TLS: which of them is wrong, and how, said before anything listens.
+"""Checks TLS files and explains errors before a service listens.
 
-OpenSSL says "PEM lib" of a key as of a certificate, and of one that nobody will trust nothing.
-Tests: tests/unit/rpc/test_tls_files.py.
+OpenSSL reports "PEM lib" for a bad key as for a bad certificate, and accepts a certificate that no
+peer will trust. Tests: tests/unit/rpc/test_tls_files.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvmesh.core.errors import ConfigError
 _KEY = re.compile(r"-----BEGIN (?:\w+ )*PRIVATE KEY-----")
 _CERTIFICATE = re.compile(r"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----")
 _STEPS = 8
-"""More messages than a handshake has."""
+"""Maximum number of rounds of a handshake; a handshake needs fewer."""
 
 
 def load_tls_files(context: ssl.SSLContext, cert: str, key: str, ca: str, section: str) -> None:
-    """Gives a context the files that are named.
+    """Loads the named files into a context.
 
     Args:
-        cert, key, ca: paths; empty for none. A key may lie in the file of its certificate.
+        cert, key, ca: paths; empty for none. A key may be in the file of its certificate.
         section: name of the options, for errors.
 
     Raises:
@@ -86,16 +86,16 @@ def _is_readable(chain: str) -> bool:
 
 
 def check_trust(cert: str, key: str, ca: str, section: str) -> None:
-    """Whether a peer would take the certificate of a server: it is shown to one, in memory.
+    """Checks in memory that a peer would accept a server's certificate.
 
     Args:
-        cert, key, ca: paths of what `load_tls_files` takes; without a CA the times alone matter.
+        cert, key, ca: paths, as for `load_tls_files`; without a CA only its dates are checked.
         section: name of the options, for errors.
 
     Raises:
-        ConfigError: its time is over or to come, or the CA did not sign it.
+        ConfigError: it has expired or is not valid yet, or the CA did not sign it.
     """
-    if said := _refusal(cert, key, cert):  # as its own CA, so that its times alone are judged
+    if said := _refusal(cert, key, cert):  # as its own CA, so that only its dates are checked
         raise ConfigError(f"{section}.cert: {cert}: {said}; make a new one")
     if ca and (said := _refusal(cert, key, ca)):
         raise ConfigError(
@@ -105,7 +105,7 @@ def check_trust(cert: str, key: str, ca: str, section: str) -> None:
 
 
 def _refusal(cert: str, key: str, ca: str) -> str:
-    """What a client that trusts `ca` has against a certificate; empty if nothing."""
+    """The reason why a client that trusts `ca` refuses a certificate; empty if it accepts."""
     server, client = (
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
@@ -123,7 +123,7 @@ def _refusal(cert: str, key: str, ca: str) -> str:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """A handshake in memory, until both sides are done or one refuses.
+    """Makes a handshake in memory, until both sides are done or one refuses.
 
     Raises:
         SSLCertVerificationError: the client refuses the server's certificate.

@@ -1,9 +1,9 @@
-"""The admin port: an HTTP server for operators, apart from everything that clients can reach.
+"""The admin port: an HTTP server for operators, separate from everything that clients can reach.
 
-Carries metrics, `/debug/*` and actions. Services add their own with `context.admin.route(...)`.
+It serves metrics, `/debug/*` and actions. Services add routes with `context.admin.route(...)`.
 Every call needs the token (`Authorization: Bearer`, or Basic with any name, so that a browser asks
-for it). Without a token the port is for this host alone and cannot change anything. A Unix socket
-may stand beside the port or instead of it; who may open the file may do everything.
+for it). Without a token, the port serves only this host and only reads. A Unix socket can replace
+the port or exist beside it; a user who can open its file may do everything.
 Tests: tests/integration/test_admin.py.
 """
 
@@ -40,18 +40,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIN_TOKEN_CHARS = 16
 MAX_BODY_BYTES = 1 << 20
 CLOSE_S = 0.5
-"""Connections still open when the service ends get this long."""
+"""Seconds before connections are closed that are still open when the service ends."""
 
 _THIS_HOST = frozenset({"127.0.0.1", "::1", "localhost"})
 _READING = frozenset({"GET", "HEAD"})
 
 
 class AdminPort:
-    """Routes and the server that serves them.
+    """The routes of the admin port and their server.
 
     Attributes:
         port: the bound port; -1 without one.
-        guard: of its connections.
+        guard: guards the port's connections.
 
     Raises:
         ConfigError: the token file cannot be read, the token is too short, or one is missing.
@@ -79,8 +79,8 @@ class AdminPort:
 
         Args:
             method: `GET` reads; every other method is an action and needs a configured token.
-            path: as aiohttp takes it, for example `/debug/requests/{id}`.
-            needs_token: False for a page that holds no data of its own.
+            path: in aiohttp's format, for example `/debug/requests/{id}`.
+            needs_token: False for a page that contains no data itself.
         """
         assert self._runner is None, "routes are added before the port is opened"
         self._routes.append(web.route(method, path, handler))
@@ -88,7 +88,7 @@ class AdminPort:
             self._open.add((method, path))
 
     async def start(self) -> None:
-        """Opens the port and the socket, those of them that are turned on.
+        """Opens the configured port and socket.
 
         Raises:
             ConfigError: the port is taken, or the socket cannot be made.
@@ -166,10 +166,11 @@ class AdminPort:
             return _refusal(error.status, error.text or error.reason, headers)
 
     def _check(self, request: web.Request) -> bool:
-        """Lets the request through, or raises the answer that it gets instead.
+        """Checks a request; raises the answer to a request that is not allowed.
 
         Returns:
-            Whether the caller has shown that it may call; what is open to all shows nothing.
+            Whether the caller has proved that it may call. Routes that are open to all prove
+                nothing.
         """
         if _came_by_socket(request):
             return True
@@ -187,7 +188,7 @@ class AdminPort:
         return True
 
     def _check_without_token(self, request: web.Request) -> None:
-        # A web page can make a browser call this host under a name of its own (DNS rebinding).
+        # A web page can make a browser call this host under the page's own name (DNS rebinding).
         name = _host_in(f"//{request.host}")
         if name not in _THIS_HOST:
             raise web.HTTPForbidden(text=f"ask for 127.0.0.1 or localhost, not {name}")
@@ -196,7 +197,7 @@ class AdminPort:
 
 
 def showing(answer: Callable[[Mapping[str, str]], Any]) -> Handler:
-    """A handler that answers with what `answer` makes of the query, as JSON."""
+    """Makes a handler that answers with the result of `answer` for the query, as JSON."""
 
     async def show(request: web.Request) -> web.StreamResponse:
         try:
@@ -208,7 +209,7 @@ def showing(answer: Callable[[Mapping[str, str]], Any]) -> Handler:
 
 
 def sent_token(authorization: str) -> str:
-    """The token in an Authorization header (Bearer, or the password of Basic); empty without."""
+    """The token in an Authorization header (Bearer, or Basic's password); empty without one."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -227,24 +228,24 @@ def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None
 
 
 async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
+    response.headers["Server"] = "kvmesh"  # without the versions of the libraries in use
 
 
 def _came_by_socket(request: web.Request) -> bool:
-    """Whether the caller opened the Unix socket, whose file says who may."""
+    """Whether the request came through the Unix socket, whose file permissions authorise it."""
     transport = request.transport
-    # Of a Unix socket the name is a path, of others a tuple.
+    # A Unix socket's name is a path, other names are tuples.
     return transport is not None and isinstance(transport.get_extra_info("sockname"), str)
 
 
 def _is_same_origin(request: web.Request) -> bool:
-    """Browsers say where a page that acts comes from; other programs do not."""
+    """Whether the page that sent an action is of this host. Only browsers send an origin."""
     origin = request.headers.get("Origin", "")
     return not origin or origin.partition("://")[2] == request.host
 
 
 def _host_in(url: str) -> str | None:
-    """The host's name; None if there is none, or the URL makes no sense."""
+    """The host's name; None if there is none, or the URL is invalid."""
     try:
         return urlsplit(url).hostname
     except ValueError:
@@ -273,10 +274,10 @@ def _token_digest(config: AdminConfig) -> bytes:
 
 
 async def json_body(request: web.Request) -> dict[str, object]:
-    """The JSON object that an action was sent; empty without a body.
+    """Parses the JSON object in an action's body; empty without a body.
 
     Raises:
-        web.HTTPBadRequest: it is something else.
+        web.HTTPBadRequest: the body is not a JSON object.
     """
     try:
         raw = await request.read()

@@ -1,4 +1,4 @@
-"""Configuration of the admin port, apart from the HTTP server that a service may never load.
+"""Configuration of the admin port, separate from its HTTP server, which a service may never load.
 
 Tests: tests/integration/test_admin.py.
 """
@@ -26,5 +26,5 @@ class AdminConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is a port or a socket at all."""
+        """Whether a port or a socket is configured."""
         return self.port >= 0 or bool(self.socket)

@@ -1,7 +1,7 @@
-"""Keeps who has no token from holding the admin port's connections.
+"""Keeps callers without a token from exhausting the admin port's connections.
 
-One whose headers do not come in time is cut, and of too many callers that have not been let in yet
-the oldest. Tests: tests/integration/test_admin_guard.py.
+It cuts a connection whose headers do not arrive in time. If too many callers have not been
+admitted yet, it cuts the oldest. Tests: tests/integration/test_admin_guard.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kvmesh.core.newcomers import MAX_NEWCOMERS, Newcomers
 from kvmesh.runtime.timed_connection import TimedConnection, abort
 
 HEADER_TIMEOUT_S = 10.0
-"""The first request line and headers, and TLS before them, must come within this."""
+"""Seconds for TLS, the first request line and its headers to arrive."""
 
 IDLE_TIMEOUT_S = 75.0
-"""A connection is closed when nothing was asked for so long."""
+"""Seconds without a request after which a connection is closed."""
 
 
 class AdminGuard:
@@ -24,7 +24,7 @@ class AdminGuard:
 
     Args:
         header_timeout_s: see `HEADER_TIMEOUT_S`.
-        limit: most connections of callers that have not been let in.
+        limit: maximum number of connections whose callers have not been admitted.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class AdminGuard:
         self.newcomers = Newcomers[asyncio.BaseTransport](abort, limit)
 
     def wrap(self, factory: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """A factory of guarded connections."""
+        """Returns a factory of guarded connections."""
         return lambda: _Guarded(self, factory())
 
     def let_in(self, transport: asyncio.BaseTransport | None) -> None:
-        """Who calls there may call: the connection gives way to nobody any more."""
+        """Admits a connection whose caller is authorised: it no longer gives way to others."""
         if transport is not None:
             self.newcomers.leave(transport)
 
 
 class _Guarded(TimedConnection):
-    """One connection; a newcomer until it is let in."""
+    """One connection; a newcomer until it is admitted."""
 
     def __init__(self, guard: AdminGuard, inner: asyncio.Protocol) -> None:
         super().__init__(inner, guard.header_timeout_s)

@@ -1,4 +1,4 @@
-"""What every service has on its admin port.
+"""The admin routes that every service has.
 
 Tests: tests/integration/test_admin.py.
 """
@@ -23,9 +23,9 @@ def add_common_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[
     """Adds `/health`, `/metrics`, `/debug/config`, `/debug/tasks` and two actions.
 
     Args:
-        name: of the service.
+        name: name of the service.
         config: shown with its secrets masked.
-        stop: begins the drain that ends the process.
+        stop: starts the drain that ends the process.
     """
     add_service_routes(admin, name, config, stop)
     admin.route("GET", "/metrics", _metrics)
@@ -34,7 +34,7 @@ def add_common_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[
 
 
 def add_service_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[], None]) -> None:
-    """Adds those of the common routes that do not depend on the process that answers."""
+    """Adds the common routes that do not depend on the process that answers."""
 
     async def health(_request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "service": name})
@@ -57,7 +57,7 @@ async def _metrics(_request: web.Request) -> web.StreamResponse:
 
 
 def metrics_answer(text: bytes) -> web.Response:
-    """An exposition as an answer."""
+    """Makes an answer from an exposition."""
     return web.Response(
         body=text,
         headers={"Content-Type": CONTENT_TYPE},
@@ -65,7 +65,7 @@ def metrics_answer(text: bytes) -> web.Response:
 
 
 async def _tasks(_request: web.Request) -> web.StreamResponse:
-    """All tasks of the event loop and the line that each waits at."""
+    """All tasks of the event loop, and the line at which each waits."""
     return web.json_response([_described(task) for task in asyncio.all_tasks()])
 
 
@@ -80,10 +80,10 @@ async def _set_log_level(request: web.Request) -> web.StreamResponse:
 
 
 def set_log_level(body: dict[str, object]) -> web.Response:
-    """Sets the level that an action's body names, and answers.
+    """Sets the log level that an action's body names, and answers.
 
     Raises:
-        web.HTTPBadRequest: it names none.
+        web.HTTPBadRequest: the body names no level.
     """
     level = str(body.get("level", ""))
     if not set_level(level):

@@ -1,4 +1,4 @@
-"""How every service runs: config, logs, gRPC server, health, admin port, signals, drain, exit code.
+"""Runs a service: config, logs, gRPC server, health, admin port, signals, drain, exit code.
 
 A service is `run_service(name, ConfigClass, build)`; `build(config, context)` is the only place
 that constructs its objects. Life: start -> serve -> drain -> close. SIGTERM and SIGINT drain.
@@ -46,13 +46,13 @@ FORCED_EXIT = 130
 COLLECT_AFTER = 10_000
 _THIS_HOST = ("127.0.0.1", "::1", "[::1]", "localhost")
 
-_LAST_TASKS_S = 0.5  # at most this long for tasks that are about to end
+_LAST_TASKS_S = 0.5  # maximum seconds to wait for tasks that are about to end
 _CANCEL_AGAIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where a service listens."""
+    """The addresses and access rules of a service."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(0, "gRPC port; 0 picks a free one")
@@ -72,7 +72,7 @@ class ServerConfig:
 
 
 def mesh_access(config: ServerConfig) -> MeshAccess:
-    """What a service shows to the others of its mesh.
+    """The credentials that a service shows to the other services of its mesh.
 
     Raises:
         ConfigError: the secret's file cannot be read, or the secret is too short.
@@ -81,11 +81,11 @@ def mesh_access(config: ServerConfig) -> MeshAccess:
 
 
 class ServiceConfig(Protocol):
-    """What every service's config has."""
+    """The sections that every service's config has."""
 
     @property
     def server(self) -> ServerConfig:
-        """Where it listens."""
+        """The addresses of the service."""
         ...
 
     @property
@@ -101,10 +101,10 @@ DrainHook = Callable[[], Awaitable[None]]
 
 
 class ServiceContext:
-    """What `build` gets: the server to add servicers to, and owners for all that it makes.
+    """The argument of `build`: the server to add servicers to, and owners of what `build` makes.
 
     Attributes:
-        server: serves what `add_servicer` adds.
+        server: serves the servicers that `add_servicer` adds.
         port: bound gRPC port.
         stack: enter every resource here; closed in reverse order.
         direct: for servicers with long-lived streams; `build` starts it.
@@ -120,7 +120,7 @@ class ServiceContext:
         self.stop = stop
         self._admin_config = config.admin
         if config.admin.is_wanted:
-            _ = self.admin  # says now what is wrong with its configuration
+            _ = self.admin  # reports errors in its configuration now
         self.access = mesh_access(config)
         self._callers = _known_callers(config)
         self._is_open = _is_open(config, self.access)
@@ -146,17 +146,21 @@ class ServiceContext:
 
     @functools.cached_property
     def admin(self) -> AdminPort:
-        """Add routes for operators before `build` returns; what only shows data uses `show`."""
+        """The admin port.
+
+        Add routes before `build` returns; for routes that only show data use `show`.
+        """
         # A service without an admin port does not load the HTTP server.
         from kvmesh.runtime.admin import AdminPort  # noqa: PLC0415
 
         return AdminPort(self._admin_config)
 
     def show(self, path: str, answer: Callable[[Mapping[str, str]], Any]) -> None:
-        """Shows data as JSON on the admin port, if the configuration asks for one.
+        """Shows data as JSON on the admin port, if one is configured.
 
         Args:
-            answer: makes it of a query's fields; `InvalidRequestError` says what is wrong.
+            answer: makes the data from a query's fields; raises `InvalidRequestError` for bad
+                fields.
         """
         if not self._admin_config.is_wanted:
             return
@@ -165,10 +169,10 @@ class ServiceContext:
         self.admin.route("GET", path, showing(answer))
 
     async def open_admin(self, config: ServiceConfig) -> None:
-        """Opens the admin port, if the configuration asks for one.
+        """Opens the admin port, if one is configured.
 
         Args:
-            config: of the service, which the port shows.
+            config: the service's config, which the port shows.
         """
         if not self._admin_config.is_wanted:
             return
@@ -181,11 +185,11 @@ class ServiceContext:
     def add_servicer(
         self, add: Callable[[ServicerT, Any], None], servicer: ServicerT, *, public: bool = False
     ) -> None:
-        """Serves a servicer from the start on; call before `build` returns.
+        """Adds a servicer to the server; call it before `build` returns.
 
         Args:
-            add: what gRPC generates, such as `add_SchedulerServiceServicer_to_server`.
-            public: callers need not hold the mesh's secret.
+            add: the function that gRPC generates, such as `add_SchedulerServiceServicer_to_server`.
+            public: callers do not need the mesh's secret.
         """
         add(servicer, self.server)
         if public:
@@ -193,14 +197,16 @@ class ServiceContext:
         add(servicer, self._rpcs)
 
     def complete_server(self) -> None:
-        """Once all servicers are there: lets reflection list them, and checks who may call what.
+        """Lets reflection list all servicers, and checks the callers' rules.
+
+        Call it after adding them.
 
         Raises:
-            ConfigError: a caller may call what none of them has.
+            ConfigError: a rule allows a call that no servicer has.
         """
         names = (*self._rpcs.services, health.SERVICE_NAME, SERVICE_NAME)
         reflection = ReflectionServicer(names)
-        # As open as the rest of this server: behind the secret wherever nothing is public.
+        # Reflection is as open as the server: it needs the secret if no servicer is public.
         is_public = bool(self._public.services)
         self.add_servicer(add_ServerReflectionServicer_to_server, reflection, public=is_public)
         check_callers(self._callers, self._rpcs.names)
@@ -211,18 +217,18 @@ class ServiceContext:
             )
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs a background task that lives as long as the service; its crash ends the service."""
+        """Runs a background task for the life of the service. Its crash ends the service."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
 
     def on_drain(self, hook: DrainHook) -> None:
-        """Adds work for the drain, run in the order of adding; all share the drain deadline."""
+        """Adds work for the drain. Hooks run in the order of adding and share its deadline."""
         self._drain_hooks.append(hook)
 
     def on_close(self, hook: Callable[[], None]) -> None:
-        """Adds work for the moment before the streams are cut; it may be called again."""
+        """Adds work for the moment before the streams are cut. A hook may be called again."""
         self._close_hooks.append(hook)
 
     async def set_serving(self, serving: bool) -> None:
@@ -231,7 +237,7 @@ class ServiceContext:
         await self._health.set("", state.SERVING if serving else state.NOT_SERVING)
 
     async def drain(self, deadline_s: float) -> None:
-        """Stops readiness and lets running work finish."""
+        """Ends readiness and lets running work finish."""
         await self.set_serving(False)
         try:
             async with asyncio.timeout(deadline_s):
@@ -244,11 +250,11 @@ class ServiceContext:
         """Ends background tasks and the server. May be called again."""
         for hook in self._close_hooks:
             hook()
-        # Handlers of long-lived streams end with the server, not by themselves.
+        # Handlers of long-lived streams end only with the server.
         await self.server.stop(grace=0.2)
         await self.direct.close()
-        # Again and again: `asyncio.wait_for` of Python 3.11, which redis-py uses, swallows a cancel
-        # that comes together with its result.
+        # Repeatedly: `asyncio.wait_for` of Python 3.11, which redis-py uses, loses a cancel that
+        # arrives together with its result.
         while self._tasks:
             for task in tuple(self._tasks):
                 task.cancel()
@@ -264,7 +270,7 @@ class ServiceContext:
 
 
 def _is_open(config: ServerConfig, access: MeshAccess) -> bool:
-    """Whether callers on other hosts need to show nothing."""
+    """Whether callers on other hosts need no credentials."""
     tls = config.tls
     is_closed = access.secret is not None or bool(tls.cert and tls.ca and tls.verify_callers)
     return not is_closed and config.host not in _THIS_HOST
@@ -285,15 +291,15 @@ Build = Callable[[ConfigT, ServiceContext], Awaitable[None]]
 async def serving(
     name: str, config: ConfigT, build: Build[ConfigT], stop: asyncio.Event | None = None
 ) -> AsyncIterator[ServiceContext]:
-    """Builds and serves inside the current loop; also what in-process tests use."""
+    """Builds a service and serves it inside the current loop; in-process tests use it too."""
     async with AsyncExitStack() as stack:
         context = ServiceContext(name, config.server, stack, stop or asyncio.Event())
-        stack.push_async_callback(context.close)  # if build fails
+        stack.push_async_callback(context.close)  # for a failing build
         await context.set_serving(False)
         await build(config, context)
         context.complete_server()
         await context.open_admin(config)
-        # Again, so that streams and tasks end before what they use is closed.
+        # Pushed again, so that streams and tasks end before the objects that they use are closed.
         stack.push_async_callback(context.close)
         await context.server.start()
         await context.set_serving(True)
@@ -306,10 +312,11 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after
     _install_signals(stop)
     async with serving(name, config, build, stop) as context:
         gc.enable()  # see `kvmesh.core.loading`
-        # What is here now stays: later collections need not walk it, which costs 30 ms each time.
+        # All present objects stay: later collections need not walk them, which costs 30 ms each
+        # time.
         gc.collect()
         gc.freeze()
-        # Little of a request is in cycles: seldom looked for, they cost 1 % and not 4.
+        # Few objects of a request are in cycles. Rare collections cost 1 % instead of 4 %.
         gc.set_threshold(collect_after, 20, 20)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         crashed: asyncio.Future[Any] = context.failure
@@ -317,7 +324,7 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after
         stopping.cancel()
         if context.failure.done():
             if isinstance(error := context.failure.result(), ConfigError):
-                raise error  # said as if the start had found it
+                raise error  # reported like an error of the start
             log.failure("background_task_failed", context.failure.result())
             return 1
         log.info("draining")
@@ -330,8 +337,9 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after
 async def _let_tasks_end() -> None:
     """Waits for tasks that are about to end.
 
-    A call's own task inside gRPC ends a moment after `server.stop` returns; if the closing loop
-    cancels it in that moment, gRPC prints a traceback for a stop that went well.
+    A call's own task inside gRPC ends a moment after `server.stop` returns. If the closing loop
+    cancels
+    it in that moment, gRPC prints a traceback although the stop succeeded.
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
@@ -360,10 +368,10 @@ def run_service(
     """Runs a service until a signal; exits the process with 0, 1 (crash) or 2 (config).
 
     Args:
-        collect_after: so many more objects than before make the garbage collector look for cycles,
+        collect_after: number of new objects after which the garbage collector looks for cycles,
             while everything waits.
     """
-    configure_logging(name)  # for what goes wrong before the config is known
+    configure_logging(name)  # for errors before the config is known
     try:
         config = load_config(config_class, sys.argv[1:], prog=f"python -m services.{name}")
         telemetry = config.telemetry
@@ -382,7 +390,7 @@ def run_service(
 
 
 def cannot_start(name: str, error: KvMeshError) -> None:
-    """Says why a service does not start: a plain line to people, an event to a log."""
+    """Reports why a service does not start: a plain line for people, an event for a log."""
     if logs_for_people():
         sys.stderr.write(f"{name}: {error}\n")
     else:
@@ -393,7 +401,7 @@ def cannot_start(name: str, error: KvMeshError) -> None:
 def metrics_server(
     host: str, port: int, registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY
 ) -> Iterator[None]:
-    """Serves `/metrics` from a thread of its own.
+    """Serves `/metrics` from a separate thread.
 
     Raises:
         ConfigError: the port is taken.

@@ -1,7 +1,7 @@
-"""Leases of blocks on other workers: asked for, given back, and never left to run out if avoidable.
+"""Leases of blocks on other workers: requests them and gives them back before they run out.
 
-A holder that did not answer is left alone for a while. Whoever asks may be cancelled at any time:
-a lease that is granted to nobody any more is given back as soon as it is known.
+A holder that did not answer is not asked for a while. The caller may be cancelled at any time: if a
+lease arrives after that, it is given back at once.
 Tests: tests/contract/test_prefix_reader.py, tests/integration/test_interrupted_requests.py.
 """
 
@@ -22,19 +22,19 @@ from kvmesh.transfer.reader import ReadLease
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 
 SHUN_S = 5.0
-"""A holder that was lost is not asked again for this long: by then routes know, or it is back."""
+"""Seconds in which a lost holder is not asked again. By then routes avoid it, or it is back."""
 
 _RELEASE_TIMEOUT_S = 1.0
 
 
 class BorrowedLeases:
-    """What one worker leases from others.
+    """The leases that one worker has on other workers.
 
     Args:
-        worker_id: of the worker that reads.
-        layout: of its blocks.
+        worker_id: the worker that reads.
+        layout: layout of its blocks.
         client: closed by its owner.
-        timeout_s: for the holder's answer.
+        timeout_s: longest wait for the holder's answer.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class BorrowedLeases:
         *,
         is_planned: bool = False,
     ) -> pb.ReadLease:
-        """Leases what a source has of some blocks; to be given back, whatever comes.
+        """Leases blocks of a source; the caller must give the lease back in any case.
 
         Args:
             hashes: chained, from the root on.
-            num_held: leading blocks that are not wanted.
+            num_held: number of leading blocks that the caller already has.
             is_planned: no request waits for them.
 
         Raises:
-            RefusedError: the source says no.
-            LostError: it does not answer, or is another one by now, or was lost a moment ago.
+            RefusedError: the source refuses.
+            LostError: it does not answer, another incarnation answers, or it was lost a moment ago.
         """
         if self.is_shunned(source):
             raise LostError(f"{source.worker_id} was lost a moment ago")
         try:
             return await self._lease(source, hashes, num_held, is_planned=is_planned)
         except LostError:
-            self.shun(source)  # whoever would fetch instead does not wait for it again
+            self.shun(source)  # other fetches then do not wait for it again
             raise
 
     async def _lease(
@@ -106,7 +106,7 @@ class BorrowedLeases:
         return message
 
     async def _asked(self, source: PrefixSource, request: pb.LeaseBlocksRequest) -> pb.ReadLease:
-        """The call outlives its caller: only its answer says what there is to give back."""
+        """Makes the call, which outlives a cancelled caller: only its answer names the lease."""
         call = asyncio.create_task(
             self._client.lease(source.control_endpoint, request, self._timeout_s)
         )
@@ -122,7 +122,7 @@ class BorrowedLeases:
             self.give_back(source, call.result())
 
     def give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
-        """Tells the holder, whoever waits for the prefix; unheard, the lease runs out by itself."""
+        """Tells the holder, without waiting, that the lease ends. Unheard, it expires."""
         request = pb.ReleaseBlocksRequest(
             incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
         )
@@ -134,29 +134,29 @@ class BorrowedLeases:
         call.add_done_callback(self._calls.discard)
 
     def is_shunned(self, source: PrefixSource) -> bool:
-        """Whether it was lost a moment ago."""
+        """Whether the source was lost a moment ago."""
         until = self._shunned.get((source.worker_id, source.incarnation), 0.0)
         return self._clock.now() < until
 
     def shun(self, source: PrefixSource) -> None:
-        """It was lost: nobody asks it for a while."""
+        """Notes that the source was lost, so that it is not asked for a while."""
         now = self._clock.now()
         self._shunned = {name: until for name, until in self._shunned.items() if now < until}
         self._shunned[source.worker_id, source.incarnation] = now + SHUN_S
 
     async def close(self) -> None:
-        """Waits until holders know what was given back. May be called again."""
-        while self._calls:  # an answer may be a lease that has to go back
+        """Waits until the holders know all returned leases. May be called again."""
+        while self._calls:  # an answer may be a lease that must be given back
             await asyncio.wait(self._calls)
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is asked, and every holder was told of what was given back."""
+        """Whether no call is open: no holder is asked, and all returned leases were reported."""
         return not self._calls
 
 
 def lease_of(message: pb.ReadLease) -> ReadLease:
-    """A lease as readers and askers show it."""
+    """Converts a lease to the form that readers and query senders use."""
     return ReadLease(
         lease_id=message.lease_id,
         worker_id=WorkerId(message.worker_id),

@@ -6,10 +6,10 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class ChainMetrics:
-    """What a worker counts of the beginnings that others are to compute for it.
+    """Counters of a worker's prompts whose beginning another worker was to compute.
 
     Attributes:
-        parts: by what became of them.
+        parts: beginnings by outcome.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -1,6 +1,6 @@
-"""How fast a worker's sequences get their tokens, and what it can take on beside them.
+"""The speed of a worker's decoding, and its room for further requests.
 
-The rules are in `kvmesh.policy.token_pace`; this reads clock and sequences for them.
+The rules are in `kvmesh.policy.token_pace`; this module gives them the clock and the sequences.
 Tests: tests/unit/runtime/test_decode_pace.py.
 """
 
@@ -16,10 +16,10 @@ from kvmesh.runtime.decode_task import DecodeTask
 
 
 class DecodePace:
-    """Measures decode steps and answers, and tells what is left.
+    """Measures decode steps and answer lengths, and computes the room that they leave.
 
     Args:
-        tasks: the requests on the decode side now.
+        tasks: returns the requests on the decode side now.
     """
 
     def __init__(self, tasks: Callable[[], Collection[DecodeTask]]) -> None:
@@ -29,11 +29,12 @@ class DecodePace:
         self._mixed = MixedSteps()
 
     def observe(self, seconds: float, num_computed: int = 0) -> None:
-        """Takes a step that has just ended.
+        """Adds a step that has just ended.
 
         Args:
-            num_computed: tokens of the step, decoded ones included, if it computed a part of a
-                prompt; else 0.
+            num_computed: tokens of the step, including decoded ones, if it computed a part of a
+                prompt;
+                else 0.
         """
         decoding = self._decoding()
         context = sum(map(_context, decoding))
@@ -43,8 +44,9 @@ class DecodePace:
             self._fit.add(context, seconds)
 
     def most_prompt_tokens(self) -> int | None:
-        """Prompt tokens of the next step for which every gap between tokens keeps its limit; None
-        for no bound.
+        """Most prompt tokens of the next step with which all gaps between tokens keep their limits.
+
+        None means no limit.
         """
         decoding = self._decoding()
         limit_s = min((task.itl_s for task in decoding), default=math.inf)
@@ -54,23 +56,23 @@ class DecodePace:
         return [task for task in self._tasks() if task.decodes_since is not None]
 
     def _decode_s(self, context: int) -> float:
-        """Time of a step that decodes only, with so many tokens of context together."""
+        """Seconds of a step that only decodes, for `context` tokens of context in total."""
         return self._fit.pace().of(context) if context else 0.0
 
     def ended(self, task: DecodeTask) -> None:
-        """A request ends, however."""
+        """Adds a request that ended, for any reason."""
         if task.decodes_since is not None:
             self._answers.add(task.num_generated)
 
     def room(self, now: float) -> PaceRoom:
-        """What is left at this moment for requests with limits."""
+        """The room that is left now for requests with limits."""
         tasks = self._tasks()
         pace = self._fit.pace()
         limited = [task for task in tasks if math.isfinite(task.tpot_s)]
         context = sum(map(_context, tasks))
         if not limited:
             return PaceRoom(pace, context)
-        # Those whose KV is awaited may come in the middle of a prompt.
+        # The KV of a reserved request may arrive in the middle of a prompt's step.
         paced = [
             (task.tpot_s, 0, 0.0)
             if task.decodes_since is None

@@ -151,7 +151,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         except ProtocolError as error:
             return Refusal(RefusalReason.INVALID, str(error))
         itl_s = limit_from_ms(message.itl_ms)
-        # Where no gap is longer than this, the mean is not either.
+        # If no gap exceeds this limit, the mean does not either.
         limit_s = min(limit_from_ms(message.tpot_ms), itl_s)
         if not takes(self.pace.room(self._clock.now()), limit_s, len(spec.token_ids)):
             text = "with this request a token would take longer than it or others here accept"

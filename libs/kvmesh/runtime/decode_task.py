@@ -17,12 +17,13 @@ DecodeOutbox = Outbox[pb.DecodeEvent]
 
 @dataclass(eq=False, slots=True)
 class DecodeTask:
-    """From its reservation to its last token.
+    """A request from its reservation to its last token.
 
     Attributes:
         arriving: blocks that the handoff writes, in order.
-        reservation_id: None once decode has taken the blocks over.
-        local_write: the engine of this worker computes the prompt right in the blocks.
+        reservation_id: None after decode has taken the blocks over.
+        local_write: id of the write by this worker's own engine, if it computes the prompt in the
+            blocks.
         stop_prefill: ends the prompt that was started with the reservation.
         tpot_s: longest mean time per token that its client accepts; infinite for none.
         itl_s: longest time between two tokens that its client accepts; infinite for none.
@@ -44,5 +45,5 @@ class DecodeTask:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were generated here."""
+        """Number of tokens that were generated here."""
         return len(self.sequence.tokens) - len(self.sequence.spec.token_ids)

@@ -1,4 +1,4 @@
-"""How a worker fetches prefixes, and what a fetch came to.
+"""Options of prefix fetches, and the result of a fetch.
 
 Tests: tests/contract/test_prefix_reader.py.
 """
@@ -14,14 +14,14 @@ class FetchOutcome(enum.Enum):
 
     FETCHED = "fetched"
     HELD = "held"
-    """Nothing was missing, or the holder has no more than this worker."""
+    """No block was missing, or the holder has no more than this worker."""
     SHARED = "shared"
-    """Another request's fetch brought it, or as much of it as the holder gives."""
+    """Another request's fetch brought the blocks, or all that the holder gives."""
     NO_ROOM = "no_room"
     """This worker has too few free blocks."""
     REFUSED = "refused"
     LOST = "lost"
-    """The holder is gone, stalled, or says what cannot be."""
+    """The holder is gone, stalled, or sent an impossible answer."""
     TIMEOUT = "timeout"
     SHUNNED = "shunned"
     """The holder was lost a moment ago and is not asked."""
@@ -29,13 +29,13 @@ class FetchOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What a fetch came to.
+    """The result of a fetch.
 
     Attributes:
-        num_blocks: leading blocks that are here now, those that were here before included.
-        num_fetched: of these, block indices that this fetch brought from the holder.
-        num_bytes: that were read.
-        reason: of a refusal, in a word.
+        num_blocks: number of leading blocks that are here now, including those from before.
+        num_fetched: number of these that this fetch brought from the holder.
+        num_bytes: bytes read.
+        reason: the refusal's reason, one word.
     """
 
     outcome: FetchOutcome
@@ -51,8 +51,8 @@ class FetchOptions:
     """How a worker fetches.
 
     Attributes:
-        timeout_s: for a whole fetch; then the rest is computed.
-        lease_timeout_s: for the holder's answer to a lease.
+        timeout_s: limit of a whole fetch; afterwards the rest is computed.
+        lease_timeout_s: limit of the holder's answer to a lease.
     """
 
     timeout_s: float = 10.0

@@ -1,7 +1,7 @@
-"""Tells a client that only stopped sending from one that has gone.
+"""Distinguishes a client that only stopped sending from one that left.
 
-Both send FIN. The first still reads and must get its answer; the work of the second is wasted. Only
-a write tells them apart: the kernel of a client that has gone answers it with a reset, and the next
+Both send FIN. The first still reads and must get its answer; work for the second is wasted. Only a
+write distinguishes them: the kernel of a client that left answers it with a reset, and the next
 write fails. Clients skip any number of "100 Continue" before an answer (RFC 9110, section 15.2),
 and comments between server-sent events.
 Tests: tests/integration/test_http_half_closed.py.
@@ -14,23 +14,23 @@ from collections.abc import Callable
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_PAUSE_S = 0.1
-"""Longer than the reset takes from nearly all clients."""
+"""Seconds before the second write; longer than the reset takes from nearly all clients."""
 PAUSE_S = 1.0
 
 
 def can_half_close(transport: asyncio.BaseTransport) -> bool:
-    """Whether an end of one direction leaves the other open: TLS connections end as a whole."""
+    """Whether one direction can end alone: a TLS connection ends as a whole."""
     return transport.get_extra_info("sslcontext") is None
 
 
 class HalfClosedProbe:
-    """Writes to a connection whose client has sent FIN, until that fails or there is an answer.
+    """Writes to a connection whose client has sent FIN, until a write fails or there is an answer.
 
-    A write that fails closes the transport, and its protocol hears of a lost connection.
+    A write that fails closes the transport, and its protocol gets `connection_lost`.
 
     Args:
-        probe: what the client skips at this point of its answer; empty when nothing is left to
-            wait for.
+        probe: returns bytes that the client skips at this point of its answer; empty when no answer
+          is left to wait for.
     """
 
     def __init__(self, transport: asyncio.Transport, probe: Callable[[], bytes]) -> None:
@@ -51,7 +51,7 @@ class HalfClosedProbe:
             self._timer = self._loop.call_later(pause_s, self._write, PAUSE_S)
 
     def close(self) -> None:
-        """Stops. May be called again."""
+        """Stops probing. May be called again."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

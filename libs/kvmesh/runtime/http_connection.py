@@ -1,8 +1,8 @@
-"""A connection of an HTTP server, with refusals of the owner's own form.
+"""A connection of an HTTP server, with refusals in the owner's own format.
 
-What aiohttp cannot read never reaches a route: it would answer in plain text with its version and
-Python's, and log each such request as an error, with the line that it stumbled over. That line may
-hold a key, and anybody can send one.
+Requests that aiohttp cannot parse never reach a route. aiohttp would answer them in plain text with
+its own and Python's version. It would also log each one as an error, with the bad line. That line
+may contain a key, and anybody can send one.
 Tests: tests/integration/test_http_hostile.py, tests/integration/test_admin_guard.py.
 """
 
@@ -22,17 +22,17 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 INTERNAL_ERROR = "an error inside this service"
-"""What a client is told of what went wrong here; the log says more."""
+"""The client's message for an internal error; the log has the details."""
 
 _NOTHING = logging.Logger("no access log", logging.CRITICAL + 1)
-"""Requests are told by who serves them."""
+"""A logger that drops everything: the server's owner logs requests itself."""
 
 
 class Payload(Protocol):
     """The body of a request."""
 
     def is_eof(self) -> bool:
-        """Whether all of it is here."""
+        """Whether the body is complete."""
         ...
 
 
@@ -43,7 +43,7 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is under way; before the first one there is none."""
+        """Whether a request is in progress; False before the first one."""
         return False
 
 
@@ -51,9 +51,9 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
     """One connection.
 
     Args:
-        server: what it belongs to.
-        idle_timeout_s: it is closed when nothing was asked for so long.
-        refusal: the answer to a status and what is wrong.
+        server: aiohttp's server.
+        idle_timeout_s: seconds without a request after which the connection is closed.
+        refusal: makes the answer from a status and an explanation.
     """
 
     __slots__ = ("_newest", "_probe", "_probed", "_refusal", "_was_probed")
@@ -70,10 +70,10 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
             loop=loop,
             access_log=_NOTHING,
             keepalive_timeout=idle_timeout_s,
-            auto_decompress=False,  # a thousand bytes out of one, on the event loop
+            auto_decompress=False,  # would make a thousand bytes of one, on the event loop
         )
         self._refusal = refusal
-        self._newest: tuple[object, Payload] | None = None  # message and body
+        self._newest: tuple[object, Payload] | None = None  # message and body of the newest request
         self._probe: HalfClosedProbe | None = None
         self._probed: web.BaseRequest | None = None
         self._was_probed = False
@@ -91,29 +91,29 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
             self._newest = self._messages[-1]
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # aiohttp always closes
-        """Answers what has been asked in full, then closes; a part of a request ends at once."""
+        """Answers a complete request, then closes; ends an incomplete one at once."""
         transport = self.transport
         if transport is None or not can_half_close(transport) or not self.is_asked_in_full:
             return None
-        self.close()  # after the answer
+        self.close()  # takes effect after the answer
         self._probe = HalfClosedProbe(transport, self._interim)
         self._probe.start()
         return True
 
     @property
     def is_asked_in_full(self) -> bool:
-        """Whether a request is under way, all of it is here and its client understands probes."""
+        """Whether a complete request is in progress whose client understands probes."""
         if not self.is_busy or self._newest is None:
             return False
         message, payload = self._newest
-        version = getattr(message, "version", None)  # what could not be read has none
+        version = getattr(message, "version", None)  # an unreadable request has no version
         return payload.is_eof() and version is not None and version >= HttpVersion11
 
     def _interim(self) -> bytes:
-        """What may be written before the answer; empty once it has begun."""
+        """Bytes that may be written before the answer; empty once the answer has begun."""
         is_first, self._was_probed = not self._was_probed, True
         self._probed = self._current_request or self._probed
-        if self._probed is None:  # at first its handler is about to start, later it has ended
+        if self._probed is None:  # its handler is about to start at first, and has ended later
             return INTERIM if is_first else b""
         return b"" if self._probed.writer.output_size > 0 else INTERIM
 
@@ -130,10 +130,10 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what could not be read, or went wrong; the connection ends with it.
+        """The answer to an unreadable request or to a failed one. The connection ends with it.
 
         Raises:
-            ConnectionError: an answer has begun already.
+            ConnectionError: an answer has already begun.
         """
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             if exc is not None:
@@ -141,7 +141,7 @@ class HttpConnection(web.RequestHandler, HttpProtocol):
             text = INTERNAL_ERROR
         else:
             log.debug("http_unreadable", error=type(exc).__name__)
-            # The first line says what is wrong; then come the bytes themselves.
+            # The first line explains the error; the bad bytes follow it.
             text = f"not HTTP: {(message or '').partition(chr(10))[0].strip(' :') or 'unreadable'}"
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")

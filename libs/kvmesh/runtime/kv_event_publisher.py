@@ -1,9 +1,9 @@
-"""Publishes a worker's KV events over ZMQ, as vLLM does: PUB for all, ROUTER for what was missed.
+"""Publishes a worker's KV events over ZMQ as vLLM does: PUB for all, ROUTER for missed batches.
 
 A message is (topic, sequence number as 8 bytes big-endian, batch). A subscriber that misses numbers
-sends the first one that it wants to the replay socket and gets batches from there on, then an empty
-one with the number -1. Nothing here waits for subscribers: who is too slow loses messages, sees the
-gap and asks. Tests: tests/integration/test_kv_events.py.
+sends the first missing number to the replay socket. It gets the batches from there on, then an
+empty one with the number -1. The publisher never waits for subscribers: a slow subscriber loses
+messages, notices the gap and asks. Tests: tests/integration/test_kv_events.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 FLUSH_DELAY_S = 0.005
-"""How long the first event waits for others to share its batch."""
+"""Seconds that the first event waits for others to share its batch."""
 
 HIGH_WATER_MARK = 100_000
-"""Messages that wait for one slow subscriber; vLLM's number."""
+"""Maximum number of messages queued for one slow subscriber; vLLM's number."""
 
 MAX_REQUEST_BYTES = 1024
-"""Longest message that is taken: a topic, or a number. Who sends more is cut."""
+"""Maximum bytes of a received message, which is a topic or a number.
+
+Longer ones cut the connection.
+"""
 
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 
@@ -41,7 +44,7 @@ class KvEventPublisher:
     """Both sockets and the last batches.
 
     Args:
-        take_events: returns and forgets the events so far.
+        take_events: returns the events so far and forgets them.
 
     Raises:
         ConfigError: an endpoint cannot be used.
@@ -60,10 +63,10 @@ class KvEventPublisher:
         self._sequence = 0
         self._wake = asyncio.Event()
         self._context = zmq.asyncio.Context()
-        # Not an asyncio socket: sending never waits, so that order is kept and no task is needed.
+        # Not an asyncio socket: sending never waits, so the order is kept without a task.
         self._pub = zmq.Socket(self._context, zmq.PUB)
         self._pub.set_hwm(HIGH_WATER_MARK)
-        # Without it anybody could have a message of any size received.
+        # Without this limit, anybody could send a message of any size.
         self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._replay: zmq.asyncio.Socket | None = None
         self.replay_endpoint = ""
@@ -82,11 +85,11 @@ class KvEventPublisher:
 
     @property
     def num_batches(self) -> int:
-        """Batches published so far: the next one's number."""
+        """Number of batches published so far; the number of the next one."""
         return self._sequence
 
     def notify(self) -> None:
-        """Says that there are events; they are published within some milliseconds."""
+        """Notes that there are events, which are published within some milliseconds."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -97,7 +100,7 @@ class KvEventPublisher:
                 tasks.create_task(self._answer(self._replay), name="kv-events-replay")
 
     def close(self) -> None:
-        """Closes the sockets; what nobody has read is dropped. May be called again."""
+        """Closes the sockets; unread messages are dropped. May be called again."""
         for socket in (self._pub, self._replay):
             if socket is not None:
                 socket.close(linger=0)
@@ -111,7 +114,7 @@ class KvEventPublisher:
             self._wake.clear()
 
     def flush(self) -> None:
-        """Publishes what has happened, as one batch; nothing without events."""
+        """Publishes all events so far as one batch; nothing without events."""
         events = self._take_events()
         if not events:
             return
@@ -119,7 +122,7 @@ class KvEventPublisher:
         number = self._sequence
         self._sequence += 1
         self._kept.append((number, payload))
-        # A PUB socket drops for who is too slow and never blocks.
+        # A PUB socket never blocks: it drops messages for slow subscribers.
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     async def _answer(self, replay: zmq.asyncio.Socket) -> None:
@@ -137,14 +140,14 @@ class KvEventPublisher:
 
 
 def _attach(socket: zmq.Socket[Any], endpoint: str, option: str) -> str:
-    """Binds to what has a wildcard or begins with `@`; connects to any other, as vLLM does.
+    """Binds to an address with a wildcard or a leading `@`; connects to any other, as vLLM does.
 
     Returns:
-        The endpoint with the port that was chosen.
+        The endpoint with the chosen port.
     """
     address = endpoint.removeprefix("@")
     wild = any(mark in address for mark in ("*", "::", "ipc://", "inproc://", "127.0.0.1:0"))
-    # Who is asked must be there: only a socket that publishes may go to its subscribers.
+    # Only a publishing socket may connect to its subscribers; the replay socket must be bound.
     binds = wild or address != endpoint or socket.type == zmq.ROUTER
     try:
         if not binds:

@@ -1,7 +1,7 @@
-"""KV events as vLLM's subscribers read them: msgpack, with vLLM's names and order of fields.
+"""Encodes KV events for vLLM's subscribers: msgpack, with vLLM's names and order of fields.
 
-Two encodings are in use: events as arrays with their name first, and, since vLLM 0.28, as maps
-with their name under `type`; the batch around them is an array in both.
+There are two encodings: events as arrays with their name first, and, since vLLM 0.28, as maps with
+their name under `type`. The batch around them is an array in both.
 Tests: tests/integration/test_kv_events.py.
 """
 
@@ -20,13 +20,13 @@ _INT64_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How events are written.
+    """How events are encoded.
 
     Attributes:
         block_size: tokens per block.
         as_map: events as maps instead of arrays.
-        int_hashes: the last 64 bits of a hash as a number, as vLLM does unless told otherwise;
-            else all its bytes.
+        int_hashes: the last 64 bits of a hash as a number, which is vLLM's default; else all its
+            bytes.
     """
 
     block_size: int
@@ -34,12 +34,12 @@ class WireFormat:
     int_hashes: bool = True
 
     def encode(self, events: Sequence[KvEvent], unix_s: float) -> bytes:
-        """One batch."""
+        """Encodes one batch."""
         batch = [unix_s, [self._event(event) for event in events]]
         return msgspec.msgpack.encode(batch)
 
     def name(self, block_hash: BlockHash) -> int | bytes:
-        """A block's hash on the wire."""
+        """A block's hash in the encoding."""
         if self.int_hashes:
             return int.from_bytes(block_hash, "big") & _INT64_MASK
         return bytes(block_hash)
@@ -49,7 +49,7 @@ class WireFormat:
         return {"type": tag, **fields} if self.as_map else [tag, *fields.values()]
 
     def _fields(self, event: KvEvent) -> tuple[str, dict[str, object]]:
-        """Name and fields; in arrays their order is the protocol."""
+        """Name and fields of an event. In arrays, the fields' order is part of the protocol."""
         match event:
             case BlocksStored():
                 return "BlockStored", {

@@ -1,4 +1,4 @@
-"""Connects a worker's engine to the publisher of KV events, if that is asked for.
+"""Connects a worker's engine to the publisher of KV events, if one is configured.
 
 Tests: tests/integration/test_kv_events.py.
 """
@@ -20,14 +20,14 @@ from kvmesh.runtime.worker_config import WorkerConfig
 ENCODINGS = ("array", "map")
 
 MEDIA = {"host": "CPU", "disk": "DISK"}
-"""Of tiers, as vLLM's subscribers know them."""
+"""Names of the tiers for vLLM's subscribers."""
 
 
 class EventSink(Protocol):
-    """Whoever publishes events."""
+    """Publishes events."""
 
     def notify(self) -> None:
-        """Says that there are events."""
+        """Notes that there are events."""
         ...
 
 
@@ -72,7 +72,7 @@ def start_kv_events(
 
 
 def log_of_pool(pool: BlockPool, medium: str) -> KvEventLog:
-    """The log of a pool in this medium, and of the tiers below it."""
+    """Makes the event log of a pool in this medium, and of the tiers below it."""
     log = KvEventLog(pool.block_size, lambda block_hash: bool(pool.match((block_hash,))), medium)
     pool.on_removed = log.removed
     below = pool.below
@@ -85,7 +85,7 @@ def log_of_pool(pool: BlockPool, medium: str) -> KvEventLog:
         log.lowered(block_hash, MEDIA[tier])
 
     pool.on_lowered = lowered
-    # A disk holds what an earlier life has put there; longer names are of this pool alone.
+    # A disk still holds the blocks of an earlier incarnation; longer names exist only in this pool.
     for tier, hashes in groupby(pool.held_hashes(), key=below.tier_of):
         if tier is not None:
             log.found(list(hashes), MEDIA[tier])

@@ -1,7 +1,7 @@
-"""The holder's side of a worker's KV: leases cached blocks to other workers, who read them by GET.
+"""The holder's side of a worker's KV: leases cached blocks to workers that read them by GET.
 
-Who leases what and until when is in `kv/read_leases.py`; this is the shell that gives it a clock,
-memory and peers. Tests: tests/contract/test_prefix_lease.py.
+The rules of leases are in `kv/read_leases.py`; this module gives them a clock, memory and peers.
+Tests: tests/contract/test_prefix_lease.py.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ _CAPABILITY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LeaseLimits:
-    """What a worker gives to readers.
+    """Limits of a worker's leases to readers.
 
     Attributes:
-        lease_s: a lease without a read ends after this.
-        max_leases: open at once; one host gets half of them, less while others wait for some.
-        max_share: of the pool's blocks, in all leases together; likewise.
+        lease_s: seconds without a read after which a lease ends.
+        max_leases: maximum number of open leases. One host gets half of them, and less while other
+            hosts have some.
+        max_share: maximum fraction of the pool's blocks in all leases together. One host gets half
+            of it, and less while other hosts have some.
     """
 
     lease_s: float = 5.0
@@ -70,7 +72,7 @@ class LeaseLimits:
 
 
 class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
-    """Serves `KvPoolService` and gives KV away (`transfer.target.ReadSource`)."""
+    """Serves `KvPoolService` and lets others read KV (`transfer.target.ReadSource`)."""
 
     def __init__(
         self,
@@ -79,7 +81,11 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         stores: StoredPrefixes,
         tiers: TieredCache | None = None,
     ) -> None:
-        """`tiers` are below the pool: what is leased comes up first."""
+        """Sets up the pool.
+
+        Args:
+            tiers: tiers below the pool, from which blocks are brought up before they are leased.
+        """
         self._tiers = tiers
         self._stores = stores
         self._identity = parts.identity
@@ -95,16 +101,16 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         )
         self._reads: dict[ReadGrant, int] = {}
         self.draining = False
-        """This worker takes no new requests. It goes on lending, until `drain`."""
+        """The worker accepts no new requests. It still grants leases, until `drain`."""
         self._closed = False
         self._released = asyncio.Event()
         self._coming_up = asyncio.Lock()
         self.read_blocks_total = 0
-        """Blocks that others have read by GET."""
+        """Number of blocks that other workers have read by GET."""
         self.data_endpoint: Endpoint | None = None
-        """Where leases are read from; set when the data server listens."""
+        """Address at which leases are read; set when the data server listens."""
         self.host_route: HostRoute | None = None
-        """The way there for readers on this host."""
+        """The faster route for readers on this host."""
 
     # --- the service -------------------------------------------------------------------------
 
@@ -113,7 +119,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         request: pb.LeaseBlocksRequest,
         context: grpc.aio.ServicerContext[pb.LeaseBlocksRequest, pb.LeaseBlocksResponse],
     ) -> pb.LeaseBlocksResponse:
-        """Holds the blocks with which a cached prefix can be resumed."""
+        """Leases the blocks with which a reader can resume a cached prefix."""
         assert self.data_endpoint is not None, "the data server is not up"
         here = self.data_endpoint.host
         reader = reader_of(request.reader_worker_id, context.peer(), here)
@@ -136,7 +142,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         request: pb.ReleaseBlocksRequest,
         context: grpc.aio.ServicerContext[pb.ReleaseBlocksRequest, pb.ReleaseBlocksResponse],
     ) -> pb.ReleaseBlocksResponse:
-        """Ends a lease before its time."""
+        """Ends a lease early."""
         self._table.close(
             request.lease_id, request.incarnation, request.capability, self._clock.now()
         )
@@ -187,7 +193,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         return self._core.pool.num_blocks * BLOCK_HASH_BYTES
 
     async def _bring_up(self, request: pb.LeaseBlocksRequest) -> None:
-        """Makes what lies below the pool ready to be leased, one prefix at a time."""
+        """Brings up the prefix's blocks from the tiers, one prefix at a time."""
         if self._tiers is None:
             return
         async with self._coming_up:
@@ -226,7 +232,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
     # --- reads (ReadSource) ------------------------------------------------------------------
 
     def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
-        """Memory of the runs of a GET, if the table lets it in."""
+        """Returns the memory for the runs of a GET, if the lease table admits it."""
         ticket = self._table.begin_read(
             get.claim,
             [(run.first, run.count) for run in get.runs],
@@ -247,7 +253,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         return grant
 
     def end_read(self, grant: ReadGrant) -> None:
-        """The channel is done with the memory."""
+        """Notes that the channel no longer uses the memory."""
         self._table.end_read(self._reads.pop(grant), self._clock.now())
         self._release()
 
@@ -258,21 +264,21 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
     # --- ends --------------------------------------------------------------------------------
 
     async def watch_leases(self) -> None:
-        """Ends leases that nobody reads by."""
+        """Ends leases that are not read, forever."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             self.expire_leases()
 
     def expire_leases(self) -> None:
-        """Ends the leases whose time is over."""
+        """Ends the leases that have expired."""
         if num_expired := self._table.expire(self._clock.now()):
             log.warning("leases_expired", num_leases=num_expired)
             self._release()
 
     async def drain(self) -> None:
-        """Gives no more leases, and waits until nobody reads.
+        """Grants no more leases, and waits until nobody reads.
 
-        A lease ends within twelve of its times, whatever its reader does.
+        A lease ends within twelve lease times, whatever its reader does.
         """
         self._closed = True
         await self._stores.drain()
@@ -293,25 +299,26 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         return self._table.is_idle and not self._reads and not self._stores.num_open
 
     def statistics(self) -> ReadLeaseStatistics:
-        """Of the leases."""
+        """Statistics of the leases."""
         return self._table.statistics()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the records contradict each other."""
+        """Raises AssertionError if the records contradict each other."""
         self._table.check_integrity()
         assert self._table.statistics().num_reads == len(self._reads)
 
 
 def reader_of(worker_id: str, peer: str, here: str) -> Reader:
-    """Whom leases are counted for: a name may be invented, the host of a connection not.
+    """The reader for which a lease is counted. A name can be forged, a connection's host cannot.
 
-    Workers of another host share what one host gets. Those of this host are told apart by their
-    names alone: who runs here is trusted with more than leases.
+    All workers of another host share one host's part. Workers of this host are distinguished by
+    their
+    names: processes on this host are trusted with more than leases.
 
     Args:
-        worker_id: what the reader calls itself.
-        peer: of the call, as gRPC writes it: `ipv4:10.0.0.7:4711`, `ipv6:%5B::1%5D:4711`, `unix:`.
-        here: address that this worker gives to others; its neighbours come from there, too.
+        worker_id: the reader's own name for itself.
+        peer: of the call, in gRPC's format: `ipv4:10.0.0.7:4711`, `ipv6:%5B::1%5D:4711`, `unix:`.
+        here: this worker's advertised address; calls from the same host may come from it, too.
     """
     neighbour = Reader(worker_id, worker_id)
     kind, _, address = peer.partition(":")

@@ -1,8 +1,9 @@
-"""Which layers of a prompt's last chunk can leave. Pure.
+"""Chooses the layers of a prompt's last chunk that can be sent. Pure.
 
-On the host a layer that is told of has been written. A device has then only been given it, maybe
-all layers at once: what leaves next are the layers that it has come past, or, while it is at the
-first of them, those, and the transfer waits for it.
+On the host, a reported layer has been written. On a device, its work has only been queued, maybe
+for all layers at once. Then the layers that the device has passed leave next. If it has passed
+none,
+the first queued ones leave, and the transfer waits for the device.
 Tests: tests/unit/runtime/test_layer_progress.py.
 """
 
@@ -17,11 +18,11 @@ IsPast = Callable[[Moment], bool]
 
 
 class LayerProgress:
-    """How far the layers of one prompt are.
+    """The progress of one prompt's layers.
 
     Attributes:
-        num_sent: layers that have arrived at the receiver.
-        is_refused: the receiver takes whole blocks only.
+        num_sent: number of layers that have arrived at the receiver.
+        is_refused: the receiver takes only whole blocks.
     """
 
     def __init__(self) -> None:
@@ -30,12 +31,12 @@ class LayerProgress:
         self._computed: deque[tuple[int, Moment]] = deque()
 
     def computed(self, num_layers: int, moment: Moment) -> None:
-        """So many layers are written once a device has come past this moment."""
+        """Notes that `num_layers` layers are written once a device has passed `moment`."""
         if not self._computed or num_layers > self._computed[-1][0]:
             self._computed.append((num_layers, moment))
 
     def next(self, is_past: IsPast) -> tuple[int, Moment] | None:
-        """Up to which layer to send now, and behind which moment; None when there is nothing."""
+        """The end of the layers to send now, and the moment to wait for; None if there are none."""
         while self._computed and self._computed[0][0] <= self.num_sent:
             self._computed.popleft()
         if self.is_refused or not self._computed:
@@ -46,10 +47,10 @@ class LayerProgress:
 
 
 def past_of(memory: object) -> IsPast:
-    """How to ask a pool; whatever a pool in host memory tells has been written."""
+    """The function that tells whether memory has passed a moment; host memory always has."""
     return memory.is_past if isinstance(memory, DevicePool) else lambda _: True
 
 
 def moment_of(memory: object) -> Callable[[], Moment]:
-    """What a pool says where it is now; one in host memory has no moments."""
+    """The function that returns the present moment of memory; host memory has no moments."""
     return memory.moment if isinstance(memory, DevicePool) else lambda: None

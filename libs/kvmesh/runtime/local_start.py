@@ -1,4 +1,4 @@
-"""Reserve and offer in one message: what the decode side needs of the prefill side for it.
+"""Reserve and offer in one message: the interface of the prefill side for the decode side.
 
 Tests: tests/integration/test_worker_start.py.
 """
@@ -15,7 +15,7 @@ from kvmesh.v1 import prefill_service_pb2 as prefill_pb
 
 
 class PrefillOutbox(Protocol):
-    """Where events of the prefill side go: a gateway's stream."""
+    """Takes events of the prefill side: a gateway's stream."""
 
     def put(self, item: prefill_pb.PrefillEvent) -> None:
         """Queues an event."""
@@ -23,10 +23,10 @@ class PrefillOutbox(Protocol):
 
 
 class StartedOutbox:
-    """Prefill's events of one attempt, as events of the Decode stream that the attempt came on.
+    """Sends the prefill events of one attempt on the Decode stream of that attempt.
 
     Args:
-        answer: has `reserved`; goes out with prefill's first event if that is `accepted`.
+        answer: has `reserved`; it is sent with prefill's first event if that is `accepted`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StartedOutbox:
         self._outbox = outbox
 
     def put(self, item: prefill_pb.PrefillEvent) -> None:
-        """Queues an event; `handed_off` is none, since the KV is where it was computed."""
+        """Queues an event. Drops `handed_off`, since the KV stays where it was computed."""
         kind = item.WhichOneof("event")
         if kind == "handed_off":
             return
@@ -56,15 +56,15 @@ class LocalPrefill(Protocol):
     """The prefill side of the same worker."""
 
     def turn_away(self) -> Refusal | None:
-        """Why no prompt is taken now, counted as a rejected offer; None if one may be."""
+        """Why no prompt is accepted now, counted as a rejected offer; None if a slot is free."""
         ...
 
     def start_reserved(
         self, message: decode_pb.DecodeReserve, reservation: Reservation, outbox: StartedOutbox
     ) -> Callable[[], None] | None:
-        """Computes a prompt in what was just reserved for it, and answers.
+        """Computes a prompt in the blocks just reserved for it, and answers.
 
         Returns:
-            Ends it without a word; None if it was rejected.
+            A function that cancels the prompt without an event; None if it was rejected.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which C++ libraries a worker runs with. Tests: tests/unit/runtime/test_native_code.py."""
+"""The C++ libraries that a worker uses. Tests: tests/unit/runtime/test_native_code.py."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ KERNELS, TRANSFER = "kernels", "transfer"
 
 
 def native_levels(engine: EngineSection) -> dict[str, str]:
-    """Level of instructions by library that a worker needs; empty for one that is missing.
+    """The instruction set level of each library that a worker needs; empty if it is missing.
 
     Args:
-        engine: where it computes; kernels are for CPUs.
+        engine: its device decides; kernels are only for CPUs.
     """
     native = load_native()
     levels = {TRANSFER: "" if native is None else native.level}
     if engine.kind == "kvmesh" and engine.device == "cpu":
-        # It imports torch, as this engine has.
+        # This import loads torch, which the engine has loaded already.
         from kvmesh.kernels.host_library import load_host_library  # noqa: PLC0415
 
         host = load_host_library()

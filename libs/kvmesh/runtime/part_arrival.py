@@ -1,4 +1,4 @@
-"""The beginning of a prompt on its way into this worker's blocks, from the worker that computes it.
+"""A prompt's beginning that arrives in this worker's blocks from the worker that computes it.
 
 Tests: tests/unit/runtime/test_part_arrival.py, tests/integration/test_prompt_chain.py.
 """
@@ -13,14 +13,16 @@ from kvmesh.transfer.frames import BlockPart
 
 
 class PartArrival:
-    """Which layers are complete in all blocks. The engine may be reading those: they stay as is.
+    """Tracks the layers that are complete in all blocks.
+
+    The engine may be reading complete layers, so they are never written again.
 
     Attributes:
         arriving: blocks that are written, in order.
-        num_cached_blocks: of the prompt, before them.
-        gate: what the engine waits at.
-        reservation_id: while the blocks are open to the writer.
-        on_quiet: called once, when no writer is, or will be, in the blocks.
+        num_cached_blocks: number of the prompt's blocks before them.
+        gate: the gate at which the engine waits for layers.
+        reservation_id: set while the blocks are open to the writer.
+        on_quiet: called once, when no writer uses the blocks or will use them.
     """
 
     def __init__(
@@ -45,17 +47,17 @@ class PartArrival:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all layers of all blocks are there."""
+        """Whether all layers of all blocks have arrived."""
         return min(self._leading) == self._block_bytes
 
     def may_write(self, indexes: Sequence[int], part: BlockPart | None) -> bool:
-        """Whether none of this has arrived before."""
+        """Whether no byte of this part has arrived before."""
         begin = 0 if part is None else part.offset
         size = len(self._leading)
         return all(not 0 <= index < size or self._leading[index] <= begin for index in indexes)
 
     def wrote(self, indexes: Sequence[int], part: BlockPart | None) -> None:
-        """Some bytes of some blocks are there; layers arrive in their order."""
+        """Notes bytes that arrived in some blocks. Layers arrive in their order."""
         begin = 0 if part is None else part.offset
         end = self._block_bytes if part is None else part.offset + part.size
         for index in indexes:

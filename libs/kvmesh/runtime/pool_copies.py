@@ -1,9 +1,9 @@
-"""The worker as a member of the pool: carries out copies that the kvmanager orders, one at a time,
-and lets copies that others hold too leave first.
+"""The worker as a member of the pool: carries out copies that the kvmanager orders, one at a time.
 
-A copy takes empty blocks, and cached ones that nobody has read for a while: what is ordered is hot,
-so it is hotter than those. Nobody waits for a copy, and none is begun again: an order that is lost
-is given again if it still helps. Tests: tests/unit/runtime/test_pool_copies.py.
+It also evicts copies first that other workers hold too. A copy takes free blocks, and cached blocks
+that were not read for a while: the ordered prefix is hot, so it is worth more. Nobody waits for a
+copy, and none is retried: the kvmanager repeats a lost order if it still helps.
+Tests: tests/unit/runtime/test_pool_copies.py.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 COLD_S = 30.0
-"""A cached block that nobody has used for so long makes room for a copy."""
+"""Seconds without use after which a cached block makes room for a copy."""
 
 MARK_S = 1.0
-"""Resolution of COLD_S."""
+"""Resolution of COLD_S in seconds."""
 
 MAX_WAITING = 64
-"""Orders that wait; one more is refused."""
+"""Maximum number of waiting orders; further ones are refused."""
 
 MAX_WAIT_S = 30.0
-"""An order that waited longer is refused: what it is based on is over."""
+"""Seconds after which a waiting order is refused: its reasons are outdated."""
 
 MAX_ROOM = 8192
-"""Room is counted up to here: a report must not cost more."""
+"""Maximum number of blocks of room to count, to limit the cost of a report."""
 
 Fetch = Callable[[PrefixSource, Sequence[BlockHash]], Awaitable[FetchResult]]
 
 
 class PoolCopies:
-    """Orders of one worker; a `PoolEnd` of the publisher.
+    """The orders of one worker; a `PoolEnd` of the publisher.
 
     Args:
-        endpoint: where this worker leases its blocks.
-        role: what it is used for now.
+        endpoint: address at which this worker leases its blocks.
+        role: returns the worker's present role.
         fetch: brings a prefix from a source into the prefix cache.
-        lent: cached blocks that other workers have read here since the start.
-        leaving: whether this worker gets no new requests and will be gone.
+        lent: returns the number of cached blocks that other workers have read here since the start.
+        leaving: returns whether this worker gets no new requests and will be gone.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class PoolCopies:
         self._clock = clock
         self._waiting: deque[tuple[CopyOrder, float]] = deque()
         self._wake = asyncio.Event()
-        # Turns of the pool's releases with their times, oldest first: the first is COLD_S ago.
+        # Pairs of a time and the pool's turn at that time, oldest first; the first is COLD_S old.
         self._marks: deque[tuple[float, int]] = deque([(clock.now(), 0)])
         self.on_result: Callable[[CopyResult], None] = lambda _result: None
-        """Told what became of each copy."""
+        """Called with the result of each copy."""
 
     @property
     def num_waiting(self) -> int:
-        """Copies that are not done yet, the one on its way included."""
+        """Number of copies that are not done yet, including the one in progress."""
         return len(self._waiting)
 
     def report(self) -> PoolReport:
@@ -93,7 +93,7 @@ class PoolCopies:
         )
 
     def room(self, limit: int) -> int:
-        """Blocks that a copy may take, at most `limit`."""
+        """Number of blocks that a copy may take, at most `limit`."""
         now, marks, pool = self._clock.now(), self._marks, self._core.pool
         if now - marks[-1][0] >= MARK_S:
             marks.append((now, pool.turn))
@@ -164,11 +164,11 @@ class PoolCopies:
 
 
 def judge(result: FetchResult, wanted: int) -> tuple[CopyOutcome, str]:
-    """What a fetch came to, seen from the order of `wanted` blocks."""
+    """The outcome of an order of `wanted` blocks, from the result of its fetch."""
     if result.num_blocks >= wanted:
         return CopyOutcome.DONE, result.outcome.value
     if result.outcome in (FetchOutcome.FETCHED, FetchOutcome.SHARED, FetchOutcome.HELD):
-        return CopyOutcome.FAILED, "partial"  # the source evicted the rest
+        return CopyOutcome.FAILED, "partial"  # the source had evicted the rest
     if result.outcome is FetchOutcome.NO_ROOM:
         return CopyOutcome.REFUSED, "no_room"
     return CopyOutcome.FAILED, result.reason or result.outcome.value

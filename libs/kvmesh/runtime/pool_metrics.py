@@ -1,4 +1,4 @@
-"""Prometheus series of the KV that workers hold for each other.
+"""Prometheus metrics of the KV that workers hold for each other.
 
 Tests: tests/integration/test_prefix_fetch.py.
 """
@@ -35,7 +35,7 @@ class _LeaseCollector(Collector):
 
 
 class PoolMetrics:
-    """Series of both ends of a prefix fetch."""
+    """Metrics of both sides of a prefix fetch."""
 
     def __init__(self, registry: CollectorRegistry = prometheus_client.REGISTRY) -> None:
         self._registry = registry
@@ -56,5 +56,5 @@ class PoolMetrics:
         )
 
     def watch_leases(self, statistics: Callable[[], ReadLeaseStatistics]) -> None:
-        """Exports the holder's table."""
+        """Exports the statistics of the holder's lease table."""
         self._registry.register(_LeaseCollector(statistics))

@@ -1,4 +1,4 @@
-"""What the prefill side of a worker knows of one request.
+"""The state of one request on the prefill side of a worker.
 
 Tests: tests/integration/test_worker.py.
 """
@@ -20,10 +20,10 @@ from kvmesh.transfer.device import Moment
 
 
 class Ending(Protocol):
-    """What an attempt ends when it ends."""
+    """A part of an attempt that must be closed at its end."""
 
     def close(self) -> None:
-        """Ends it; may be called again."""
+        """Closes it; may be called again."""
         ...
 
 
@@ -32,11 +32,11 @@ class PrefillAttempt:
     """One request on this worker, from acceptance until its KV is taken.
 
     Attributes:
-        source: whom a prefix is fetched from first, or who computes the prompt's beginning.
-        is_part: whoever takes the KV computes the rest of the prompt at the same time.
+        source: the worker to fetch a prefix from first, or the worker that computes the beginning.
+        is_part: the receiver of the KV computes the rest of the prompt at the same time.
         upstream: the prompt's beginning, while another worker computes it.
-        waits: its sequence runs only when its prefix was fetched, or brought up from a tier.
-        outcome: how it ended, or would if it were cancelled now.
+        waits: its sequence starts only after its prefix was fetched, or brought up from a tier.
+        outcome: how it ended, or would end if it were cancelled now.
     """
 
     outbox: PrefillOutbox
@@ -60,10 +60,10 @@ class PrefillAttempt:
     layers: LayerProgress = field(default_factory=LayerProgress)
 
     def watch_layers(self, moment: Callable[[], Moment]) -> None:
-        """Lets the engine wake the attempt when layers of the last chunk are computed.
+        """Makes the engine wake the attempt when layers of the last chunk are computed.
 
         Args:
-            moment: where a device's queue is; asked in the engine's thread.
+            moment: returns the position of a device's queue; called in the engine's thread.
         """
         assert self.sequence is not None
         loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
 """Brings cached prefixes from other workers: lease at the holder, GET into blocks, give it back.
 
-The blocks that are read into are those of the sequence that waits, or fresh ones that go to the
-prefix cache. What one request fetches, others that come meanwhile wait for. Whatever happens on the
-way, nothing is held afterwards, and a fetch never fails: it says how many leading blocks are here
-now, and what is missing is computed.
+The blocks are those of the waiting sequence, or fresh ones for the prefix cache. If one request
+fetches a prefix, other requests for it wait for that fetch. In every case no lease or block is held
+afterwards, and a fetch never fails: its result is the number of leading blocks that are here, and
+the engine computes the rest.
 Tests: tests/contract/test_prefix_reader.py, tests/integration/test_shared_fetch.py.
 """
 
@@ -39,33 +39,38 @@ from kvmesh.transfer.staging import StagingRing
 log = event_logger(__name__)
 
 SLICE_BYTES = 64 << 20
-"""Of a plain layout, what has arrived counts from slice to slice, should the rest be lost."""
+"""Maximum bytes of a slice. In a plain layout, complete slices count if the rest is lost."""
 
 FIRST_SLICE_BYTES = 2 << 20
-"""The first slice, and each one is twice the one before: a link on which a fetch runs out of time
-has shown its pace by then, so that routes know that it does not pay."""
+"""Bytes of the first slice; each further slice is twice as large.
+
+If a fetch runs out of time, the link's speed has then been measured, so that routes know that
+fetching does not pay.
+"""
 
 COPY_SLICE_BYTES = 4 << 20
-"""Most of what nobody waits for: between two slices it gives way, and a large one is long under way
-at the pace of a copy."""
+"""Maximum bytes of a slice that no request waits for.
+
+A copy gives way only between two slices, and a large slice takes long at the speed of a copy.
+"""
 
 
 class _NoRoomError(Exception):
-    """This worker's blocks do not suffice."""
+    """This worker has too few free blocks."""
 
 
 class _GiveWayError(Exception):
-    """A request wants what was planned ahead: it brings the rest by itself, and sooner."""
+    """A request wants the blocks of a planned fetch: it brings the rest itself, and faster."""
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """A fetch while it is made.
+    """The state of a fetch in progress.
 
     Attributes:
         leads: it asked the holder itself.
         is_planned: no request waits for it.
-        gave_way: to a request, which brings the rest.
+        gave_way: it stopped for a request, which brings the rest.
     """
 
     outcome: FetchOutcome = FetchOutcome.HELD
@@ -82,9 +87,9 @@ class PrefixFetcher:
 
     Args:
         reader: of the same layout; closed by its owner.
-        client: likewise.
-        on_stored: told when blocks came into the prefix cache.
-        staging: where blocks for a device pool land first; None for a pool in host memory.
+        client: closed by its owner.
+        on_stored: called when blocks came into the prefix cache.
+        staging: buffers for blocks of a device pool; None for a pool in host memory.
     """
 
     def __init__(
@@ -121,15 +126,16 @@ class PrefixFetcher:
         """Brings a prefix into the prefix cache, as a copy that no request waits for.
 
         Args:
-            hashes: chained, from the root on; blocks behind the last one are left alone.
+            hashes: chained, from the root on; later blocks are not touched.
         """
         return await self._run(source, self._core.fills.begin(hashes), is_planned=True)
 
     async def fill(self, source: PrefixSource, sequence: EngineSequence) -> FetchResult:
-        """Brings what a sequence would have to compute into its blocks.
+        """Brings blocks that a sequence would have to compute into its own blocks.
 
-        The sequence is HELD and runs only afterwards; it may be released at any time. When this is
-        cancelled, nobody writes into its blocks any more.
+        The sequence is HELD and runs only afterwards; it may be released at any time. After this
+        call is
+        cancelled, nothing writes into its blocks any more.
         """
         return await self._run(source, self._core.begin_fill(sequence), is_planned=False)
 
@@ -154,12 +160,12 @@ class PrefixFetcher:
         return result
 
     async def _try(self, source: PrefixSource, fill: PrefixFill, fetch: _Fetch) -> _Fetch:
-        """Brings the prefix, or waits for those who do."""
+        """Brings the prefix, or waits for other fetches that bring it."""
         most = min(len(fill.hashes), source.num_blocks)
         if source.worker_id == self._identity.worker_id:
             return fetch
-        waited = False  # for another's fetch: the time that is left says nothing of a holder
-        fill.adopt()  # blocks may have been reserved before others computed what is in them
+        waited = False  # another fetch used up the time, which does not prove the holder slow
+        fill.adopt()  # other requests may have computed these blocks after the reservation
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 while fill.num_held < most:
@@ -169,7 +175,7 @@ class PrefixFetcher:
                         if not fetch.gave_way:
                             break
                         fetch.gave_way = False
-                        await asyncio.sleep(0)  # who waited is told first, and goes on
+                        await asyncio.sleep(0)  # lets the waiting request continue first
                         continue
                     waited = True
                     flight.is_wanted |= not fetch.is_planned
@@ -185,8 +191,8 @@ class PrefixFetcher:
                         break
         except TimeoutError:
             fetch.outcome = FetchOutcome.TIMEOUT
-            # A copy that came forward is slow because all others go before it, at a holder that is
-            # well; one that requests are not to be kept from.
+            # A copy that made progress is slow because all other traffic goes first. Its holder is
+            # well, and requests must not avoid it.
             is_late_copy = fetch.is_planned and fetch.num_fetched > 0
             if fetch.leads and not waited and not is_late_copy:
                 log.warning("fetch_timed_out", holder=source.worker_id)
@@ -194,10 +200,10 @@ class PrefixFetcher:
         return fetch
 
     async def _lead(self, source: PrefixSource, fill: PrefixFill, most: int, fetch: _Fetch) -> None:
-        """Fetches, and tells those who wait what came of it.
+        """Fetches, and notifies the waiting requests of the result.
 
         Raises:
-            TimeoutError, CancelledError: of the caller; what has arrived counts.
+            TimeoutError, CancelledError: from the caller; blocks that have arrived count.
         """
         if self.leases.is_shunned(source):
             fetch.outcome = FetchOutcome.SHUNNED
@@ -224,9 +230,9 @@ class PrefixFetcher:
                 fetch.num_fetched += fill.num_held - held
 
     def estimate_s(self, source: PrefixSource, num_blocks: int) -> float | None:
-        """Seconds until so many blocks of a source would be here for a request that waits.
+        """Seconds until `num_blocks` blocks of a source would be here for a waiting request.
 
-        None while that is not known; copies, which give way to all others, do not tell.
+        None while that is unknown. Copies, which give way to all other traffic, are not measured.
         """
         key = LinkKey(source.worker_id, GET, "received")
         return self._links.of(key).view(key).estimate_s(num_blocks * self._block_bytes)
@@ -234,7 +240,7 @@ class PrefixFetcher:
     async def _bring(
         self, source: PrefixSource, fill: PrefixFill, flight: Flight, is_planned: bool
     ) -> int:
-        """Leases, reads, gives back; returns the bytes read."""
+        """Leases blocks, reads them and gives the lease back. Returns the number of bytes read."""
         message = await self.leases.borrow(
             source, fill.hashes, fill.num_held, is_planned=is_planned
         )
@@ -253,7 +259,7 @@ class PrefixFetcher:
                     fill.close(0)
                     text = f"{message.num_leased} blocks are leased, {len(blocks)} are missing"
                     raise LostError(text)
-                # Of other layouts nothing counts before all of it is here.
+                # In other layouts, no block counts before all blocks are here.
                 may_give_way = is_planned and self._core.spec.groups.is_plain
                 way = flight if may_give_way else None
                 await self._read(lease_of(message), fill, blocks, meter, way)
@@ -272,10 +278,10 @@ class PrefixFetcher:
         meter: LinkMeter,
         way: Flight | None,
     ) -> None:
-        """Slice by slice, into blocks that are open for it; they are closed in any case.
+        """Reads slice by slice into open blocks, and closes them in any case.
 
         Args:
-            way: given to whoever wants it; None: to nobody.
+            way: the flight, if the read gives way to requests that want the blocks; else None.
         """
         most = SLICE_BYTES if self._staging is None else self._staging.piece_bytes
         most = most if way is None else min(most, COPY_SLICE_BYTES)
@@ -311,14 +317,14 @@ class PrefixFetcher:
             self._memory.written(block, length)
 
     async def close(self) -> None:
-        """Waits until holders know what was given back. May be called again."""
+        """Waits until the holders know all returned leases. May be called again."""
         await self.leases.close()
 
     def statistics(self) -> TransferStatistics:
-        """What was read, by holder."""
+        """Statistics of the reads, by holder."""
         return TransferStatistics(0, self._links.links)
 
     @property
     def is_idle(self) -> bool:
-        """No prefix is on its way, and every lease was given back."""
+        """Whether no prefix is on its way, and all leases were given back."""
         return self.leases.is_idle and not self._core.fills.num_open and self._shared.is_idle

@@ -1,9 +1,9 @@
-"""The asker's side of queries: prompts go on behind a prefix that stays where it is.
+"""The sending side of queries: prompts continue behind a prefix that stays at another worker.
 
-The decode worker that a prompt is computed for often holds more of it than the prefill worker: the
-last turn of a conversation ended there. Its reservation is the right to ask about the blocks that
-it found cached. They need not move: decode goes on with them where they are. What a third worker
-holds is left to `source_queries.py`.
+The decode worker of a prompt often holds more of it than the prefill worker, because the
+conversation's last turn ended there. Its reservation allows queries to the blocks that it found
+cached. These blocks need not move: decode continues with them where they are. Prefixes at a third
+worker are handled by `prefix_sources.py`.
 Tests: tests/integration/test_prefix_queries.py.
 """
 
@@ -31,19 +31,19 @@ _FULL_STEPS = 4
 
 
 class QueryMode(enum.Enum):
-    """Whether prefixes are asked for."""
+    """Whether queries are sent for prefixes."""
 
     AUTO = "auto"
-    """Where it is estimated to be the fastest way."""
+    """If queries are estimated to be fastest."""
     ALWAYS = "always"
     NEVER = "never"
 
 
 def parse_query_mode(word: str) -> QueryMode:
-    """A mode by its name.
+    """Parses a mode.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no mode of this name.
     """
     try:
         return QueryMode(word)
@@ -52,10 +52,10 @@ def parse_query_mode(word: str) -> QueryMode:
 
 
 class PrefixQueries:
-    """Chooses which prompts ask for their prefix.
+    """Chooses the prompts that query their prefix.
 
     Args:
-        partial: of this worker's model, whose shape the holder's has.
+        partial: the attention of this worker's model, whose shape the holder's model shares.
         asker: closed by its owner.
     """
 
@@ -78,17 +78,17 @@ class PrefixQueries:
 
     @property
     def sent_bytes(self) -> int:
-        """Of questions, since start."""
+        """Bytes of queries sent since the start."""
         return self._asker.sent_bytes
 
     def statistics(self) -> TransferStatistics:
-        """What was asked and answered, by holder."""
+        """Statistics of queries and answers, by holder."""
         return self._asker.statistics()
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes a step with prompts; for what a long prefix costs, nearly full ones count.
+        """Adds a step with prompts. Only nearly full steps tell the cost of a long prefix.
 
-        Not those that waited for answers.
+        Steps that waited for answers do not count.
         """
         asked, self._asked = self._asked, self._asker.asked
         is_full = num_tokens * _FULL_STEPS >= self._core.max_step_tokens
@@ -96,19 +96,19 @@ class PrefixQueries:
             self._token_s = with_sample(self._token_s, seconds / num_tokens)
 
     def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> bool:
-        """Leaves what the reserving worker has of a prompt with it, if that pays.
+        """Leaves the blocks of a prompt that the reserving worker holds there, if that pays.
 
         Args:
-            attempt: whose sequence was just admitted and has computed nothing.
-            link: to that worker, for what it would cost to fetch instead, where it can be.
+            attempt: its sequence was just admitted and has computed nothing.
+            link: the link to that worker, to estimate a fetch instead, where one is possible.
 
         Returns:
-            Whether it asks there; then it needs no prefix from anywhere.
+            Whether it will query that worker; then it needs no prefix from anywhere else.
         """
         sequence, reservation = attempt.sequence, attempt.reservation
         assert sequence is not None, "admitted"
         size = self._core.block_size
-        most = (len(sequence.tokens) - 1) // size  # the last token is computed here
+        most = (len(sequence.tokens) - 1) // size  # the last token must be computed here
         blocks = range(sequence.num_computed // size, min(reservation.num_cached_blocks, most))
         holder = Holder.of_reservation(reservation)
         if not blocks or sequence.scores_prompt or not self._asker.answers(holder.peer):
@@ -119,20 +119,20 @@ class PrefixQueries:
         new_tokens = len(sequence.tokens) - blocks.stop * size
         if not self._decide(attempt, holder.peer, self._task(new_tokens, len(blocks)), fetch_s):
             return False
-        # A reservation names the blocks by their places in the prompt.
+        # A reservation's indexes are the blocks' positions in the prompt.
         self.leave(sequence, holder, blocks, blocks)
         return True
 
     def pays_to_leave(
         self, attempt: PrefillAttempt, peer: PeerKey, blocks: range, fetch_s: float | None
     ) -> bool:
-        """Whether a prompt that is decoded here should ask a third worker, to its last token.
+        """Whether a prompt that is decoded here should query a third worker until its last token.
 
-        If so, `leave` or `pass_over` follows.
+        If so, call `leave` or `pass_over` next.
 
         Args:
-            blocks: of the prompt, that this worker lacks and the peer holds.
-            fetch_s: until they would be here; None: not known, and so taken to be soon enough.
+            blocks: the prompt's blocks that this worker lacks and the peer holds.
+            fetch_s: seconds to fetch them; None if unknown, and then taken to be fast enough.
         """
         sequence = attempt.sequence
         assert sequence is not None, "admitted"
@@ -146,10 +146,10 @@ class PrefixQueries:
         return self._decide(attempt, peer, task, fetch_s)
 
     def leave(self, sequence: Sequence, holder: Holder, blocks: range, claimed: range) -> None:
-        """Lets a sequence that has computed nothing go on behind blocks that stay where they are.
+        """Makes a sequence that has computed nothing continue behind blocks that stay elsewhere.
 
         Args:
-            claimed: the blocks' indexes in what the holder's claim names.
+            claimed: the blocks' indexes within the holder's claim.
         """
         self._metrics.prefixes.labels("asked").inc()
         self._metrics.tokens.inc(len(blocks) * self._core.block_size)
@@ -157,7 +157,7 @@ class PrefixQueries:
         leave_remote(sequence, remote, self._core.pool)
 
     def pass_over(self) -> None:
-        """Counts a prefix that another worker holds and that is not asked for."""
+        """Counts a prefix that another worker holds and that is not queried."""
         self._metrics.prefixes.labels("left").inc()
 
     def _task(self, new_tokens: int, num_blocks: int, later_tokens: int = 0) -> QueryTask:

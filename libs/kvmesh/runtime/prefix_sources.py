@@ -1,10 +1,10 @@
-"""What becomes of a prefix that a route names a source of: it is fetched, or stays there.
+"""Decides whether a prefix at the source that a route names is fetched, or stays there for queries.
 
-Bringing it here costs its bytes. Asking costs a round trip per layer for each chunk, and for each
-token that is generated, so a long prefix with a short answer is asked for, over a lease that lasts
-as long as the sequence. The holder may die or end the lease at any time: then the sequence computes
-its prefix, with the same tokens. Only what is decoded here may stay elsewhere: a prompt that is
-handed over has to be whole. Why: docs/adr/0013-queries.md.
+A fetch costs the prefix's bytes. Queries cost a round trip per layer, for each chunk and each
+generated token. So a long prefix with a short answer is queried, under a lease that lasts as long
+as the sequence. The holder may die or end the lease at any time: then the sequence computes its
+prefix, with the same tokens. Only a prompt that is decoded here may leave its prefix elsewhere: one
+that is handed over has to be whole. Why: docs/adr/0013-queries.md.
 Tests: tests/integration/test_prefix_sources.py.
 """
 
@@ -28,10 +28,10 @@ log = event_logger(__name__)
 
 
 class PrefixSources:
-    """Fetches prefixes from workers that routes name, or leaves them there.
+    """Fetches prefixes from workers that routes name, or leaves them there for queries.
 
     Args:
-        queries: None asks nobody.
+        queries: None sends no queries.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class PrefixSources:
         self._queries = queries
 
     async def bring(self, attempt: PrefillAttempt, source: PrefixSource, *, may_stay: bool) -> None:
-        """Sees to what a source holds of a prompt; what is missing afterwards is to be computed.
+        """Fetches a source's blocks of a prompt, or leaves them there for queries.
 
         Args:
             attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
-            may_stay: it is decoded here, so that nobody else needs the prefix.
+            may_stay: it is decoded here, so that no other worker needs the prefix.
         """
         sequence = attempt.sequence
         assert sequence is not None, "admitted"
@@ -66,10 +66,10 @@ class PrefixSources:
     async def _leave(
         self, attempt: PrefillAttempt, sequence: Sequence, source: PrefixSource
     ) -> bool:
-        """Leaves what a source holds of a prompt with it, if its last token comes sooner so.
+        """Leaves a source's blocks of a prompt there, if its last token comes sooner that way.
 
         Returns:
-            Whether it did; if not, nothing has happened.
+            Whether it did; if not, nothing was changed.
         """
         queries = self._queries
         if queries is None:

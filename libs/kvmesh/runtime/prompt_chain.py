@@ -1,10 +1,10 @@
 """One prompt on several prefill workers: this one computes the end, another one the beginning.
 
 The other worker takes the beginning as any prompt, with a reservation of this worker's blocks for
-its KV, and computes it in one step. Each layer's KV comes as soon as it is complete, and this
-worker, one layer behind, lets its own positions attend to it. So this worker has all KV of the
-prompt in the end and hands it over as if it had computed it alone. A beginning that is refused, or
-does not come, is computed here. Why: docs/adr/0036-prompt-chains.md.
+its KV, and computes it in one step. Each layer's KV arrives as soon as it is complete. This worker
+is one layer behind and lets its own positions attend to it. So this worker has all KV of the prompt
+in the end, and hands it over as if it had computed it alone. If the beginning is refused or does
+not arrive, this worker computes it. Why: docs/adr/0036-prompt-chains.md.
 Tests: tests/integration/test_prompt_chain.py.
 """
 
@@ -35,10 +35,10 @@ from kvmesh.v1 import prefill_service_pb2 as pb
 log = event_logger(__name__)
 
 ANSWER_S = 1.0
-"""A worker that does not answer an offer within this time is not waited for."""
+"""Seconds to wait for a worker's answer to an offer."""
 
-# The token behind the beginning of a prompt is the prompt's own: what is chosen is not used. It
-# must not end the sequence, since its KV would not be sent then.
+# The beginning's next token is known from the prompt, so the generated one is not used. It must not
+# end the sequence, since its KV would not be sent then.
 _UNUSED = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
@@ -46,7 +46,7 @@ class PromptChain:
     """Lets other workers compute the beginnings of prompts.
 
     Args:
-        arriving: takes their KV in.
+        arriving: receives their KV.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class PromptChain:
         self._metrics = metrics
 
     async def begin(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
-        """Sees to it that a source computes the beginning of a prompt, if it will.
+        """Asks a source to compute the beginning of a prompt.
 
         Args:
             attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
-                It is to run when this returns.
+              The caller runs it when this returns.
         """
         sequence = attempt.sequence
         assert sequence is not None, "admitted"
@@ -91,7 +91,7 @@ class PromptChain:
             self._count(outcome)
             if outcome != "accepted":
                 part.close()
-                # A worker that accepted too late may be writing.
+                # A worker that accepted too late may still be writing.
                 await part.quiet.wait()
 
     def _count(self, outcome: str) -> None:
@@ -121,10 +121,10 @@ class PromptChain:
 
 
 class ChainedPart:
-    """The beginning of one prompt, from the room that is made for it until nobody writes there.
+    """The beginning of one prompt, from making room for it until nothing writes there any more.
 
     Attributes:
-        quiet: nobody writes into the blocks, or will.
+        quiet: set when nothing writes into the blocks, or will write.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class ChainedPart:
         self.quiet = asyncio.Event()
 
     def open(self, num_blocks: int) -> Reservation | None:
-        """Makes room for KV of leading blocks; None if nothing is to come, or there is no room."""
+        """Makes room for the KV of leading blocks. None without missing blocks, or without room."""
         size = self._parts.core.block_size
         held = self._fill.num_held
-        # The last step's chunk has more than one token, or it would count as a decode step.
+        # The last step's chunk needs more than one token, else it would count as a decode step.
         num_blocks = min(num_blocks, (len(self._sequence.tokens) - 2) // size)
         blocks = self._fill.open(num_blocks) if num_blocks > held else None
         if blocks is None:
@@ -168,10 +168,10 @@ class ChainedPart:
         return self._arriving.reserve_part(self._kv)
 
     async def ask(self, offer: PartOffer) -> None:
-        """Lets the sequence run beside the part, if the offer is accepted.
+        """Runs the sequence beside the part, if the offer is accepted.
 
         Raises:
-            RefusedError, LostError: it is not; the caller closes this.
+            RefusedError, LostError: it is not accepted; the caller closes this part.
         """
         try:
             await offer.accepted(ANSWER_S)
@@ -196,7 +196,7 @@ class ChainedPart:
             await offer.close()
 
     def close(self) -> None:
-        """Ends what is under way; `quiet` follows. May be called again."""
+        """Ends the part; `quiet` is set later. May be called again."""
         if self._watch is not None:
             self._watch.cancel()
         self._stop()
@@ -207,7 +207,7 @@ class ChainedPart:
             self._arriving.cancel_part(self._kv)
 
     def _is_quiet(self) -> None:
-        """No writer is in the blocks: all has come, or the rest never will."""
+        """Called when nothing writes into the blocks any more, whether all arrived or not."""
         assert self._kv is not None
         self.quiet.set()
         if not self._kv.is_complete:
@@ -215,17 +215,17 @@ class ChainedPart:
             self._run_alone()
 
     def _settle(self, came: bool) -> None:
-        """The step beside the part has ended; see `UpstreamPart`."""
+        """Called when the step beside the part has ended; see `UpstreamPart`."""
         assert self._kv is not None
         self._count("came" if came else "lost")
         if came:
             num_cached = self._sequence.num_cached
             self._end_fill(len(self._kv.arriving))
-            # What another worker computes for this request was not cached before it.
+            # The blocks that another worker computed for this request do not count as cached.
             self._sequence.num_cached = num_cached
             return
         self._waits_to_run = True
-        # Layers of this run may have left; those of the next differ in their last bits.
+        # Layers of this run may have been sent; the next run's layers differ in their last bits.
         self._attempt.layers = LayerProgress()
         self._stop()
         self._run_alone()
@@ -237,7 +237,7 @@ class ChainedPart:
             self._fill.end()
 
     def _run_alone(self) -> None:
-        """Computes all of the prompt here once nobody else writes into its blocks."""
+        """Computes the whole prompt here, once nothing else writes into its blocks."""
         if not self._waits_to_run or not self.quiet.is_set():
             return
         self._waits_to_run = False

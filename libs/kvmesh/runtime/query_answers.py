@@ -1,7 +1,7 @@
 """The holder's side of queries: attention over blocks of this worker for others (TokenLake §4.2).
 
-Claims are checked by those who gave them: reservations for the blocks that they found cached, read
-leases for theirs. The blocks are held while the answer is computed.
+The giver of a claim checks it: reservations for the blocks that they found cached, read leases for
+their blocks. The blocks are held while the answer is computed.
 Tests: tests/integration/test_prefix_queries.py.
 """
 
@@ -27,10 +27,10 @@ _RETRY_MS = 500
 
 
 class GivesBlocks(Protocol):
-    """Who knows what a claim names."""
+    """Returns the blocks of a claim."""
 
     def claimed_blocks(self, claim: WriteClaim) -> Sequence[int] | Refusal:
-        """The blocks behind a claim, in the order of its indexes, if it is good now."""
+        """The blocks of a claim, in the order of its indexes, if the claim is valid now."""
         ...
 
 
@@ -44,10 +44,10 @@ class QueryAnswers:
     """Answers ATTEND (`transfer.query_ops.QueryOps`).
 
     Args:
-        partial: what computes.
-        givers: of each kind of claim.
-        max_open: questions that are computed or wait at once; one more is refused, and who asked
-            brings or computes what it wanted to know.
+        partial: computes the attention.
+        givers: check claims, one for each kind.
+        max_open: maximum number of queries that are computed or wait. A further query is refused,
+            and its sender fetches or computes the prefix.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class QueryAnswers:
     ) -> None:
         self._max_open = max_open
         self.num_open = 0
-        """Questions whose blocks are held."""
+        """Number of queries whose blocks are held."""
         self._layout = layout
         self._pool = pool
         self._partial = partial
@@ -90,7 +90,7 @@ class QueryAnswers:
             text = f"heads: {arguments.num_heads}, the model has {self._partial.num_heads}"
             return Refusal(RefusalReason.INVALID, text)
         if self.num_open >= self._max_open:
-            # Before anything is held or made room for; not a word about claims.
+            # Before any block is held or memory is allocated; it reveals nothing about claims.
             text = f"{self.num_open} questions are open"
             return Refusal(RefusalReason.BUSY, text, retry_after_ms=_RETRY_MS)
         claimed = self._givers[arguments.kind].claimed_blocks(arguments.claim)
@@ -110,7 +110,7 @@ class QueryAnswers:
         arguments = work.arguments
         try:
             answer = self._partial.attend(arguments.layer, work.blocks, operands, arguments.scale)
-        except (RuntimeError, MemoryError) as error:  # a device without room says so in these
+        except (RuntimeError, MemoryError) as error:  # the errors of a device without memory
             log.warning("query_failed", error=str(error))
             self._metrics.answers.labels("failed", "").inc()
             return Refusal(RefusalReason.LOST, "attention could not be computed")
@@ -122,5 +122,5 @@ class QueryAnswers:
         work: _Work = grant.work
         self.num_open -= 1
         self._pool.release(work.blocks)
-        if work.arguments.layer == 0:  # the others read the same blocks
+        if work.arguments.layer == 0:  # the other layers read the same blocks
             self._metrics.read_blocks_total += len(work.blocks)

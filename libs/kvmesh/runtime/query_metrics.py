@@ -1,4 +1,4 @@
-"""Prometheus series of attention over KV of other workers.
+"""Prometheus metrics of attention over KV of other workers.
 
 Tests: tests/integration/test_prefix_queries.py.
 """
@@ -26,11 +26,11 @@ class _AskerCollector(Collector):
 
 
 class QueryMetrics:
-    """Series of both ends."""
+    """Metrics of both sides of queries."""
 
     def __init__(self, registry: CollectorRegistry = prometheus_client.REGISTRY) -> None:
         self.read_blocks_total = 0
-        """Blocks that others' questions have read here, each once for all layers of a chunk."""
+        """Number of blocks that others' queries have read here, once for all layers of a chunk."""
         self._register: Callable[[Collector], None] = registry.register
         self.answers = Counter(
             "kvmesh_queries_answered",
@@ -51,5 +51,5 @@ class QueryMetrics:
         )
 
     def watch(self, counts: Callable[[], tuple[int, int]]) -> None:
-        """Exports how many questions were asked, and how many had no answer."""
+        """Exports the number of queries sent, and of those without an answer."""
         self._register(_AskerCollector(counts))

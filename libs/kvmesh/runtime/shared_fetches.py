@@ -1,8 +1,8 @@
-"""Fetches that are under way on one worker, so that nobody fetches what is already coming.
+"""The fetches in progress on one worker, so that no block is fetched twice at the same time.
 
-Requests for one hot prefix arrive together. The first one fetches it and the others wait for it,
-each for its own time: one that gives up, or is cancelled, disturbs nobody. When the one that
-fetches is cancelled, the next one goes on behind what has arrived.
+Requests for one hot prefix arrive together. The first one fetches it and the others wait, each for
+its own time. A waiting request that gives up or is cancelled disturbs no other. If the fetching
+request is cancelled, the next one continues behind the blocks that have arrived.
 Tests: tests/unit/runtime/test_shared_fetches.py, tests/integration/test_shared_fetch.py.
 """
 
@@ -18,15 +18,15 @@ from kvmesh.core.types import BlockHash, PrefixSource
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One fetch under way.
+    """One fetch in progress.
 
     Attributes:
-        source: whom it reads from.
-        hashes: that it asked for.
-        over: set when it is, whatever came of it.
-        settled: the holder has said all that it has to say about these blocks: who waited need not
-            ask it again.
-        reason: of its refusal, in a word.
+        source: the worker from which it reads.
+        hashes: the blocks that it asked for.
+        over: set at its end, whatever the result.
+        settled: the holder gave a final answer on these blocks, so waiting requests need not ask
+          it again.
+        reason: the reason of the holder's refusal, one word.
         is_wanted: a request waits for it.
     """
 
@@ -38,7 +38,7 @@ class Flight:
     is_wanted: bool = False
 
     def answers_for(self, source: PrefixSource, missing: BlockHash) -> bool:
-        """Whether asking `source` for a block that did not arrive would bring no other answer."""
+        """Whether `source` would answer the same again about a block that did not arrive."""
         mine = self.source
         same = (mine.worker_id, mine.incarnation) == (source.worker_id, source.incarnation)
         return self.settled and same and missing in self.hashes
@@ -51,14 +51,14 @@ class SharedFetches:
         self._flights: dict[BlockHash, Flight] = {}
 
     def bringing(self, block_hash: BlockHash) -> Flight | None:
-        """The fetch that a block is expected from."""
+        """The fetch that is to bring a block; None if there is none."""
         return self._flights.get(block_hash)
 
     @contextlib.contextmanager
     def flight(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> Iterator[Flight]:
-        """A fetch of blocks, from here to the end of the block.
+        """Registers a fetch of blocks for the duration of the `with` block.
 
-        The first of them is brought by no other; of the rest, some may be.
+        No other fetch brings its first block. Other fetches may bring some of the rest.
         """
         assert hashes[0] not in self._flights, "somebody is fetching it"
         flight = Flight(source, frozenset(hashes))
@@ -73,5 +73,5 @@ class SharedFetches:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no fetch is in progress."""
         return not self._flights

@@ -1,4 +1,4 @@
-"""What the engine's last second was spent on. Plain bookkeeping, no clock.
+"""Measures how the engine spent its last second. Bookkeeping without a clock.
 
 Tests: tests/unit/runtime/test_step_meter.py.
 """
@@ -21,11 +21,12 @@ class _Step:
 class StepMeter:
     """Shares of time by kind of step.
 
-    A step with a part of a prompt is bound by compute, a pure decode step by memory bandwidth, so
-    the shares stand for the use of both where no counters of the device can be read.
+    A step with prompt tokens is bound by compute, a pure decode step by memory bandwidth. So the
+    shares
+    approximate the use of both on devices whose counters cannot be read.
 
     Args:
-        budget_tokens: most tokens of a step.
+        budget_tokens: maximum number of tokens of a step.
     """
 
     def __init__(self, budget_tokens: int) -> None:
@@ -36,13 +37,13 @@ class StepMeter:
         self._generated = 0
 
     def add(self, seconds: float, computed_total: int, generated_total: int, now: float) -> None:
-        """Takes a step that just ended.
+        """Adds a step that just ended.
 
         Args:
             computed_total, generated_total: tokens since the engine's start.
         """
         self._last_tokens = computed_total - self._computed
-        # Each sequence that decodes computes one token and generates one.
+        # Each decoding sequence computes one token and generates one.
         has_prompt = self._last_tokens > generated_total - self._generated
         self._computed, self._generated = computed_total, generated_total
         self._steps.append(_Step(now, seconds, has_prompt))
@@ -50,20 +51,20 @@ class StepMeter:
 
     @property
     def last_prompt_tokens(self) -> int:
-        """Tokens of the last step if it had a part of a prompt, else 0."""
+        """Number of tokens of the last step if it had prompt tokens, else 0."""
         return self._last_tokens if self._steps and self._steps[-1].has_prompt else 0
 
     def budget_used(self, now: float) -> float:
-        """Tokens of the last step as a share of the budget; 0 when there was none of late."""
+        """Tokens of the last step as a fraction of the budget; 0 without a recent step."""
         self._forget(now)
         return min(self._last_tokens / self._budget_tokens, 1.0) if self._steps else 0.0
 
     def compute_used(self, now: float) -> float:
-        """Share of the window in steps with prompts."""
+        """Fraction of the window in steps with prompt tokens."""
         return self._share(now, has_prompt=True)
 
     def memory_bandwidth_used(self, now: float) -> float:
-        """Share of the window in pure decode steps."""
+        """Fraction of the window in pure decode steps."""
         return self._share(now, has_prompt=False)
 
     def _share(self, now: float, *, has_prompt: bool) -> float:

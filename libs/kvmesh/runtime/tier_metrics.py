@@ -1,4 +1,4 @@
-"""Prometheus series of the tiers below a worker's pool. Tests: tests/integration/test_tiers.py."""
+"""Prometheus metrics of the tiers below a worker's pool. Tests: tests/integration/test_tiers.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TierCollector(Collector):
         self._prefetches = prefetches
 
     def collect(self) -> Iterator[Metric]:
-        """The series, most with one value per tier."""
+        """The metrics, most with one value per tier."""
         begun = 0 if self._prefetches is None else self._prefetches.begun_total
         yield CounterMetricFamily("kvmesh_tier_prefetches", "Prompts brought up ahead", begun)
         now = self._statistics()

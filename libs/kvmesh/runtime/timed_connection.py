@@ -1,7 +1,7 @@
-"""A connection of an HTTP port whose first request line and headers must come in time.
+"""A connection of an HTTP port whose first request line and headers must arrive in time.
 
-Stands between the connection and whoever serves it. (Later headers on the same connection fall
-under the server's idle limit.) Tests: tests/integration/test_admin_guard.py,
+It is between the connection and its server. (The server's idle limit covers later headers on the
+same connection.) Tests: tests/integration/test_admin_guard.py,
 tests/integration/test_http_guard.py.
 """
 
@@ -14,10 +14,10 @@ _END_OF_HEADERS = b"\r\n\r\n"
 
 
 class TimedConnection(asyncio.Protocol):
-    """One connection; everything goes on to `inner`.
+    """One connection, which passes everything on to `inner`.
 
     Args:
-        header_timeout_s: from when it stands; then it is cut.
+        header_timeout_s: seconds after its start when the connection is cut.
     """
 
     def __init__(self, inner: asyncio.Protocol, header_timeout_s: float) -> None:
@@ -28,7 +28,7 @@ class TimedConnection(asyncio.Protocol):
 
     @property
     def has_asked(self) -> bool:
-        """Whether the head of its first request is here."""
+        """Whether the head of its first request has arrived."""
         return self._timer is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -40,7 +40,7 @@ class TimedConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         if self._timer is not None:
-            # Servers skip empty lines before a request: they end no headers.
+            # Servers skip empty lines before a request, so these do not end the headers.
             seen = self._tail + data if self._tail else data.lstrip(b"\r\n")
             self._tail = seen[-(len(_END_OF_HEADERS) - 1) :]
             if _END_OF_HEADERS in seen:
@@ -75,6 +75,6 @@ class TimedConnection(asyncio.Protocol):
 
 
 def abort(transport: asyncio.BaseTransport) -> None:
-    """Ends a connection now."""
-    # Those of uvloop have all of a transport's methods, but not its type.
+    """Ends a connection immediately."""
+    # uvloop's transports have all methods of the type, but are not subclasses.
     cast("asyncio.Transport", transport).abort()

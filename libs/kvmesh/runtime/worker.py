@@ -1,4 +1,4 @@
-"""A worker: one engine, its blocks, a prefill and a decode side, and its ties to the mesh.
+"""A worker: one engine, its blocks, a prefill and a decode side, and its connections to the mesh.
 
 Prefill and decode workers are the same program with another default role (FlowKV 3.4).
 Tests: tests/integration/test_worker.py.
@@ -64,7 +64,7 @@ log = event_logger(__name__)
 
 
 class Worker:
-    """All parts of a worker, put together."""
+    """Builds and connects all parts of a worker."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Worker:
         self.cordoned = False
         name = section.id or f"{self.role.value}-{context.host}-{context.port}"
         self.worker_id = WorkerId(name)
-        # Milliseconds since 1970: a restarted worker's incarnation is always the larger one.
+        # Milliseconds since 1970, so that a restarted worker's incarnation is larger.
         self.incarnation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
         self._copier = ThreadCopier()
@@ -345,7 +345,7 @@ class Worker:
             self._context.spawn(self._leave(), "ordered drain")
 
     async def _leave(self) -> None:
-        """Leaves the mesh; the process stays, for whoever started it to end."""
+        """Leaves the mesh. The process stays, until the process that started it ends it."""
         await self._drain()
         await self._context.set_serving(False)
         log.info("left_the_fleet")
@@ -356,7 +356,10 @@ class Worker:
         self._notify()
 
     def _ordered_to_be(self, role: Role, scenario: str | None, reason: str) -> None:
-        """Takes another role: both sides run anyway, it only says what routes are for."""
+        """Takes another role.
+
+        Both sides run anyway; the role only tells routes how to use the worker.
+        """
         log.info("role_ordered", role=role.value, before=self.role.value, reason=reason)
         told = self._info.scenario if scenario is None else scenario
         if (role, told) != (self.role, self._info.scenario):
@@ -365,19 +368,21 @@ class Worker:
             self._registration.update(self._info)
 
     async def _drain(self) -> None:
-        """Prefill first: its KV must be taken before the process may go. Readers last.
+        """Drains prefill first, since its KV must be taken before the process may go; readers last.
 
-        However it ends, also where it is cut off for taking too long, schedulers hear that the
-        worker leaves: nobody has to find out by its silence.
+        However it ends, also by a timeout, schedulers are told that the worker leaves, so that they
+        need
+        not notice its silence.
         """
-        # Both at once, so that the next load report keeps routes away from either side.
+        # All at once, so that the next load report keeps routes away from both sides.
         self.decode.draining = self.prefill.draining = self.pool.draining = True
         reason = "cut off"
         try:
             await self.prefill.drain()
             await self.decode.drain()
             if self._publisher is not None and self._publisher.connected:
-                # What it alone holds is copied elsewhere meanwhile, if it is read.
+                # Blocks that only this worker holds are copied elsewhere meanwhile, if they are
+                # read.
                 await asyncio.sleep(self._config.fetch.leave_s)
             await self._readers_out()
             reason = "drained"
@@ -385,7 +390,7 @@ class Worker:
             await self._registration.goodbye(reason)
 
     async def _readers_out(self) -> None:
-        """Waits for those who read here, no longer than a drain may take: they can compute."""
+        """Waits for readers, at most as long as a drain may take: they can compute instead."""
         limit_s = self._config.server.drain_s
         try:
             async with asyncio.timeout(limit_s):
@@ -394,7 +399,7 @@ class Worker:
             log.warning("readers_left", num_leases=self.pool.statistics().num_open)
 
     def load(self) -> WorkerLoad:
-        """What this worker is doing now; metrics are read in another thread."""
+        """The present load of this worker. Metrics read it in another thread."""
         now, at = self.core.statistics(), self._clock.now()
         asked_bytes = 0 if self.queries is None else self.queries.sent_bytes
         return WorkerLoad(
@@ -420,7 +425,7 @@ class Worker:
         )
 
     def report(self) -> WorkerLoad:
-        """The load, with how long steps take and what that leaves; on the event loop only."""
+        """The load with step times and the room that they leave. Call it only on the event loop."""
         now = asyncio.get_running_loop().time()
         steps = self._loop.watch.state(now, self._starved.total_s(now))
         return dataclasses.replace(
@@ -432,7 +437,7 @@ class Worker:
         )
 
     def detail(self) -> WorkerDetail:
-        """What people want to see of this worker now."""
+        """Details of this worker for people."""
         data = self._config.data
         links = {**self.channels.statistics().links, **self.fetcher.statistics().links}
         if self.queries is not None:
@@ -441,13 +446,13 @@ class Worker:
             self.core,
             links,
             cordoned=self.cordoned,
-            # One of both is set, if any.
+            # At most one of the two is set.
             budget_bytes_s=max(data.budget_mb_s, data.egress_mb_s) * MEGABYTE,
         )
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held: no block, slot, reservation, lease, read, write or attempt."""
+        """Whether no block, slot, reservation, lease, read, write or attempt is held."""
         roles = self.decode.is_idle and self.prefill.num_attempts == 0
         lent = self.pool.is_idle and (self.answers is None or not self.answers.num_open)
         prefetches = self.prefill.prefetches
@@ -468,7 +473,7 @@ def _parse_role(word: str) -> Role:
 async def build_worker(
     config: WorkerConfig, context: ServiceContext, metrics: WorkerMetrics | None = None
 ) -> Worker:
-    """Loads the model and puts a worker together; the services' `build`."""
+    """Loads the model and builds a worker; the `build` of both services."""
     log.info("loading_model", model=config.engine.model, device=config.engine.device)
     folder = await asyncio.to_thread(find_folder, config.engine)
     runner = await asyncio.to_thread(load_runner, config.engine, folder)

@@ -22,17 +22,17 @@ from kvmesh.transfer.tls import DataTls
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
 MIN_STAGING_MB = 32
-"""Two of the largest frames that peers send."""
+"""Minimum staging memory in MB: two of the largest frames that peers send."""
 MAX_POLL_US = 1000
-"""The worker does nothing else meanwhile."""
+"""Maximum microseconds of polling; the worker does nothing else meanwhile."""
 
 
 def send_options(config: WorkerConfig) -> SendOptions:
-    """How a worker sends.
+    """Makes the sending options of a worker.
 
     Raises:
-        ConfigError: a channel or checksum that is unknown or not to be had, two budgets, too long a
-            look for answers, or a TLS file that cannot be used.
+        ConfigError: an unknown or unavailable channel or checksum, two budgets, too long a polling
+          time, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.budget_mb_s and data.egress_mb_s:
@@ -52,7 +52,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
 
 
 def receive_options(config: WorkerConfig) -> ReceiveOptions:
-    """How a worker receives.
+    """Makes the receiving options of a worker.
 
     Raises:
         ConfigError: as `send_options`.
@@ -73,7 +73,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
 
 
 def transfer_mode(word: str) -> TransferMode | None:
-    """The mode that the configuration demands; None leaves it to the policy.
+    """The configured transfer mode; None leaves the choice to the policy.
 
     Raises:
         ConfigError: an unknown word.

@@ -110,7 +110,7 @@ class FetchSection:
 
 @dataclass(frozen=True, slots=True)
 class TiersSection:
-    """Where KV goes that the pool of blocks evicts."""
+    """Tiers for KV that the pool of blocks evicts."""
 
     host_gib: float = option(
         0.0, "host memory for evicted KV, GiB; useful where it is more than the pool; 0: none"
@@ -133,7 +133,7 @@ class EventsSection:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """A worker; prefill and decode workers differ in `worker.role` only."""
+    """A worker. Prefill and decode workers differ only in `worker.role`."""
 
     server: ServerConfig = option(ServerConfig, "")
     telemetry: TelemetryConfig = option(TelemetryConfig, "")

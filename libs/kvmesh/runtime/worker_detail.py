@@ -1,4 +1,4 @@
-"""What a worker shows to people. Tests: tests/e2e/test_fleet_command.py."""
+"""Details of a worker for people. Tests: tests/e2e/test_fleet_command.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.transfer.meters import LinkKey, LinkMeter
 
 TCP = "tcp"
-"""The kind of channel that a budget is for."""
+"""The kind of channel that has a budget."""
 
 
 def worker_detail(
@@ -19,11 +19,11 @@ def worker_detail(
     cordoned: bool,
     budget_bytes_s: float,
 ) -> WorkerDetail:
-    """What people want to see of a worker now.
+    """Gathers the details of a worker.
 
     Args:
-        meters: of what it sends and of what it fetches.
-        budget_bytes_s: bound on each TCP link; 0 is none.
+        meters: meters of its sending links and of its fetches.
+        budget_bytes_s: limit of each TCP link; 0 is none.
     """
     engine = core.statistics()
     links = [

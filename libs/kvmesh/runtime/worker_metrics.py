@@ -1,4 +1,4 @@
-"""Prometheus series of a worker, under vLLM's names where vLLM has them.
+"""Prometheus metrics of a worker, under vLLM's names where vLLM has them.
 
 Tests: tests/integration/test_worker.py.
 """
@@ -24,10 +24,10 @@ _BYTES = tuple(float(4**power) for power in range(5, 16))
 
 
 class EngineCollector(Collector):
-    """Reads the worker's own counters at scrape time, so that steps pay nothing for metrics.
+    """Reads the worker's own counters at scrape time, so that metrics cost nothing in a step.
 
     Args:
-        load: what the worker reports to schedulers.
+        load: returns the load that the worker reports to schedulers.
     """
 
     def __init__(self, core: EngineCore, model_name: str, load: Callable[[], WorkerLoad]) -> None:
@@ -36,7 +36,7 @@ class EngineCollector(Collector):
         self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        """The series of the engine and of both roles' slots."""
+        """The metrics of the engine and of both roles' slots."""
         now, load = self._core.statistics(), self._load()
         used = 1 - now.blocks_free / self._core.pool.num_blocks
         gauges = {
@@ -73,7 +73,7 @@ class EngineCollector(Collector):
 
 
 class WorkerMetrics:
-    """Series that the roles write."""
+    """Metrics that the roles update."""
 
     def __init__(self, registry: CollectorRegistry = prometheus_client.REGISTRY) -> None:
         self.registry = registry
@@ -134,7 +134,7 @@ class WorkerMetrics:
         self._links: OrderedDict[LinkKey, None] = OrderedDict()
 
     def show_native(self, levels: Mapping[str, str]) -> None:
-        """Exports with which libraries the worker runs, as `native_levels` gives them; once."""
+        """Exports the native libraries in use, as `native_levels` returns them. Call it once."""
         native = Gauge(
             "kvmesh_native_library",
             "1 with this library of native code, 0 where it is missing and the worker is slower",
@@ -145,14 +145,14 @@ class WorkerMetrics:
             native.labels(library, level or "none").set(bool(level))
 
     def observe_transfer(self, sample: TransferSample) -> None:
-        """One transfer on a link ended well."""
+        """Adds a transfer that succeeded."""
         self._remember(sample.link)
         self.link_seconds.labels(*sample.link).observe(sample.seconds)
         if sample.seconds > 0:
             self.link_goodput.labels(*sample.link).observe(sample.bytes / sample.seconds)
 
     def _remember(self, link: LinkKey) -> None:
-        """Peers come back under new names: the series of the link unused for longest goes."""
+        """Drops the metrics of the least recent link: peers return under new names."""
         self._links[link] = None
         self._links.move_to_end(link)
         if len(self._links) > MAX_LINKS:

@@ -1,4 +1,4 @@
-"""What both sides of a worker are made with."""
+"""The parts that both sides of a worker share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmesh.runtime.worker_metrics import WorkerMetrics
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which worker this is, and which life of it."""
+    """The worker's id and incarnation."""
 
     worker_id: WorkerId
     incarnation: int
@@ -23,12 +23,12 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Shared collaborators.
+    """The parts that both sides of a worker share.
 
     Attributes:
-        wake_engine: says that the engine has new work.
-        on_change: says that the load changed.
-        direct: where gateways' streams may go.
+        wake_engine: tells the engine that it has new work.
+        on_change: tells the registration that the load changed.
+        direct: listener for gateways' direct streams.
     """
 
     identity: WorkerIdentity

@@ -27,10 +27,10 @@ from kvmesh.transfer.staging import StagingRing
 
 
 def lease_limits(section: FetchSection) -> LeaseLimits:
-    """What this worker gives to readers.
+    """Makes the limits of this worker's leases.
 
     Raises:
-        ConfigError: a share that cannot be.
+        ConfigError: a fraction above 1.
     """
     if section.max_share > 1:
         raise ConfigError(f"fetch.max_share must be 0 to 1, got {section.max_share:g}")
@@ -68,7 +68,7 @@ def start_fetcher(
     on_stored: Callable[[], None],
     staging: StagingRing | None,
 ) -> PrefixFetcher:
-    """A fetcher that ends with the service.
+    """Makes a fetcher that ends with the service.
 
     Args:
         staging: see `PrefixFetcher`; outlives the fetcher.
@@ -78,7 +78,7 @@ def start_fetcher(
     """
     options = FetchOptions(config.fetch.timeout_s)
     sending = send_options(config)
-    # What does not come is computed, so it is not waited for as long as for a handoff.
+    # Blocks that do not arrive can be computed, so the wait is shorter than for a handoff.
     stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)
     reader = BlockReader(identity, replace(sending, stall_timeout_s=stall_s))
     context.stack.push_async_callback(reader.close)

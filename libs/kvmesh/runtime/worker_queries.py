@@ -34,7 +34,7 @@ def start_queries(
     metrics: QueryMetrics,
     egress: Pacer | None,
 ) -> PrefixQueries | None:
-    """What asks other workers; None where that is switched off, or the model's attention is whole.
+    """Makes the sender of queries; None if queries are off, or the model has no partial attention.
 
     Args:
         egress: see `Asker`.
@@ -47,12 +47,12 @@ def start_queries(
     if partial is None or mode is QueryMode.NEVER:
         return None
     sending = send_options(config)
-    # The whole batch waits for an answer, so not as long as one handoff may.
+    # The whole batch waits for an answer, so the wait is shorter than for a handoff.
     stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)
     asker = Asker(identity, replace(sending, stall_timeout_s=stall_s), parts.clock, egress)
 
     async def close() -> None:
-        await asyncio.to_thread(asker.close)  # it waits for the engine's thread to leave a line
+        await asyncio.to_thread(asker.close)  # it waits until the engine's thread has left a link
 
     context.stack.push_async_callback(close)
     return PrefixQueries(parts.core, partial, asker, mode, metrics)
@@ -66,7 +66,7 @@ def answer_queries(
     metrics: QueryMetrics,
     max_open: int,
 ) -> QueryAnswers | None:
-    """What answers other workers; None where the model's attention cannot be cut in parts."""
+    """Makes the side that answers queries; None if the model has no partial attention."""
     partial = runner.partial_attention
     if partial is None:
         return None

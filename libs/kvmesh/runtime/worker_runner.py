@@ -1,4 +1,4 @@
-"""A worker's engine, as its config says: a checkpoint that we run or vLLM runs, or the fake.
+"""Makes a worker's engine from its config: our engine or vLLM with a checkpoint, or the fake.
 
 Tests: tests/unit/runtime/test_worker_runner.py, tests/unit/runtime/test_worker_static.py,
 tests/unit/engine/test_step_times.py.
@@ -30,19 +30,21 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 _LOOKS = "300"
-"""How often a thread of OpenMP looks for the others before it sleeps, for some 10 us in all; read
-when torch is loaded. Whoever sleeps at once is woken a hundred times a step; OpenMP's own 300000
-looks take the core from those that are waited for, where they share it."""
+"""Number of spins of an OpenMP thread before it sleeps, about 10 us in all.
+
+OpenMP reads it when torch is loaded. A thread that slept at once would be woken a hundred times per
+step. OpenMP's own 300000 spins keep a shared core from the threads that are waited for.
+"""
 
 
 def find_folder(config: EngineSection) -> Path | None:
-    """The folder of a worker's model, which may be downloaded; None for a fake without one.
+    """Finds the folder of a worker's model, which may be downloaded; None for a fake without one.
 
-    What is wrong with it is said here, before torch is loaded, which takes seconds.
+    It reports errors before torch is loaded, which takes seconds.
 
     Raises:
         ConfigError: an unknown kind, no such device, or no model is named.
-        CheckpointError: the model is nowhere, damaged or not supported.
+        CheckpointError: the model does not exist, is damaged or not supported.
     """
     if config.lora and config.kind != "vllm":
         raise ConfigError(
@@ -71,7 +73,7 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
     """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
 
     Args:
-        folder: of `find_folder`; None finds it here.
+        folder: from `find_folder`; None finds it here.
 
     Raises:
         ConfigError: an option cannot be met.
@@ -87,7 +89,7 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         return _load_vllm(config, folder, name)
     if not environment("OMP_WAIT_POLICY"):
         default_environment({"GOMP_SPINCOUNT": _LOOKS})
-    # Only a worker with the real engine pays for importing torch.
+    # Only a worker with the real engine imports torch, which is expensive.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
     static_batch = static_batch_of(config)
@@ -102,7 +104,7 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         num_threads=config.num_threads,
     )
     if config.device != "cpu":
-        # Before steps are static: those of one token each would not be computed the plain way.
+        # Before static steps are used: the warm-up would compute its one-token steps statically.
         warm_up(runner, config.max_batch_tokens)
     runner.use_static_steps(static_batch)
     return runner

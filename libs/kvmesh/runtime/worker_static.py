@@ -1,4 +1,4 @@
-"""How many sequences a worker's static decode steps take, as its config says.
+"""The batch size of a worker's static decode steps, from its config.
 
 Tests: tests/unit/runtime/test_worker_static.py.
 """
@@ -10,9 +10,9 @@ from kvmesh.runtime.worker_config import EngineSection
 
 
 def static_batch_of(config: EngineSection) -> int:
-    """Sequences of the largest static decode step; 0 when all steps are plain.
+    """Number of sequences of the largest static decode step; 0 if all steps are plain.
 
-    On the CPU there is nothing to capture, and a plain step does less for the same tokens.
+    On the CPU no graph can be captured, and a plain step does less work for the same tokens.
 
     Raises:
         ConfigError: an unknown word.

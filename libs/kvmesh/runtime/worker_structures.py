@@ -1,4 +1,4 @@
-"""What a worker needs to follow structures: its model's tokenizer, where it has one.
+"""Loads the compiler of structures, which needs the tokenizer of a worker's model.
 
 Tests: tests/unit/runtime/test_worker_structures.py.
 """
@@ -16,9 +16,9 @@ log = event_logger(__name__)
 
 
 def load_structures(folder: Path | None, spec: ModelSpec) -> StructureCompiler | None:
-    """The compiler for a checkpoint folder; None without one, or a tokenizer that it can use.
+    """Makes the compiler for a checkpoint folder; None without one, or without a usable tokenizer.
 
-    Reads a file. A worker without it serves all the same and refuses structures by name.
+    Reads a file. A worker without a compiler still serves, and refuses structures by name.
     """
     path = None if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file():

@@ -1,4 +1,4 @@
-"""Host memory for the KV of a worker's preempted sequences, as its config says.
+"""Host memory for the KV of a worker's preempted sequences, from its config.
 
 Tests: tests/unit/runtime/test_worker_swap.py.
 """
@@ -20,13 +20,13 @@ _DEVICE_GIB = 4.0
 def make_swap_space(
     config: EngineSection, runner: ModelRunner, clock: Clock, copier: Copier
 ) -> SwapSpace | None:
-    """Where preempted sequences' KV is kept; None where it is computed again.
+    """Makes the space for preempted sequences' KV; None if their KV is computed again.
 
     On the CPU the pool itself is host memory, which is better spent on more blocks.
 
     Raises:
-        ConfigError: the size is negative, or not even one block fits.
-        LostError: the device has no room for what copies pass through.
+        ConfigError: the size is negative, or smaller than one block.
+        LostError: the device has no room for the copies' buffers.
     """
     gib = config.swap_gib
     if gib == -1:

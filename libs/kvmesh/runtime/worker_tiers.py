@@ -1,4 +1,4 @@
-"""Tiers below a worker's pool, as its config says.
+"""Tiers below a worker's pool, from its config.
 
 Tests: tests/unit/runtime/test_worker_tiers.py, tests/integration/test_tiers.py.
 """
@@ -34,10 +34,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TierParts:
-    """What tiers are made of.
+    """The parts of a worker that tiers use.
 
     Attributes:
-        copier: between the pool and host memory.
+        copier: copies between the pool and host memory.
         disk: reads and writes the file.
     """
 
@@ -50,11 +50,11 @@ class TierParts:
 
 
 def make_tiers(config: TiersSection, parts: TierParts) -> TieredCache | None:
-    """What keeps evicted blocks; None where they are gone.
+    """Makes the cache of evicted blocks; None if no tier is configured.
 
     Raises:
-        ConfigError: a size is negative, not even one block fits, or the disk cannot be used.
-        LostError: the device has no room for what copies pass through.
+        ConfigError: a size is negative or smaller than one block, or the disk cannot be used.
+        LostError: the device has no room for the copies' buffers.
     """
     core, spec = parts.core, parts.runner.spec
     block_bytes = spec.layout.block_bytes
@@ -96,7 +96,7 @@ def _num_places(name: str, gib: float, block_bytes: int) -> int:
 
 
 async def load_prefix(tiers: TieredCache, fill: PrefixFill) -> LoadResult:
-    """Brings up what lies below of a prefix; a load that is cancelled ends by itself."""
+    """Brings up a prefix's blocks from the tiers. A load continues if the caller is cancelled."""
     loaded: asyncio.Future[LoadResult] = asyncio.get_running_loop().create_future()
 
     def done(result: LoadResult) -> None:

@@ -1,7 +1,7 @@
-"""A histogram for what happens with every request and every token.
+"""A histogram for events that happen with every request and every token.
 
-`Histogram.observe` looks at one bucket after the other and costs 3 us. Here observations are
-gathered, sorted into buckets many at a time, and at the latest when somebody reads them.
+`Histogram.observe` checks one bucket after the other and costs 3 us. This class gathers
+observations and sorts many of them into buckets together, at the latest when they are read.
 Tests: tests/unit/telemetry/test_batch_histogram.py.
 """
 
@@ -18,12 +18,15 @@ from kvmesh.core.config import environment
 from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE
 
 GATHERED = 64
-"""Observations that are sorted together. Who shares a folder with other processes gathers none:
-those read there, and nobody here would know."""
+"""Number of observations that are sorted together.
+
+A process that shares a folder with others gathers none: the other processes read the folder, and
+this one would not notice.
+"""
 
 
 class BatchHistogram(Histogram):
-    """A histogram that takes an observation in a tenth of the time."""
+    """A histogram whose `observe` takes a tenth of the time."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -40,13 +43,13 @@ class BatchHistogram(Histogram):
             self._sort()
 
     def observe_all(self, amounts: Iterable[float]) -> None:
-        """Adds observations, as one by one."""
+        """Adds observations, with the same result as one by one."""
         self._gathered.extend(amounts)
         if len(self._gathered) >= self._most:
             self._sort()
 
     def _sort(self) -> None:
-        """Puts what is gathered into its buckets; a scrape does it in another thread."""
+        """Puts the gathered observations into buckets. A scrape calls it in another thread."""
         bounds, counts, total = self._upper_bounds, dict[int, int](), 0.0
         take = self._gathered.popleft
         try:

@@ -1,6 +1,6 @@
 """Metrics as text, also those of a service that runs as several processes.
 
-Such processes share a folder: each writes its values there, and any of them can tell the sums.
+These processes share a folder: each writes its values there, and any of them can compute the sums.
 Tests: tests/integration/test_exposition.py.
 """
 
@@ -34,21 +34,24 @@ log = event_logger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Read by `prometheus_client` when it is imported: set it before a process starts."""
+"""Name of the variable with the shared folder.
+
+`prometheus_client` reads it at its import, so it must be set before a process starts.
+"""
 
 
 def shared_registry(folder: Path) -> CollectorRegistry:
-    """The sums over all processes that write to `folder`, those that ended included."""
+    """The sums over all processes that write to `folder`, including ended ones."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
     return registry
 
 
 CALL_S = 5.0
-"""A scrape that takes longer is cut."""
+"""Seconds after which a scrape is cut."""
 
 MAX_CALLS = 32
-"""Each has a thread; of more the oldest is cut."""
+"""Maximum number of calls at once, each with a thread. If there are more, the oldest is cut."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -71,26 +74,26 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Twice a second: ends who has not said all yet, or takes nothing."""
+        """Called twice a second: cuts calls of clients that are slow to send or to read."""
         due = time.monotonic() - CALL_S
         for request, began in tuple(self._began.items()):
             if began < due:
                 _cut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that went away is worth no traceback on standard error."""
+        """Logs a caller that left, instead of a traceback on standard error."""
         log.debug("metrics_call_failed", error=repr(sys.exception()))
 
 
 def _cut(request: socket.socket) -> None:
-    """Ends a call; its thread notices."""
-    with contextlib.suppress(OSError):  # it has ended by itself
+    """Cuts a call; its thread notices."""
+    with contextlib.suppress(OSError):  # it has already ended
         request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is not worth a line."""
+        """Logs nothing: scrapes are too frequent."""
 
 
 def start_exposition_server(
@@ -98,7 +101,7 @@ def start_exposition_server(
 ) -> tuple[WSGIServer, threading.Thread]:
     """Serves `/metrics` from a thread; the caller ends both.
 
-    Always the plain text format: in OpenMetrics the library writes `vllm_` for `vllm:` to a
+    Always in the plain text format: in OpenMetrics, the library writes `vllm_` for `vllm:` to a
     Prometheus before 3.0, so that dashboards and alerts find nothing.
 
     Raises:
@@ -116,10 +119,10 @@ def start_exposition_server(
 
 
 def exposition(without: str = "") -> bytes:
-    """The metrics of this process, or of all that it shares a folder with.
+    """The metrics of this process, or of all processes that share its folder.
 
     Args:
-        without: name of a label to leave out; series that differ only in it are added up.
+        without: name of a label to leave out; series that differ only in it are summed.
     """
     folder = environment(SHARED_FOLDER_VARIABLE)
     registry = shared_registry(Path(folder)) if folder else prometheus_client.REGISTRY
@@ -150,7 +153,7 @@ class _Without(Collector):
             key = (sample.name, frozenset(labels.items()))
             value = sample.value
             if (before := sums.get(key)) is not None:
-                # The first of several series began when the sum did.
+                # The sum began when the first of its series did.
                 join = min if sample.name.endswith("_created") else operator.add
                 value = join(before.value, value)
             sums[key] = Sample(sample.name, labels, value)

@@ -1,4 +1,4 @@
-"""Structured logs: one event name plus fields per line, request and trace ids among them.
+"""Structured logs: one event name plus fields per line, including request and trace ids.
 
 `log = event_logger(__name__)`; `log.info("prefill_rejected", request_id=..., reason=...)`.
 Tests: tests/unit/telemetry/test_logs.py.
@@ -32,34 +32,34 @@ class EventLogger:
 
     @property
     def tells_info(self) -> bool:
-        """Whether `info` writes anything; for what is costly to say and said for every request."""
+        """Whether `info` writes anything; checked before expensive events of every request."""
         return self._logger.isEnabledFor(logging.INFO)
 
     def debug(self, event: str, /, **fields: Any) -> None:
-        """Detail for developers."""
+        """Logs a detail for developers."""
         self._emit(logging.DEBUG, event, fields)
 
     def info(self, event: str, /, **fields: Any) -> None:
-        """Something normal that an operator may look for."""
+        """Logs a normal event that an operator may look for."""
         self._emit(logging.INFO, event, fields)
 
     def warning(self, event: str, /, **fields: Any) -> None:
-        """Something that the mesh survives but should not be usual."""
+        """Logs an event that the mesh survives but that should be rare."""
         self._emit(logging.WARNING, event, fields)
 
     def error(self, event: str, /, **fields: Any) -> None:
-        """Something an operator has to act on."""
+        """Logs an event on which an operator has to act."""
         self._emit(logging.ERROR, event, fields)
 
     def failure(self, event: str, error: BaseException, /, **fields: Any) -> None:
-        """An unexpected error with its traceback."""
+        """Logs an unexpected error with its traceback."""
         if self._logger.isEnabledFor(logging.ERROR):
             self._logger.error(event, extra={"fields": fields}, exc_info=error)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
         logger = self._logger
         if logger.isEnabledFor(level):
-            # `Logger.log` would walk the stack for a line number that no format here shows.
+            # `Logger.log` would search the stack for a line number that no format here shows.
             record = logging.LogRecord(logger.name, level, "", 0, event, None, None)
             record.fields = fields
             logger.handle(record)
@@ -97,12 +97,12 @@ _to_json = json.JSONEncoder(default=str).encode
 
 @lru_cache(maxsize=1)
 def _utc(second: int) -> str:
-    """The time of a line without its milliseconds, made once a second."""
+    """The time of a line without its milliseconds; cached for one second."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters, and those that end lines or turn the direction of writing."""
+"""Control characters, including those that end lines or change the direction of writing."""
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -121,7 +121,7 @@ class TextFormatter(logging.Formatter):
         fields = " ".join(f"{k}={v}" for k, v in getattr(record, "fields", {}).items())
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = f"{stamp} {record.levelname:<7} {self._service:<10} {record.getMessage()} {fields}"
-        # What others sent may be in a field: it must not end the line, or speak to the terminal.
+        # A field may hold text from outside, which must not end the line or control the terminal.
         text = _UNPRINTABLE.sub(_escaped, text)
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
@@ -129,11 +129,11 @@ class TextFormatter(logging.Formatter):
 
 
 def unsent_is_detail(record: logging.LogRecord) -> bool:
-    """Filter of gRPC's own logger: a status that found its peer gone is a detail, not an error.
+    """Filter of gRPC's own logger: a failed send to a peer that left is a detail, not an error.
 
-    gRPC knows that a peer closed only once its loop has read so; what it sends just before
-    fails, and it logs that as an error with a traceback. The peer's leaving itself is told by
-    whoever serves the stream.
+    gRPC knows that a peer closed only after its loop has read that. A send just before fails, and
+    gRPC
+    logs it as an error with a traceback. The owner of the stream reports the peer's leaving itself.
     """
     kind = record.exc_info[0] if record.exc_info else None
     if kind is not None and kind.__name__ == "ExecuteBatchError":
@@ -143,10 +143,11 @@ def unsent_is_detail(record: logging.LogRecord) -> bool:
 
 
 def unreadable_is_detail(record: logging.LogRecord) -> bool:
-    """Filter of aiohttp's server logger: a request that cannot be read is a detail, not an error.
+    """Filter of aiohttp's server logger: an unreadable request is a detail, not an error.
 
-    Anybody can send one; and its traceback quotes the line that could not be read, which may hold a
-    key. What it was is left, where it came from too.
+    Anybody can send one. Its traceback quotes the unreadable line, which may hold a key. The log
+    keeps
+    the kind of error and the sender.
     """
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or _UNREADABLE.isdisjoint(each.__name__ for each in kind.__mro__):
@@ -161,13 +162,13 @@ _UNREADABLE = frozenset({"HttpProcessingError", "RequestPayloadError"})
 
 
 AUTO = "auto"
-"""The format for who reads: text for people at a terminal, JSON elsewhere."""
+"""The format that depends on the reader: text for people at a terminal, else JSON."""
 
 _chosen = AUTO
 
 
 def logs_for_people() -> bool:
-    """Whether logs go to somebody at a terminal, who did not ask for another format."""
+    """Whether logs go to a person at a terminal who did not choose another format."""
     return _chosen == AUTO and sys.stderr.isatty()
 
 
@@ -191,7 +192,7 @@ def configure_logging(service: str, level: str = "info", fmt: str = AUTO) -> Non
     is_text = fmt == "text" or logs_for_people()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter(service) if is_text else JsonFormatter(service))
-    # No format shows them, and every record would carry them.
+    # No format shows these, and every record would carry them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -201,7 +202,7 @@ def configure_logging(service: str, level: str = "info", fmt: str = AUTO) -> Non
 
 
 def set_level(level: str) -> bool:
-    """Changes how much this process logs; False if there is no such level."""
+    """Changes the log level of this process. Returns False if there is no such level."""
     if level not in _LEVELS:
         return False
     logging.getLogger().setLevel(_LEVELS[level])

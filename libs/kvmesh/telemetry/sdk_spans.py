@@ -1,6 +1,6 @@
-"""Spans of the OpenTelemetry SDK, for services that keep traces.
+"""Spans of the OpenTelemetry SDK, for services that export traces.
 
-Only `kvmesh.telemetry.tracing` loads this, when it is configured.
+Only `kvmesh.telemetry.tracing` loads this module, when tracing is configured.
 Tests: tests/unit/telemetry/test_tracing.py.
 """
 
@@ -65,7 +65,7 @@ class JsonLinesExporter(SpanExporter):
 
 
 class SdkSpan(Span):
-    """A stage of a request that is being timed."""
+    """A stage of a request that is measured and exported."""
 
     __slots__ = ("_span",)
     is_kept = True
@@ -114,19 +114,19 @@ class SdkSpans:
 
     Args:
         service: `service.name` of all spans.
-        processor: gets all that are kept.
-        allowance: traces that begin here and are kept.
+        processor: gets all kept spans.
+        allowance: decides about traces that begin here.
     """
 
     def __init__(self, service: str, processor: SpanProcessor, allowance: Allowance) -> None:
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service}),
-            sampler=ALWAYS_ON,  # what is not kept is no span of the SDK
+            sampler=ALWAYS_ON,  # a span that is not kept is not an SDK span
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(processor)
         trace.set_tracer_provider(self._provider)
-        # Asking the API for it costs 10 us.
+        # Looking it up in the API costs 10 us.
         self._tracer = self._provider.get_tracer("kvmesh")
         self._allowance = allowance
 
@@ -135,7 +135,7 @@ class SdkSpans:
         found = TRACEPARENT.fullmatch(parent) if parent else None
         if found is None:
             if not self._allowance.takes(time.monotonic()):
-                # Others must not begin it again; its id is in the logs.
+                # Other services must not start the trace again; its id is in the logs.
                 ids = random.getrandbits(192)
                 return Span(f"00-{ids >> 64:032x}-{ids & (1 << 64) - 1:016x}-00")
         elif not int(found[2], 16) & 1:
@@ -144,12 +144,12 @@ class SdkSpans:
         return SdkSpan(self._tracer.start_span(name, context=context, attributes=attributes))
 
     def close(self) -> None:
-        """Exports what is left."""
+        """Exports the remaining spans."""
         self._provider.shutdown()
 
 
 def exporting(exporter: str, target: str) -> SpanProcessor:
-    """Takes spans to where they are kept.
+    """Makes the processor that exports spans.
 
     Args:
         exporter: otlp or jsonl.
@@ -163,7 +163,7 @@ def exporting(exporter: str, target: str) -> SpanProcessor:
             return SimpleSpanProcessor(JsonLinesExporter(Path(target)))
         except OSError as error:
             raise ConfigError(f"telemetry.trace.target {target}: {error.strerror}") from error
-    # Imported late: who writes a file need not pay for it.
+    # Imported late, so that an export to a file does not load it.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter,
     )

@@ -1,4 +1,4 @@
-"""Spans per request and stage. Trace context travels as `traceparent` in our messages.
+"""Spans per request and stage. Messages carry the trace context as `traceparent`.
 
 No interceptors: an interceptor costs about 0.6 ms per call, inject and extract 5 us.
 Exporters: `otlp` (gRPC), `jsonl` (a file, one span per line) or none.
@@ -20,13 +20,14 @@ AttributeValue = str | int | float | bool
 
 
 class Span:
-    """A stage of a request of which nobody keeps the time; it only hands the caller's trace on.
+    """A stage of a request that is not measured; it only passes on the caller's trace.
 
-    A request has a dozen of them; as spans of the SDK they would cost it 0.2 ms. Those that are
-    kept are `SdkSpan`.
+    A request has a dozen of them; as spans of the SDK they would cost it 0.2 ms. Spans that are
+    kept
+    are `SdkSpan`.
 
     Attributes:
-        is_kept: somebody will read it; what is only told to spans need not be worked out else.
+        is_kept: the span will be exported. Otherwise data that is only for spans need not be made.
     """
 
     __slots__ = ("_parent",)
@@ -50,10 +51,10 @@ class Span:
         """Adds attributes."""
 
     def event(self, name: str, **attributes: AttributeValue) -> None:
-        """Adds a point in time, such as a refusal."""
+        """Adds an event at this time, such as a refusal."""
 
     def end(self) -> None:
-        """Stops the time. Only for spans that outlive a `with` block."""
+        """Ends the span. Only for spans that outlive a `with` block."""
 
     def __enter__(self) -> Span:
         return self
@@ -68,14 +69,15 @@ class Span:
 
 
 class Allowance:
-    """Which traces that begin here are kept.
+    """Decides which traces that begin here are kept.
 
     Args:
-        ratio: share of them.
-        per_second: at most so many of those, and as many at once after a quiet second; 0: all.
+        ratio: fraction of these traces.
+        per_second: maximum number of these per second, and at once after a quiet second; 0 is no
+          limit.
 
     Raises:
-        ConfigError: no such share or number.
+        ConfigError: a ratio or number out of range.
     """
 
     def __init__(self, ratio: float = 1.0, per_second: float = 0.0) -> None:
@@ -90,7 +92,7 @@ class Allowance:
         self._counted_at = 0.0
 
     def takes(self, now: float) -> bool:
-        """Whether one that begins now is kept.
+        """Whether a trace that begins now is kept.
 
         Args:
             now: seconds that never go back.
@@ -109,7 +111,7 @@ class Allowance:
 
 
 class SpanMaker(Protocol):
-    """Makes spans as `configure_tracing` wants them."""
+    """Makes spans as `configure_tracing` has configured."""
 
     def start(self, name: str, parent: str, attributes: dict[str, AttributeValue]) -> Span:
         """See `start_span`."""
@@ -119,7 +121,7 @@ class SpanMaker(Protocol):
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
 _UNTIMED = Span("")
 _installed: list[SpanMaker] = []
-"""What `configure_tracing` holds."""
+"""The span makers that `configure_tracing` has installed."""
 
 
 def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Span:
@@ -144,7 +146,7 @@ def configure_tracing(
         service: `service.name` of all spans.
         exporter: none, otlp or jsonl.
         target: collector endpoint (otlp) or file (jsonl).
-        allowance: traces that begin here and are kept; None: all of them.
+        allowance: decides about traces that begin here; None keeps all of them.
 
     Raises:
         ConfigError: another exporter, or a file that cannot be written.
@@ -154,7 +156,7 @@ def configure_tracing(
         return
     if exporter not in {"otlp", "jsonl"}:
         raise ConfigError(f"telemetry.trace.exporter must be none, otlp or jsonl, got {exporter!r}")
-    # Imported late: it costs 0.1 s and 4 MiB that a service without traces need not pay.
+    # Imported late: it costs 0.1 s and 4 MiB, which a service without traces need not pay.
     from kvmesh.telemetry.sdk_spans import SdkSpans, exporting  # noqa: PLC0415
 
     tracing = SdkSpans(service, exporting(exporter, target), allowance or Allowance())

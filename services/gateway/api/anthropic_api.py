@@ -28,7 +28,7 @@ from services.gateway.api.structured import JsonSchema, JsonSchemaFormat, Respon
 
 
 class _Part(BaseModel):
-    """Base of all models. `cache_control` is ignored, since prefixes are always cached."""
+    """Base of all models. It ignores `cache_control`, since prefixes are always cached."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -76,7 +76,7 @@ class Turn(_Part):
     content: str | list[Block]
 
     def items(self) -> list[InputItem]:
-        """Its parts in order; consecutive texts are joined."""
+        """Its content as items in order; consecutive texts are joined."""
         if isinstance(self.content, str):
             return [InputMessage(role=self.role, content=self.content)]
         found: list[InputItem] = []
@@ -114,7 +114,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 class ClientTool(_Part):
-    """A tool that the caller runs; tools that Anthropic runs are not supported."""
+    """A tool that the caller runs. Tools that Anthropic runs are not supported."""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
@@ -122,7 +122,7 @@ class ClientTool(_Part):
     input_schema: JsonSchema
 
     def for_chat(self) -> dict[str, Any]:
-        """The tool as chat completions have it."""
+        """The tool in the format of chat completions."""
         function = {"name": self.name, "description": self.description}
         return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
@@ -154,7 +154,7 @@ _Choice: TypeAlias = Annotated[
 
 
 class Thinking(_Part):
-    """`thinking`: whether the model should think; it decides itself for how long."""
+    """`thinking`: whether the model should think; the model decides for how long."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -211,7 +211,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(body: MessagesBody) -> ChatBody:
-    """The body as a chat completion.
+    """Converts the body to a chat completion's.
 
     Raises:
         InvalidRequestError: it ends with a part of the answer.
@@ -228,7 +228,7 @@ def as_chat(body: MessagesBody) -> ChatBody:
 
 
 def as_counted_chat(body: CountBody) -> ChatBody:
-    """The chat whose prompt tokens are counted.
+    """Converts the body to the chat whose prompt tokens are counted.
 
     Raises:
         InvalidRequestError: it ends with a part of the answer.

@@ -23,7 +23,7 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Type of a block -> type of its deltas, and the field of their text."""
+"""For each type of block: the type of its deltas, and the field that holds their text."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Block:
 
     Attributes:
         texts: the texts of its deltas.
-        call: id and name, if it is a call.
+        call: id and name, if the block is a call.
     """
 
     type: str
@@ -44,7 +44,7 @@ class _Block:
         if self.type == "tool_use":
             return {"type": self.type, **self.call, "input": _object(text)}
         if self.type == "thinking":
-            # No signature: thinking is accepted back unsigned.
+            # The signature is empty: clients may return thinking unsigned.
             return {"type": self.type, "thinking": text, "signature": ""}
         return {"type": self.type, "text": text}
 
@@ -64,7 +64,7 @@ class MessageObject:
         return [{"type": "message_start", "message": message}]
 
     def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
-        """See `Output`; the API has no log-probabilities."""
+        """See `Output`. The API has no log-probabilities."""
         events: list[Body] = []
         for piece in self._generation.reader.read(text, last=last):
             events += self._piece(piece)

@@ -14,10 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from kvmesh.core.errors import InvalidRequestError
 
 MAX_MESSAGES = 10_000
-"""Most messages of a chat, and most parts and calls in all: the event loop validates them."""
+"""Maximum number of messages of a chat, and of all their parts and calls together.
+
+The event loop validates them, so more would stall it.
+"""
 
 _LISTS = ("content", "tool_calls", "output")
-"""Where a message has parts or calls."""
+"""Fields of a message that hold lists of parts or calls."""
 
 
 def json_value(text: str) -> Any:
@@ -43,7 +46,7 @@ class TextPart(BaseModel):
 
 
 class PastFunction(BaseModel):
-    """The function of a call that was made before."""
+    """The function of a call in an earlier turn."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -55,7 +58,7 @@ class Arguments(dict[str, Any]):
     Most templates iterate over the object, some print it, and some concatenate it with a text.
 
     Args:
-        text: the JSON, as the model wrote it.
+        text: the JSON as the model wrote it.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
@@ -80,7 +83,7 @@ class PastCall(BaseModel):
     function: PastFunction
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it: arguments are an object."""
+        """The call as chat templates expect it, with the arguments as an object."""
         given = self.function.arguments
         text = (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         try:
@@ -96,7 +99,7 @@ class PastCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat; further fields are for the chat template."""
+    """One message of a chat. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
@@ -105,13 +108,13 @@ class Message(BaseModel):
     tool_calls: list[PastCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: content is one string."""
+        """The message as chat templates expect it, with the content as one string."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         more = dict(self.model_extra or {})
         if more.get("reasoning") and not more.get("reasoning_content"):
-            # vLLM's newer name; chat templates know DeepSeek's.
+            # vLLM's newer name; chat templates use DeepSeek's.
             more["reasoning_content"] = more["reasoning"]
         if self.tool_calls:
             more["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -129,7 +132,7 @@ def _few_parts(messages: Any) -> Any:
 
 
 FewParts = BeforeValidator(_few_parts)
-"""Bounds the parts and calls of a list of messages."""
+"""Limits the number of parts and calls in a list of messages."""
 
 Messages = Annotated[list[Message], FewParts, Field(min_length=1, max_length=MAX_MESSAGES)]
 
@@ -145,7 +148,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool; functions are the only kind."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: Function

@@ -20,7 +20,7 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
-    """What clients may name as a model.
+    """Names that clients may use for a model.
 
     Attributes:
         model: names of the model, its own first.
@@ -36,7 +36,7 @@ class ServedNames:
         return (*self.model, *self.adapters)
 
     def adapter(self, name: str) -> str:
-        """The adapter that one of the names asks for; empty for none.
+        """The adapter of a name; empty for none.
 
         An empty name takes the model itself, and a name of the model hides an adapter's.
         """
@@ -64,7 +64,7 @@ def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
 
 
 def check_call(call: ApiCall, limits: LimitsConfig, vocab_size: int) -> None:
-    """Checks all that can be said of a call before its prompts are tokens.
+    """Checks everything about a call that does not need its prompts' tokens.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -76,7 +76,7 @@ def check_call(call: ApiCall, limits: LimitsConfig, vocab_size: int) -> None:
     if sampling.allowed_token_ids:
         check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
     for prompt in call.prompts:
-        if isinstance(prompt, TokenPrompt):  # other prompts get their ids from the tokenizer
+        if isinstance(prompt, TokenPrompt):  # the tokenizer makes the ids of other prompts
             check_known(prompt.token_ids, vocab_size, call.prompt_field)
 
 
@@ -84,11 +84,11 @@ def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> Sampling
     """Checks that one prompt of a call fits the model.
 
     Args:
-        num_tokens: of the prompt.
+        num_tokens: number of tokens of the prompt.
         max_model_len: longest sequence in tokens.
 
     Returns:
-        Sampling parameters of the prompt's choices, all but their seeds.
+        Sampling parameters of the prompt's choices, final except for the seed.
 
     Raises:
         InvalidRequestError: it is empty, or does not fit the context together with max_tokens.
@@ -97,7 +97,7 @@ def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> Sampling
     if not num_tokens:
         raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
     room = check_room(field_name, num_tokens, max_model_len)
-    # 0 asks for the echo of the prompt alone; the engine generates at least one token.
+    # 0 asks only for the echo of the prompt, but the engine generates at least one token.
     max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
     if max_tokens > room:
         raise InvalidRequestError(
@@ -117,7 +117,7 @@ def choice_sampling(sampling: SamplingParams, seed: int, choice: int) -> Samplin
     """Final sampling parameters of one choice.
 
     Args:
-        sampling: of its prompt.
+        sampling: parameters of the choice's prompt.
         seed: the call's seed, or a random one if the call has none.
         choice: its number; choices of one prompt get seeds seed, seed + 1, …
     """
@@ -128,7 +128,7 @@ def check_known(token_ids: Iterable[int], vocab_size: int, field_name: str) -> N
     """Checks that token ids are in the vocabulary.
 
     Raises:
-        InvalidRequestError: one is outside.
+        InvalidRequestError: an id is outside.
     """
     highest = max(token_ids, default=0)
     if highest >= vocab_size:

@@ -21,7 +21,7 @@ from services.gateway.tools.reasoning import ReasoningFamily
 from services.gateway.tools.tools import ToolUse, tool_structure, tool_use
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""max_tokens of /v1/completions when it is not given, as in OpenAI's API."""
+"""`max_tokens` of /v1/completions if the request does not set it, as in OpenAI's API."""
 
 _SEED_MASK = 2**64 - 1
 
@@ -75,7 +75,7 @@ class ApiCall:
         continuous_usage: token counts on every chunk of a stream.
         tokens_as_ids: log-probabilities name tokens by their ids, not by their text.
         echo: the answer begins with the prompt.
-        truncate_prompt: only so many last tokens of the prompt are used; None for all.
+        truncate_prompt: number of last prompt tokens to use; None for all.
         bad_words: as text; `sampling` gets their tokens later.
         tools: None if no tool may be called.
         reasoning: the marks around the thinking; None if the text is not searched for it.
@@ -121,11 +121,11 @@ def chat_call(
     family: ToolFamily | None = None,
     reasoning: ReasoningFamily | None = None,
 ) -> ApiCall:
-    """A chat completion call.
+    """Converts the body of a chat completion.
 
     Args:
         defaults: sampling defaults of the model, if it has any.
-        family: the model's form of tool calls; None if it has none.
+        family: the model's format of tool calls; None if it has none.
         reasoning: the model's marks around its thinking; None if it has none.
 
     Raises:
@@ -154,10 +154,10 @@ def with_chat(
     family: ToolFamily | None,
     reasoning: ReasoningFamily | None,
 ) -> ApiCall:
-    """A call whose prompt is a chat, with its tools and its thinking.
+    """Gives a call a chat as its prompt, with its tools and its thinking.
 
     Args:
-        family: the model's form of tool calls; None if it has none.
+        family: the model's format of tool calls; None if it has none.
         reasoning: the model's marks around its thinking; None if it has none.
 
     Raises:
@@ -179,7 +179,7 @@ def with_chat(
 def completion_call(
     body: CompletionBody, limits: LimitsConfig, defaults: Mapping[str, float] | None = None
 ) -> ApiCall:
-    """A text completion call, with one or several prompts.
+    """Converts the body of a text completion, with one or several prompts.
 
     Args:
         defaults: sampling defaults of the model, if it has any.
@@ -211,23 +211,23 @@ def completion_call(
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:
-    """Variables of the chat template; the caller's own take precedence over the effort."""
+    """Variables of the chat template. The caller's own variables override `reasoning_effort`."""
     arguments: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         arguments["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
-            arguments["enable_thinking"] = False  # the name in templates with a switch
+            arguments["enable_thinking"] = False  # the variable that switches thinking off
     return {**arguments, **(body.chat_template_kwargs or {})}
 
 
 def with_reasoning(call: ApiCall, family: ReasoningFamily | None, *, include: bool) -> ApiCall:
-    """A chat whose thinking is separated from the answer.
+    """Separates a chat's thinking from its answer.
 
     Args:
         family: the model's marks around its thinking; None if it has none.
-        include: the thinking is sent.
+        include: the answer includes the thinking.
     """
-    # A structure constrains the first token already, which leaves no room for thinking.
+    # A structure constrains even the first token, which leaves no room for thinking.
     if family is None or call.sampling.structure is not None:
         return call
     return changed(
@@ -239,15 +239,15 @@ def with_reasoning(call: ApiCall, family: ReasoningFamily | None, *, include: bo
 
 
 def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
-    """The call with the structure and the special tokens that its tools need."""
+    """Adds the structure and the special tokens that the call's tools need."""
     if call.tools is None:
         return call
     structure = tool_structure(call.tools, body.tools or ())
     if structure is None:
         skips = call.skip_special_tokens and not call.tools.keeps_special_tokens
         return changed(call, skip_special_tokens=skips)
-    # A forced call has no text, so a structure for text does not matter. Agents send
-    # both, for their first turn and their last.
+    # A forced call has no text, so a structure for text does not matter. Agents send both, one for
+    # their first turn and one for their last.
     return changed(
         call, sampling=changed(call.sampling, structure=structure), structure_field="tools"
     )
@@ -259,7 +259,7 @@ def _completion_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (TextPrompt(prompt, special),)
     if prompt and isinstance(prompt[0], int):
-        prompt = [prompt]  # one prompt as ids
+        prompt = [prompt]  # one prompt, given as token ids
     found: list[Prompt] = []
     for entry in prompt:
         if isinstance(entry, str):
@@ -277,7 +277,7 @@ def _common(
     max_tokens: int | None,
     max_tokens_field: str,
 ) -> dict[str, Any]:
-    """Fields of a call that both endpoints have."""
+    """The fields of a call that both endpoints share."""
     n = body.n or 1
     if n > limits.max_choices:
         raise InvalidRequestError(f"n must be at most {limits.max_choices}, got {n}", "n")
@@ -344,7 +344,7 @@ def _sampling(
     }
     return SamplingParams(
         num_logprobs=num_logprobs,
-        top_k=max(int(numbers.pop("top_k", 0)), 0),  # -1 is vLLM's way to keep all
+        top_k=max(int(numbers.pop("top_k", 0)), 0),  # vLLM's -1 keeps all tokens
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -1,4 +1,4 @@
-"""Limits of one call that are checked before anything is computed for it.
+"""Checks one call's limits before any expensive work is done for it.
 
 Pure. Tests: tests/unit/gateway/api/test_request_limits.py.
 """
@@ -32,7 +32,7 @@ def check_limits(call: ApiCall, limits: LimitsConfig) -> None:
         raise InvalidRequestError(
             f"a stop string may have {limits.max_stop_chars} characters, got {longest}", "stop"
         )
-    # Tokenising takes about a second per 10 MB, so a prompt that cannot fit is refused before.
+    # Tokenising takes about a second per 10 MB, so a prompt that cannot fit is refused first.
     num_chars = prompt_chars(call)
     if num_chars > limits.max_prompt_chars:
         raise InvalidRequestError(
@@ -43,7 +43,7 @@ def check_limits(call: ApiCall, limits: LimitsConfig) -> None:
 
 
 def prompt_chars(call: ApiCall) -> int:
-    """Characters to tokenise, of all prompts together."""
+    """Number of characters to tokenise, of all prompts together."""
     total = 0
     for prompt in call.prompts:
         if isinstance(prompt, TextPrompt):

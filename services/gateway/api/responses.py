@@ -24,7 +24,7 @@ class ChoiceText:
 
     Attributes:
         echo: the prompt's text, if the answer begins with it.
-        prompt_logprobs: of all prompt tokens but the first, if asked for.
+        prompt_logprobs: of all prompt tokens but the first, if the client asked for them.
     """
 
     prompt_ids: Sequence[int]
@@ -68,7 +68,7 @@ class Responses:
         model: served name.
         created: seconds since the epoch.
         token_bytes: for log-probabilities.
-        thinking: how the choices begin; None if the text is not searched for thinking.
+        thinking: how the choices' text begins; None if it is not searched for thinking.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Responses:
         prefix = "chatcmpl" if self._chat else "cmpl"
         self._head = {"id": f"{prefix}-{request_id}", "created": created, "model": model}
         self._token_bytes = token_bytes
-        # Characters before the next piece, for `text_offset`.
+        # Number of characters before the next piece, for `text_offset`.
         self._offsets: dict[int, int] = {}
         self._tools: dict[int, ToolReader] = {}
         self._thoughts = Thoughts(thinking) if thinking is not None else None
@@ -105,7 +105,7 @@ class Responses:
         return body
 
     def opening(self, index: int, choice: ChoiceText) -> Body | None:
-        """A choice's first chunk: a chat's role; the prompt and its ids if asked for."""
+        """A choice's first chunk: a chat's role, or the echoed prompt; prompt ids on request."""
         ids = {"prompt_token_ids": list(choice.prompt_ids)} if self._call.return_token_ids else {}
         if self._chat:
             delta = {"role": "assistant", "content": ""}
@@ -177,7 +177,7 @@ class Responses:
     def _chunk(self, choice: Body, **more: Any) -> Body:
         body = {**self._chunk_head(), "choices": [choice], **more}
         if self._call.include_usage:
-            body["usage"] = None  # as OpenAI's API has it on all chunks but the last
+            body["usage"] = None  # OpenAI's API has null on all chunks but the last
         return body
 
     def _whole_choice(self, index: int, choice: ChoiceText) -> Body:
@@ -280,11 +280,12 @@ class Responses:
         }
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> Mapping[str, float]:
-        """The most likely tokens, and the chosen one, which need not be among them."""
+        """The most likely tokens and the chosen one, which may be a further token."""
         top = [(token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
         found: dict[str, float] = {}
         for top_id, logprob in top:
-            # Tokens with parts of characters share a text; the first one is the likeliest.
+            # Tokens that are parts of characters can share a text; the first one is the most
+            # likely.
             found.setdefault(self._name(top_id), _finite(logprob))
         return found
 
@@ -301,7 +302,7 @@ def _thought(text: str | None) -> Body:
 
 
 def joined_logprobs(first: Body | None, second: Body | None) -> Body | None:
-    """Log-probabilities of a completion's parts, one after the other."""
+    """Concatenates the log-probabilities of two parts of a completion."""
     if first is None or second is None:
         return first or second
     return {key: [*first[key], *second[key]] for key in first}

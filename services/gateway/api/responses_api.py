@@ -39,7 +39,7 @@ class TextOptions(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """A function that the model may call; further fields are for the chat template."""
+    """A function that the model may call. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
@@ -50,7 +50,7 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
     def for_chat(self) -> Body:
-        """The tool as chat completions have it."""
+        """The tool in the format of chat completions."""
         return {"type": self.type, "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -61,7 +61,7 @@ class NamedTool(FunctionName):
 
 
 class ReasoningOptions(BaseModel):
-    """`reasoning`; there are no summaries: the thinking itself is in the answer."""
+    """`reasoning`. There are no summaries: the answer contains the thinking itself."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -72,7 +72,7 @@ class ReasoningOptions(BaseModel):
 SCORES = "message.output_text.logprobs"
 
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-"""Words of `include`. Reasoning is never encrypted; it is sent and accepted as plain text."""
+"""Values of `include`. Reasoning is never encrypted; it is sent and accepted as plain text."""
 
 
 Items = Annotated[list[InputItem], FewParts, Field(max_length=MAX_MESSAGES)]
@@ -105,7 +105,7 @@ class ResponsesBody(BaseModel):
 
     @property
     def wants_scores(self) -> bool:
-        """Whether the log-probabilities of the message's tokens are asked for."""
+        """Whether the client asked for the log-probabilities of the message's tokens."""
         return SCORES in (self.include or ())
 
 
@@ -120,14 +120,15 @@ RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}, {"include_usage": True}),
     "truncation": ("disabled",),
 }
-"""Fields that are not supported, each with the values that change nothing."""
+"""Fields that are not supported, each with the values that have no effect."""
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
-    """The same request as a chat.
+    """Converts the request to a chat.
 
     Raises:
-        InvalidRequestError: log-probabilities without the word that puts them into the answer.
+        InvalidRequestError: it asks for log-probabilities that `include` does not put into the
+            answer.
     """
     if body.top_logprobs and not body.wants_scores:
         raise InvalidRequestError(f"top_logprobs needs include to have {SCORES!r}", "top_logprobs")

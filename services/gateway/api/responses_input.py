@@ -63,7 +63,7 @@ class PastFunctionCall(BaseModel):
         return arguments
 
     def for_chat(self) -> PastCall:
-        """The call as a chat's message has it."""
+        """The call in the format of a chat's message."""
         function = {"name": self.name, "arguments": self.arguments}
         return PastCall.model_validate(
             {"id": self.call_id, "type": "function", "function": function}
@@ -114,13 +114,13 @@ class _Chat:
     def add(self, item: InputItem) -> None:
         if isinstance(item, FunctionCallOutput):
             more = {"tool_call_id": item.call_id}
-            if item.call_id in self._names:  # some chat templates ask for it
+            if item.call_id in self._names:  # some chat templates need the name
                 more["name"] = self._names[item.call_id]
             self._turn = None
             self._say("tool", _text(item.output), **more)
         elif isinstance(item, InputMessage) and item.role != "assistant":
             self._turn = None
-            # Chat templates know the older word.
+            # Chat templates use the older name.
             self._say("system" if item.role == "developer" else item.role, _text(item.content))
         else:
             self._add_to_turn(item)

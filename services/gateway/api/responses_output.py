@@ -46,9 +46,9 @@ class Item:
 
     Attributes:
         text: the thinking, the message's text, or the call's arguments.
-        name, call_id: of a call.
+        name, call_id: set for a call.
         status: in_progress, completed or incomplete.
-        scores: log-probabilities of a message's tokens, if asked for.
+        scores: log-probabilities of a message's tokens, if the client asked for them.
     """
 
     kind: ItemKind
@@ -60,7 +60,7 @@ class Item:
     scores: list[Body] = field(default_factory=list)
 
     def body(self) -> Body:
-        """The item as it is now; without parts while it is empty."""
+        """The item in its present state; without parts while it is empty."""
         head = {"id": self.item_id, "status": self.status}
         if self.kind is ItemKind.CALL:
             call = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
@@ -72,7 +72,7 @@ class Item:
         return {**head, "type": "message", "role": "assistant", "content": content}
 
     def part(self, text: str, scores: Sequence[Body] = ()) -> Body:
-        """The only part of thinking or a message."""
+        """The single part of a reasoning item or a message."""
         if self.kind is ItemKind.REASONING:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
@@ -194,7 +194,7 @@ class ResponseObject:
         return self._event(f"{_TEXT_EVENTS[item.kind]}.{word}", **place, **fields)
 
     def _part_event(self, word: str, item: Item) -> list[Body]:
-        if item.kind is ItemKind.CALL:  # its arguments are no part
+        if item.kind is ItemKind.CALL:  # a call's arguments are not a part
             return []
         part = item.part(item.text, item.scores)
         return [self._event(f"response.content_part.{word}", **self._place(item), part=part)]

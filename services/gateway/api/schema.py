@@ -1,6 +1,6 @@
-"""Bodies of the OpenAI API as pydantic models: types, ranges and what is not supported.
+"""Bodies of the OpenAI API as pydantic models: types, ranges and unsupported fields.
 
-Unknown fields are ignored; a known field that would change the output and is not supported is an
+Unknown fields are ignored. A known field that would change the output and is not supported is an
 error unless it has its default. Pure. Tests: tests/unit/gateway/api/test_openai.py.
 """
 
@@ -25,13 +25,13 @@ MAX_BAD_WORDS = 64
 MAX_TOOLS = 128
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-"""How long the model should think before it answers."""
+"""Amount of thinking before the answer."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class StreamOptions(BaseModel):
-    """Whether a stream has token counts, and whether on every chunk."""
+    """Whether a stream has token counts, at its end or on every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -93,7 +93,7 @@ class ChatBody(_SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# Without this, a long prompt of the wrong type fails once per token and per form.
+# Without `fail_fast`, a long prompt of the wrong type fails once per token and per form.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _TokenLists = Annotated[list[list[TokenId]], Field(fail_fast=True)]
@@ -109,7 +109,7 @@ class CompletionBody(_SamplingBody):
     add_special_tokens: bool | None = None
 
 
-# Field -> values that mean "not used"; None (absent) is always allowed.
+# For each field, the values that mean "not used"; None (absent) is always allowed.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
@@ -130,7 +130,7 @@ def parse_body(
     content: Any,
     unsupported: Mapping[str, tuple[Any, ...]] = _UNSUPPORTED,
 ) -> BodyT:
-    """A request body from decoded JSON.
+    """Parses a request body from decoded JSON.
 
     Args:
         unsupported: fields that are refused unless they are null or have one of these values.
@@ -168,14 +168,14 @@ def _refuse_unsupported(
 
 
 def _as_invalid_request(error: ValidationError) -> InvalidRequestError:
-    """The first problem, in OpenAI's form."""
+    """Converts the first problem to OpenAI's form."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     param = _field_path(first["loc"])
     # A field with several forms fails once per form; the message lists all forms.
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     unknown = [problem for problem in same if _is_unknown_type(problem)]
-    if unknown:  # tells more than the list of allowed forms
+    if unknown:  # the unknown type is more helpful than the list of forms
         allowed = unknown[0]["msg"].removeprefix("Input should be ")
         message = f"{param}: type {unknown[0]['input']!r} is not supported; allowed: {allowed}"
         return InvalidRequestError(message, param, "invalid_value")

@@ -1,4 +1,4 @@
-"""Answers a call with one generation over HTTP, in an API's own form: as one body, or as events.
+"""Answers a call with one generation over HTTP, in an API's own format: as one body, or as events.
 
 Tests: tests/integration/test_gateway_responses.py, tests/integration/test_gateway_messages.py.
 """
@@ -28,7 +28,7 @@ from services.gateway.tools.tools import ToolReader
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The generation that an answer is made of.
+    """Facts of the generation behind an answer.
 
     Attributes:
         model: served name.
@@ -49,16 +49,16 @@ class Output(Protocol):
         """The stream's first events.
 
         Args:
-            usage: of the prompt; no tokens were generated yet.
+            usage: the prompt's token counts; no tokens were generated yet.
         """
         ...
 
     def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
-        """Events of more text.
+        """Events for more text.
 
         Args:
             last: this is the end of the text.
-            scores: log-probabilities of its tokens, if asked for.
+            scores: log-probabilities of its tokens, if the client asked for them.
         """
         ...
 
@@ -76,16 +76,16 @@ class Output(Protocol):
         ...
 
     def failed(self, answer: ErrorAnswer) -> list[Body]:
-        """Events of a stream that an error ends."""
+        """The events with which an error ends a stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Form(Generic[BodyT]):
-    """An API that answers chats in its own form.
+    """An API that answers chats in its own format.
 
     Attributes:
-        body: the model of its requests.
+        body: the pydantic model of its requests.
         unsupported: see `parse_body`.
         as_chat: converts a body to a chat; raises InvalidRequestError.
         output: makes its answers.
@@ -104,7 +104,7 @@ class SingleAnswer(Generic[BodyT]):
     """Runs the generation of one call, and is its sink.
 
     Args:
-        body: of the request.
+        body: the request's body.
         choices: exactly one.
     """
 
@@ -141,7 +141,10 @@ class SingleAnswer(Generic[BodyT]):
         return Whole(placement_headers(self._where), dumps(self._output.whole()).encode())
 
     async def stream(self, out: EventSink) -> None:
-        """The answer as events. The head waits for the first tokens, since it may be refused."""
+        """Sends the answer as events.
+
+        The head waits for the first tokens, since a refusal is possible.
+        """
         self._out = out
         try:
             await self._frontend.run(self._choices, [self])
@@ -175,13 +178,13 @@ class SingleAnswer(Generic[BodyT]):
         """See `Sink`."""
         out = self._out
         is_first = out is not None and not out.has_begun
-        # Before `push`: events are numbered in this order.
+        # Before `push`: events are numbered in the order of these calls.
         opening = self._output.opening(self._usage()) if is_first else []
         self._token_ids += token_ids
-        if self._count is not None:  # as tokens come: counting thousands at the end would stall
+        if self._count is not None:  # per piece: counting thousands at the end would stall others
             self._count.of(self._token_ids)
         read = self._frontend.tokenizer.token_bytes
-        scored = zip(token_ids, logprobs, strict=False)  # empty unless asked for
+        scored = zip(token_ids, logprobs, strict=False)  # `logprobs` may be empty
         scores = [chosen_score(read, token_id, entry) for token_id, entry in scored]
         events = self._output.push(text, last=finish is not None, scores=scores)
         if finish is not None:

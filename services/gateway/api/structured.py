@@ -50,7 +50,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`: exactly one of them."""
+    """vLLM's `structured_outputs`; exactly one field is set."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -73,7 +73,7 @@ class StructureFields(BaseModel):
 
 
 def structure_of(body: StructureFields) -> tuple[Structure | None, str]:
-    """The structure that a body asks for, and the field that asks for it.
+    """The structure that a body asks for, and the field that names it.
 
     Raises:
         InvalidRequestError: several fields ask for a structure, or it is too long.
@@ -133,7 +133,7 @@ def _of_format(given: ResponseFormat | None) -> Structure | None:
 
 
 def json_schema(schema: JsonSchema | str) -> Structure:
-    """A JSON schema, given as an object or as text.
+    """Makes a structure from a JSON schema, given as an object or as text.
 
     Raises:
         InvalidRequestError: it is nested too deep to be serialised.
@@ -161,7 +161,7 @@ def _of_choices(choices: Sequence[str] | None) -> Structure | None:
 
 
 def _of_grammar(text: str | None, field: str) -> Structure | None:
-    """A grammar in Lark's notation, or in the one of llama.cpp and xgrammar."""
+    """Converts a grammar in the notation of Lark, or of llama.cpp and xgrammar."""
     if text is None:
         return None
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -170,7 +170,7 @@ def _of_grammar(text: str | None, field: str) -> Structure | None:
         )
     try:
         return Structure(StructureKind.LARK, any_to_lark(text))
-    except Exception as error:  # the library raises bare ones for bad grammars
+    except Exception as error:  # the library raises bare exceptions for bad grammars
         raise InvalidRequestError(f"{field}: the grammar cannot be read: {error}", field) from error
 
 
@@ -191,7 +191,7 @@ def _problem(structure: Structure) -> str:
 
 
 def tool_schema(name: str, parameters: Mapping[str, Any] | None) -> JsonSchema:
-    """The schema of one call."""
+    """The JSON schema of one call."""
     return {
         "type": "object",
         "properties": {

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, and GET /tokenizer_info, as vLLM has them.
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, compatible with vLLM.
 
 Tests: tests/integration/test_gateway_api.py, tests/unit/gateway/api/test_token_routes.py.
 """
@@ -21,7 +21,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.text.prompts import encode_prompt
 
 TOKENS_PER_TURN = 512
-"""Tokens written in one event-loop iteration, in less than a millisecond."""
+"""Number of tokens written in one event-loop iteration, which takes less than a millisecond."""
 
 
 class TokenizeBody(BaseModel):
@@ -49,7 +49,7 @@ class DetokenizeBody(BaseModel):
 
 
 async def tokenize(frontend: Frontend, body: TokenizeBody) -> str:
-    """Token ids of a prompt as JSON, made without stalling other requests.
+    """The token ids of a prompt as JSON, made without stalling other requests.
 
     Raises:
         InvalidRequestError: not exactly one of prompt and messages, or the template refuses.
@@ -63,7 +63,7 @@ async def tokenize(frontend: Frontend, body: TokenizeBody) -> str:
 
 
 async def count_tokens(frontend: Frontend, call: ApiCall) -> int:
-    """Tokens of the prompt that a chat makes.
+    """Number of prompt tokens of a chat.
 
     Raises:
         InvalidRequestError: the template refuses it.
@@ -95,13 +95,13 @@ def _prompt(body: TokenizeBody) -> Prompt:
 
 
 def tokenizer_info(frontend: Frontend) -> dict[str, Any]:
-    """The tokenizer's settings, for clients that let this server tokenise."""
+    """The tokenizer's settings, for clients that use this server to tokenise."""
     nothing = dict.fromkeys(("bos_token", "eos_token", "pad_token", "tokenizer_class"))
     return {**nothing, **frontend.tokenizer.info}
 
 
 async def detokenize(frontend: Frontend, body: DetokenizeBody) -> dict[str, Any]:
-    """Text of token ids.
+    """The text of token ids.
 
     Raises:
         InvalidRequestError: a token is outside the vocabulary.

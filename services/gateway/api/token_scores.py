@@ -15,11 +15,11 @@ TokenBytes = Callable[[int], bytes]
 """The bytes that one token stands for."""
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON lacks; OpenAI's API has the same value."""
+"""Replaces minus infinity, which JSON lacks; OpenAI's API uses the same value."""
 
 
 def id_name(token_id: int) -> str:
-    """A token's name by its id, in vLLM's form; unlike its text, it is unique."""
+    """A token's name made of its id, in vLLM's format. Unlike the token's text, it is unique."""
     return f"token_id:{token_id}"
 
 
@@ -29,7 +29,7 @@ def token_score(
     """One token with its log-probability.
 
     Args:
-        as_id: name it by its id; `bytes` stay those of its text.
+        as_id: name the token by its id; `bytes` are still those of its text.
     """
     raw = token_bytes(token_id)
     name = id_name(token_id) if as_id else raw.decode(errors="replace")
@@ -70,12 +70,12 @@ class ScoresOfText:
     def take(self, text: str) -> list[dict[str, Any]]:
         """Takes the tokens of the next part of the text; earlier tokens are dropped.
 
-        If the text is not found, as with a character of several tokens, all held tokens are taken.
+        If the text is not found, as with a character of several tokens, it takes all held tokens.
         """
         waiting = self._waiting
         ends = list(accumulate(len(score["token"]) for score in waiting))
         joined = "".join(score["token"] for score in waiting)
-        # A mark may contain the text's first word, so beginnings of tokens are tried first.
+        # A mark may contain the text's first word, so positions where tokens begin are tried first.
         begins = (begin for begin in (0, *ends) if joined.startswith(text, begin))
         at = next(begins, joined.find(text))
         self._waiting = []

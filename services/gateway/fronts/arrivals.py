@@ -1,4 +1,4 @@
-"""Arrival times of requests: when their bytes came to this machine, not when they are read.
+"""Arrival times of requests: when bytes came to this machine, not when the process read them.
 
 While the process is late, bytes wait in the kernel and connections wait to be accepted. Deadlines
 count from the arrival. Linux tells how long ago a connection's last bytes arrived (tcp(7),
@@ -18,9 +18,10 @@ from aiohttp import web
 from kvmesh.runtime.http_connection import HttpConnection
 
 LATE_S = 0.01
-"""The kernel is asked, for 5 us, only about bytes that may have waited for longer than this."""
+"""Seconds that bytes may have waited before the kernel is asked about them. Asking takes 5 us."""
 
-# struct tcp_info of linux/tcp.h, up to the milliseconds since the last bytes arrived.
+# struct tcp_info of linux/tcp.h, up to the field with the milliseconds since the last bytes
+# arrived.
 _INFO_BYTES = 56
 _last_data_ms = struct.Struct("I").unpack_from
 _LAST_DATA_AT = 52
@@ -35,23 +36,23 @@ class Arrivals:
         self._gap_s = 0.0
 
     def of_known(self, transport: asyncio.BaseTransport) -> float:
-        """As `of`, but cheaper; for a connection that was read before."""
+        """Like `of`, but cheaper; for a connection that was read before."""
         read_at = self._now()
         if read_at != self._read_at:  # uvloop's clock is constant within an iteration
             self._gap_s, self._read_at = read_at - self._read_at, read_at
-        # Bytes that arrived before the last read were read then.
+        # Bytes that arrived before the last read were read then, so these are at most that old.
         return read_at if self._gap_s < LATE_S else self.of(transport)
 
     def of(self, transport: asyncio.BaseTransport) -> float:
         """When a connection's last bytes arrived, in seconds on the loop's clock.
 
-        Call it when they are read.
+        Call it at their read.
         """
         read_at = self._now()
         sock = transport.get_extra_info("socket")
         try:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        except OSError:  # closed meanwhile, or no TCP
+        except OSError:  # closed meanwhile, or not TCP
             return read_at
         if len(info) < _INFO_BYTES:
             return read_at
@@ -90,7 +91,7 @@ class DatedConnection(HttpConnection):
     def arrival(self) -> float:
         """When the request that starts now arrived, in seconds on the loop's clock.
 
-        A pipelined request counts from the end of the answer before it.
+        A pipelined request's arrival is the end of the previous answer.
         """
         arrived_at, self._arrived_at = self._arrived_at, None
         return self._loop.time() if arrived_at is None else arrived_at

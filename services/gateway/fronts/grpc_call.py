@@ -1,4 +1,4 @@
-"""A message of the public gRPC API as a checked call.
+"""Converts a message of the public gRPC API to a checked call.
 
 Pure. Tests: tests/integration/test_gateway_grpc.py.
 """
@@ -40,13 +40,14 @@ def call_from_proto(
     family: ToolFamily | None = None,
     reasoning: ReasoningFamily | None = None,
 ) -> ApiCall:
-    """A checked call from a message.
+    """Converts a message to a checked call.
 
     In `sampling`, fields for which 0 makes no sense take their default when they are 0:
-    top_p, repetition_penalty, max_tokens (what the context leaves) and seed (a random one).
+    top_p, repetition_penalty, max_tokens (the room that the context leaves) and seed (a random
+    one).
 
     Args:
-        family: the model's form of tool calls; None if it has none.
+        family: the model's format of tool calls; None if it has none.
         reasoning: the model's marks around its thinking; None if it has none.
 
     Raises:
@@ -79,7 +80,7 @@ def call_from_proto(
         cache_salt=request.cache_salt,
         structure_field="sampling.structure",
     )
-    # Only chats have tools, and only a chat template opens the thinking.
+    # Only chats have tools, and only a chat template starts thinking.
     if request.WhichOneof("prompt") != "chat":
         return call
     try:
@@ -89,10 +90,10 @@ def call_from_proto(
 
 
 def placement_of(request: GenerateRequest) -> Placement:
-    """The placement asked for.
+    """The placement that a message asks for.
 
     Raises:
-        InvalidRequestError: an unknown one.
+        InvalidRequestError: an unknown placement.
     """
     try:
         return placement_from_proto(request.placement)
@@ -114,12 +115,12 @@ def _prompt(request: GenerateRequest) -> Prompt:
         case "tokens":
             return TokenPrompt(tuple(request.tokens.token_ids))
         case "chat":
-            return ChatPrompt(())  # `with_chat` decides
+            return ChatPrompt(())  # `with_chat` fills it in
         case _:
             raise InvalidRequestError("prompt: set one of text, tokens, chat", "prompt")
 
 
-# Field -> lowest and highest value; the same ranges as over HTTP.
+# For each field, the lowest and the highest value; the same ranges as over HTTP.
 _RANGES = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),

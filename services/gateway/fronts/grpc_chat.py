@@ -18,7 +18,7 @@ _CHOICES = {pb.TOOL_CHOICE_NONE: "none", pb.TOOL_CHOICE_REQUIRED: "required"}
 
 
 def chat_body(request: pb.GenerateRequest) -> ChatBody:
-    """A request's chat as the HTTP API has it, with the same checks.
+    """Converts a request's chat to the HTTP API's body, with the same checks.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -71,7 +71,7 @@ def _tool(tool: pb.Tool, number: int) -> dict[str, Any]:
 
 
 def _json(text: str, field: str) -> dict[str, Any] | None:
-    """The JSON object in a text; None for an empty text."""
+    """Parses a JSON object; None for an empty text."""
     if not text:
         return None
     try:

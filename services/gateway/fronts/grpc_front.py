@@ -1,4 +1,4 @@
-"""The public gRPC API: the same flow as HTTP, with messages instead of bodies and events.
+"""The public gRPC API: the same request flow as HTTP, with messages instead of bodies and events.
 
 Tests: tests/integration/test_gateway_grpc.py.
 """
@@ -98,7 +98,7 @@ async def _prepare(frontend: Frontend, request: GenerateRequest, caller: Caller)
     limits = frontend.limits
     families = (chat.tool_family, chat.reasoning_family)
     if request.WhichOneof("prompt") == "tokens":
-        # Before the ids become Python objects: a message holds up to 30 million of them.
+        # Before the ids become Python objects: a message can hold up to 30 million of them.
         check_room("tokens", len(request.tokens.token_ids), frontend.max_model_len)
     call = call_from_proto(request, limits.max_stop, *families)
     delivered: Delivered | None = None
@@ -106,7 +106,7 @@ async def _prepare(frontend: Frontend, request: GenerateRequest, caller: Caller)
         point = request.resume
         check_room("resume.token_ids", len(point.token_ids), frontend.max_model_len)
         behind = Behind(tuple(point.token_ids), point.cached_tokens, is_complete=False)
-        # A client's claim is not proof of payment: the prompt is charged again.
+        # A client's claim does not prove payment, so the prompt is charged again.
         checkpoints = (point.model_fingerprint,)
         delivered = Delivered(point.seed, point.prompt_sum, False, checkpoints, (behind,))
     (choice,) = await frontend.prepare(call, caller, delivered)
@@ -184,7 +184,7 @@ class _ResponseSink:
         )
 
     def resume(self, behind: Behind, text: str) -> None:
-        """Continues after what another gateway sent; the text is that of its tokens."""
+        """Continues after the part that another gateway sent; `text` is the text of its tokens."""
         self.first(behind.cached_tokens, ())
         self._note(behind.token_ids)
         self._told(text, is_last=False)
@@ -223,7 +223,7 @@ class _ResponseSink:
 
     def _note(self, token_ids: Sequence[int]) -> None:
         self._token_ids += token_ids
-        if self._count is not None:  # as tokens come: counting thousands at the end would stall
+        if self._count is not None:  # per piece: counting thousands at the end would stall others
             self._count.of(self._token_ids)
 
     def _told(self, text: str, *, is_last: bool) -> tuple[Told, list[ToolCallDelta]]:
@@ -244,7 +244,7 @@ class _ResponseSink:
 
 
 def placed_to_proto(placed: Placed) -> PlacedAt:
-    """Where a request runs, as a message."""
+    """Converts the workers that run a request to a message."""
     return PlacedAt(
         placement=placement_to_proto(placed.placement),
         prefill_worker=placed.prefill_worker,

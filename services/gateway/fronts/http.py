@@ -1,6 +1,6 @@
 """HTTP routes: OpenAI's and Anthropic's API, health and metrics.
 
-Owns the transport: headers, statuses, cancellation when a client goes away.
+Owns the transport: headers, statuses, cancellation when a client leaves.
 Tests: tests/integration/test_gateway_http.py.
 """
 
@@ -61,7 +61,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 JSON, UTF_8 = "application/json", "utf-8"
 
 ANTHROPIC = "/v1/messages"
-"""Where errors have Anthropic's form, and its header may hold the key."""
+"""Start of the paths whose errors have Anthropic's format, and whose keys may be in its header."""
 
 _POOLING = frozenset({"/embeddings", "/pooling", "/classify", "/score", "/rerank"})
 """Paths of vLLM's server for models that generate nothing."""
@@ -125,7 +125,7 @@ class HttpFront:
         response.headers["x-request-id"] = request_id
         if request.path.startswith(ANTHROPIC):
             response.headers["request-id"] = request_id
-        response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
+        response.headers["Server"] = "kvmesh"  # without the versions of the libraries in use
         if self._entrance.is_draining:
             response.headers["Connection"] = "close"
             response.force_close()
@@ -161,7 +161,7 @@ class HttpFront:
             return web.json_response({"input_tokens": count})
 
     async def _single(self, request: web.Request, form: Form[BodyT]) -> web.StreamResponse:
-        if HEADER in request.headers:  # silently it would be another answer
+        if HEADER in request.headers:  # otherwise the client would silently get a different answer
             raise InvalidRequestError(
                 f"Last-Event-ID: streams of {request.path} cannot be gone on with, and their "
                 "events have no id; send the request without it for a new answer",
@@ -208,7 +208,7 @@ class HttpFront:
             return web.json_response(await detokenize(frontend, body), dumps=dumps)
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """GET /tokenizer_info, with `?model=NAME` of that model."""
+        """GET /tokenizer_info; `?model=NAME` selects the model."""
         self._entrance.check_key(_authorization(request))
         frontend = self._entrance.of(request.query.get("model", ""))
         return web.json_response(tokenizer_info(frontend), dumps=dumps)
@@ -245,11 +245,11 @@ class HttpFront:
         return web.json_response(openapi_page(version("kvmesh")), dumps=dumps)
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        """GET /health: the process lives."""
+        """GET /health: the process is alive."""
         return web.json_response({"status": "ok"})
 
     async def ready(self, _request: web.Request) -> web.StreamResponse:
-        """GET /ready: requests can be served now, of one model at least; others are named."""
+        """GET /ready: whether any model can serve requests now; the answer names the others."""
         entrance = self._entrance
         if entrance.is_draining:
             reason, failed = "draining", {}
@@ -264,7 +264,7 @@ class HttpFront:
         return web.json_response({"status": "ready", **told})
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
-        """GET /metrics, in Prometheus' text format; without tenants' names unless configured."""
+        """GET /metrics in Prometheus' text format; without metrics by tenant unless configured."""
         return web.Response(
             body=exposition(without="" if self._config.tenant_metrics else TENANT),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
@@ -302,7 +302,7 @@ class _AiohttpExchange:
     """A request that aiohttp read, as `Calls` sees it.
 
     Attributes:
-        response: the streamed response; None for a whole answer.
+        response: the streamed response; unused if the answer is a single body.
     """
 
     def __init__(self, request: web.Request, config: HttpConfig) -> None:
@@ -358,7 +358,7 @@ class _AiohttpExchange:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     async def _send(self) -> None:
-        # A client may go away between two events, before its handler is cancelled: no error.
+        # A client may leave between two events, before its handler is cancelled: no error.
         with contextlib.suppress(ConnectionResetError):
             await self.response.prepare(self._request)
             while (data := await self._events.get()) is not None:
@@ -399,14 +399,14 @@ async def _body(request: web.Request, timeout_s: float) -> bytes:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType
     if (request.content_length or 0) > request.client_max_size:
-        # Said at once: aiohttp reads on for some seconds, so the client sees the answer.
+        # Refused at once: aiohttp reads on for some seconds, so the client sees the answer.
         raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
     try:
-        # Most bodies are short and here already: nothing to be patient about.
+        # Most bodies are short and complete already, so they need no timeout.
         async with asyncio.timeout(None if request.content.is_eof() else timeout_s):
             return await request.read()
     except TimeoutError as error:
-        request.protocol.force_close()  # what is still to come is not waited for
+        request.protocol.force_close()  # the rest of the body is not awaited
         raise web.HTTPRequestTimeout from error
     except web.RequestPayloadError as error:
         raise web.HTTPBadRequest(reason="the body cannot be read") from error

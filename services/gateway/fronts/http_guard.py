@@ -1,8 +1,8 @@
 """Keeps slow and greedy clients of the HTTP port from holding up others.
 
-Stands between a connection and the HTTP server. It counts connections, in all and per address. It
-cuts a connection whose first request line and headers do not come in time, and one that does not
-take what is sent to it. When the port is full, a silent connection gives way to a new one: the
+The guard is between a connection and the HTTP server. It counts connections, in all and per
+address. It cuts a connection whose first request line and headers do not arrive in time, and one
+whose client does not read. When the port is full, a silent connection gives way to a new one: the
 oldest that has not sent a request yet, else the one that has been idle for longest.
 Tests: tests/integration/test_http_guard.py.
 """
@@ -25,7 +25,7 @@ class Factory(Protocol):
     """Makes the protocol of a connection."""
 
     def __call__(self) -> HttpProtocol:
-        """A protocol for one more connection."""
+        """Makes the protocol of one more connection."""
         ...
 
 
@@ -36,21 +36,21 @@ class ConnectionGuard:
         self._config = config
         self._metrics = metrics
         self._per_address: Counter[str] = Counter()
-        # In the order of their last byte; the silent ones first.
+        # Both in the order of their last byte.
         self._unasked: dict[_Guarded, None] = {}
         self._asked: dict[_Guarded, None] = {}
 
     @property
     def num_open(self) -> int:
-        """Connections that were let in and are open."""
+        """Number of connections that were admitted and are open."""
         return self._per_address.total()
 
     def wrap(self, factory: Factory) -> Callable[[str], asyncio.Protocol | None]:
         """Guards connections; each counts before its protocol exists.
 
         Returns:
-            Makes the protocol for an address; None refuses the connection. `turned_away` is called
-            if the connection ends before it is made.
+            A function that makes the protocol for an address; None refuses the connection. The
+                caller calls `turned_away` if the connection ends before `connection_made`.
         """
 
         def come(address: str) -> asyncio.Protocol | None:
@@ -61,7 +61,7 @@ class ConnectionGuard:
         return come
 
     def turned_away(self, connection: asyncio.Protocol) -> None:
-        """A refused or failed connection of `wrap`; a working one counts until it is lost."""
+        """Uncounts a connection that failed before `connection_made`; ignores later ones."""
         assert isinstance(connection, _Guarded), "made here"
         connection.never_made()
 
@@ -103,12 +103,12 @@ class ConnectionGuard:
             self._unasked.setdefault(connection)
 
     def forget(self, connection: _Guarded) -> None:
-        """A connection cannot give way any more. May be called again."""
+        """Removes a connection from those that can give way. May be called again."""
         self._unasked.pop(connection, None)
         self._asked.pop(connection, None)
 
     def leave(self, address: str) -> None:
-        """A connection that came in is closed."""
+        """Uncounts an admitted connection that was closed."""
         self._per_address[address] -= 1
         if not self._per_address[address]:
             del self._per_address[address]
@@ -139,7 +139,7 @@ class _Guarded(TimedConnection):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is in progress."""
         return self._http.is_busy
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -174,7 +174,7 @@ class _Guarded(TimedConnection):
 
 
 def _limit_stalls(transport: asyncio.BaseTransport, timeout_s: float) -> None:
-    """Has the kernel cut the connection when the peer acknowledges nothing for that long."""
+    """Makes the kernel cut the connection if the peer acknowledges nothing for that long."""
     sock = transport.get_extra_info("socket")
     if sock is not None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))

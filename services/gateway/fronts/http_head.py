@@ -1,7 +1,7 @@
-"""Reads the head of a plain completion request, for the fast path; aiohttp reads all other ones.
+"""Reads the head of a plain completion request for the fast path; aiohttp reads all other requests.
 
 This reader never reports an error. It returns None for every request that is not exactly as most
-clients send it (one length, no transfer coding, no unusual byte, no header twice).
+clients send it (one length, no transfer coding, no unusual byte, no repeated header).
 Pure. Tests: tests/unit/gateway/fronts/test_http_head.py.
 """
 
@@ -17,7 +17,10 @@ from services.gateway.fronts.calls import PATHS
 
 MAX_HEAD_BYTES = 8192
 MAX_HEADERS = 64
-"""Fewer than aiohttp takes: it refuses a request with too many of them."""
+"""Maximum number of headers.
+
+It is below aiohttp's limit, so aiohttp refuses requests with too many.
+"""
 
 _REQUEST_LINES = {f"POST {path} HTTP/1.1".encode(): end for path, end in PATHS.items()}
 _HEADER = re.compile(r"([!#-'*+\-.^_`|~0-9A-Za-z]+):([\t -~]*)\r\n")
@@ -35,7 +38,7 @@ class PlainHead:
 
     Attributes:
         headers: by name in lower case.
-        num_bytes: length of the head itself, its empty line included.
+        num_bytes: length of the head itself, including its empty line.
         num_body_bytes: length of the body that follows.
     """
 
@@ -46,7 +49,7 @@ class PlainHead:
 
 
 def plain_head(data: bytes | bytearray) -> PlainHead | None:
-    """The head with which `data` begins; None if it is not a plain one, or not all here."""
+    """Parses the head at the start of `data`; None if it is not plain, or not complete yet."""
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     line_end = data.find(b"\r\n", 0, end + 2)
     if end < 0:
@@ -56,7 +59,7 @@ def plain_head(data: bytes | bytearray) -> PlainHead | None:
         return None
     lines = data[line_end + 2 : end + 2].decode("latin-1")
     found = _HEADER.findall(lines)
-    # With colons and line ends, the headers found must fill the whole head.
+    # The headers found, with colons and line ends, must fill the whole head.
     if sum(map(len, chain.from_iterable(found))) + 3 * len(found) != len(lines):
         return None
     headers = {name.lower(): value.strip() for name, value in found}

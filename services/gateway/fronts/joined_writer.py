@@ -1,7 +1,8 @@
 """Joins a connection's writes of one event-loop iteration into one system call, which costs 10 us.
 
-While the gateway keeps up, an iteration brings one token of a stream. When it is behind, it brings
-several, and they leave together. Tests: tests/unit/gateway/fronts/test_joined_writer.py.
+While the gateway keeps up, an iteration brings one token of a stream. When it is behind, an
+iteration brings several tokens, and they leave together.
+Tests: tests/unit/gateway/fronts/test_joined_writer.py.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from typing import Protocol
 
 
 class Transport(Protocol):
-    """The methods of a transport that are used."""
+    """The methods of a transport that a writer uses."""
 
     def write(self, data: bytes) -> None:
         """Sends or buffers."""
         ...
 
     def is_closing(self) -> bool:
-        """Whether writing is pointless."""
+        """Whether the transport is closing, so that writing has no effect."""
         ...
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that are not sent yet."""
+        """Number of bytes that are not sent yet."""
         ...
 
 
@@ -33,7 +34,7 @@ class Turn:
         self._holding: list[JoinedWriter] = []
 
     def add(self, writer: JoinedWriter) -> None:
-        """Registers a writer, to send after the iteration's events were handled."""
+        """Registers a writer, which sends after the iteration's events were handled."""
         if not self._holding:
             asyncio.get_running_loop().call_soon(self._end)
         self._holding.append(writer)

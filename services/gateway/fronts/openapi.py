@@ -1,4 +1,4 @@
-"""The OpenAPI page of the HTTP API, made from the bodies' models.
+"""The OpenAPI page of the HTTP API, generated from the pydantic models of the bodies.
 
 Pure. Tests: tests/unit/gateway/fronts/test_openapi.py.
 """
@@ -24,7 +24,7 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/tokenize": (TokenizeBody, "Token ids of a text or a chat."),
     "/detokenize": (DetokenizeBody, "Text of token ids."),
 }
-"""POST routes: their bodies and what they do."""
+"""POST routes: the model of their body, and their description."""
 
 PLAIN: dict[str, str] = {
     "/v1/models": "The models that are served.",
@@ -74,7 +74,7 @@ def openapi_page(version: str) -> dict[str, Any]:
     """The page as OpenAPI 3.1.
 
     Args:
-        version: of the gateway.
+        version: version of the gateway.
     """
     models = [(model, "validation") for model, _ in BODIES.values()]
     _, definitions = models_json_schema(

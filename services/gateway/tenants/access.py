@@ -32,11 +32,11 @@ def bearer_key(authorization: str) -> str:
 
 
 class KeyRing:
-    """The keys that are accepted, held as digests only.
+    """The accepted keys, held only as digests.
 
     Args:
         keys: from the configuration; each key is a tenant of its own.
-        defaults: limits of callers that are in no directory.
+        defaults: limits of callers that are not in the directory.
         has_directory: callers need a key, and none is accepted before the directory is read.
     """
 
@@ -73,7 +73,7 @@ class KeyRing:
             return self._nobody
         digest = digest_of(key)
         if digest in self._digests:
-            # Longer than names in the directory may be, so it equals none of them.
+            # Longer than names in the directory can be, so it equals none of them.
             return Tenant(digest[:16], self._defaults, namespace=digest + ":")
         if not is_demanded:
             return Tenant(digest[:16], self._defaults)
@@ -113,7 +113,7 @@ def load_keys(config: AccessConfig, defaults: TenantLimits | None = None) -> Key
 
 
 class DirectoryWatch:
-    """Keeps a key ring's directory up to date; while it cannot be read, the last one stays valid.
+    """Keeps a key ring's directory up to date. While it cannot be read, the last one stays valid.
 
     Args:
         refresh_s: pause between two reads; a revoked key works for this long.
@@ -134,7 +134,7 @@ class DirectoryWatch:
                 return True
             directory = directory_from_json(raw) if raw else Directory()
         except (StoreUnavailableError, DirectoryError) as error:
-            if not self._failed:  # logged once, not at every read
+            if not self._failed:  # logged once, not at each read
                 log.warning("tenant_directory_unreadable", error=str(error))
             self._failed = True
             return False
@@ -155,10 +155,10 @@ class DirectoryWatch:
 
 
 def directory_store(config: AccessConfig, redis: RedisTenantStore | None) -> TenantStore | None:
-    """Where the configured directory lies; None without one.
+    """The store of the configured directory; None without one.
 
     Raises:
-        ConfigError: two places are named, or Redis is not configured.
+        ConfigError: two stores are configured, or Redis is not.
     """
     if config.tenants_file and config.tenants_in_redis:
         raise ConfigError("choose one of access.tenants_file and access.tenants_in_redis")

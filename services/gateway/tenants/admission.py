@@ -1,7 +1,7 @@
 """Admission control: tenants' quotas, in this gateway and over all gateways, and drain.
 
-A request is counted here first and in Redis second; either may refuse it. Without Redis, or while
-it does not answer, each gateway applies a tenant's full limits by itself.
+A request is counted first here, then in Redis; either may refuse it. Without Redis, or while it
+does not answer, each gateway applies a tenant's full limits by itself.
 Tests: tests/unit/gateway/tenants/test_admission.py, tests/integration/test_gateway_tenants.py.
 """
 
@@ -17,14 +17,17 @@ from services.gateway.errors import QuotaError, Stage, StageRefusedError
 
 DRAIN_RETRY_MS = 1000
 MAX_IDLE_TENANTS = 4096
-"""Callers whose usage is remembered although nothing is limited by it any more."""
+"""Maximum number of tenants whose usage is kept although it no longer limits them."""
 
 
 class SharedQuotas(Protocol):
     """Counts usage over all gateways."""
 
     async def acquire(self, tenant: Tenant, num_open: int) -> QuotaRefusal | None:
-        """Counts a request; the limit that is used up, None if none is or it is unknown."""
+        """Counts a request.
+
+        Returns the limit that is used up; None if there is none or it is unknown.
+        """
         ...
 
     def used(self, tenant: Tenant, num_open: int, num_tokens: int) -> None:
@@ -33,10 +36,10 @@ class SharedQuotas(Protocol):
 
 
 class Ticket:
-    """A request that was admitted.
+    """An admitted request.
 
     Attributes:
-        tenant: the caller's.
+        tenant: the caller's tenant.
         num_tokens: prompt and generated tokens charged so far.
 
     Args:
@@ -49,7 +52,7 @@ class Ticket:
         self._use = use
 
     def charge(self, num_tokens: int) -> None:
-        """Counts tokens that were computed for it."""
+        """Counts tokens that were computed for the request."""
         self.num_tokens += num_tokens
         if self._use is not None:
             self._use(self.tenant, num_tokens)
@@ -60,8 +63,8 @@ class Admission:
 
     Args:
         burst_s: size of the token bucket, in seconds of the rate.
-        clock: seconds that only go forward.
-        shared: counts usage over all gateways; None counts in this gateway alone.
+        clock: seconds; never goes back.
+        shared: counts usage over all gateways; None counts only in this gateway.
     """
 
     def __init__(
@@ -78,11 +81,11 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Requests admitted and not finished."""
+        """Number of requests that were admitted and have not finished."""
         return self._num_open
 
     async def enter(self, tenant: Tenant) -> Ticket:
-        """Takes a place; `leave` gives it back.
+        """Admits a request of a tenant, until `leave`.
 
         Raises:
             StageRefusedError: draining.
@@ -107,7 +110,7 @@ class Admission:
         return Ticket(tenant, None if tenant.limits.is_open else self._use)
 
     def leave(self, ticket: Ticket) -> None:
-        """Gives a place back."""
+        """Ends an admitted request."""
         self._release(self._usage[ticket.tenant.name], ticket.tenant)
 
     async def drain(self) -> None:

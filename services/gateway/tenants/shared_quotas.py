@@ -1,4 +1,4 @@
-"""Quotas over all gateways, in Redis; while it does not answer, only local limits apply.
+"""Quotas over all gateways, in Redis. While it does not answer, only local limits apply.
 
 Usage is reported in the background, many tokens in one call.
 Tests: tests/integration/test_gateway_tenants.py.
@@ -19,9 +19,9 @@ log = event_logger(__name__)
 
 LEASE_S = 30.0
 SETTLE_S = 0.05
-"""Usage is reported at most this late."""
+"""Seconds that a usage report is delayed at most."""
 PROBE_S = 1.0
-"""After a failure, Redis is not called for this long."""
+"""Seconds without calls to Redis after a failure."""
 
 
 @dataclass(slots=True)
@@ -35,14 +35,14 @@ class RedisQuotas:
     """See `admission.SharedQuotas`.
 
     Args:
-        clock: seconds that only go forward.
+        clock: seconds; never goes back.
     """
 
     def __init__(self, store: RedisQuotaStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
         self._unsettled: dict[str, _Unsettled] = {}
-        # What Redis believes to be open here, until it ends or is renewed.
+        # The requests that Redis counts as open here, until they end or the claim is renewed.
         self._claimed: dict[str, tuple[Tenant, int]] = {}
         self._wake = asyncio.Event()
         self._down_until = 0.0
@@ -93,7 +93,7 @@ class RedisQuotas:
     async def _tell(self, entry: _Unsettled) -> None:
         tenant = entry.tenant
         if self._clock() < self._down_until:
-            return  # local limits have counted it; Redis starts over
+            return  # local limits have counted it, and Redis starts over
         try:
             await self._store.settle(tenant.name, tenant.limits, entry.num_open, entry.num_tokens)
         except StoreUnavailableError as error:

@@ -1,4 +1,4 @@
-"""Puts keys, tenants and quotas together. Tests: tests/integration/test_gateway_tenants.py."""
+"""Builds keys, tenants and quotas. Tests: tests/integration/test_gateway_tenants.py."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 async def open_tenancy(
     config: GatewayConfig, context: ServiceContext, client: RedisClient | None
 ) -> tuple[KeyRing, Admission]:
-    """The key ring and the admission of a gateway, kept up to date in `context`.
+    """Makes the key ring and the admission of a gateway, which tasks of `context` keep up to date.
 
     Args:
-        client: of the Redis that gateways share; None without one.
+        client: client of the Redis that gateways share; None without one.
 
     Raises:
         ConfigError: keys, the directory or Redis cannot be used as configured.

@@ -14,11 +14,13 @@ from tokenizers.decoders import DecodeStream
 from kvmesh.core.values import quick
 
 PROMPT_TAIL_TOKENS = 8
-"""The decoder reads so many prompt tokens first, so the first token keeps its leading space."""
+"""Number of last prompt tokens read first, so that the first token keeps its leading space."""
 
 MAX_HELD_TOKENS = 32
-"""Tokens that are kept while they make no whole character, which has four bytes at most; each
-further token costs as much time as all kept ones."""
+"""Maximum number of tokens kept while they form no whole character, which has four bytes at most.
+
+Decoding a further token costs as much time as all kept ones.
+"""
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
@@ -33,7 +35,7 @@ class WholeTokens(dict[int, str]):
 
     Args:
         fast: a tokenizer whose decoder only converts characters to bytes.
-        bytes_of: the byte that each character of a token stands for.
+        bytes_of: the byte that each character of a token represents.
     """
 
     def __init__(self, fast: tokenizers.Tokenizer, bytes_of: Mapping[str, int]) -> None:
@@ -100,12 +102,12 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """The held text, at the end of generation: it is no stop string."""
+        """Returns the held text at the end of generation: it is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):
@@ -120,7 +122,7 @@ class TextPiece:
 
     Attributes:
         text: safe to send.
-        num_used: tokens that belong to the output; the ones after a stop string do not.
+        num_used: number of tokens that belong to the output; tokens after a stop string do not.
         stop: the stop string that ended generation.
     """
 
@@ -132,8 +134,9 @@ class TextPiece:
 class Detokenizer:
     """Incremental text of one generation.
 
-    A character that is incomplete when generation ends is dropped. So are invalid bytes, if they
-    are many or would change text before them.
+    A character that is incomplete at the end of generation is dropped. Invalid bytes are dropped
+    too,
+    if there are many or if they would change earlier text.
 
     Args:
         fast: the model's tokenizer.
@@ -198,17 +201,18 @@ class Detokenizer:
         return TextPiece("".join(parts), len(token_ids))
 
     def plain(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens that do not end generation, without stop strings: their text."""
+        """Returns the text of tokens that do not end generation. Only without stop strings."""
         assert self._stops is None, "text may have to be held back"
         if len(token_ids) == 1:  # the hot path
             return self._step(token_ids[0])
         return "".join(map(self._step, token_ids))
 
     def _stream_after(self, tail: list[int]) -> DecodeStream:
-        """A decode stream that has read the prompt's end.
+        """Returns a decode stream that has read the prompt's end.
 
-        An incomplete character there is included, unless a skipped special token follows it:
-        later tokens cannot complete it then.
+        It includes an incomplete character there, unless a skipped special token follows: later
+        tokens
+        cannot complete the character then.
         """
         end = len(tail)
         while end and not self._text_of(tail[end - 1 : end]):
@@ -217,9 +221,9 @@ class Detokenizer:
         if end and self._is_half(tail[end - 1 : end]):
             while whole > max(0, end - _CHARACTER_BYTES) and self._is_half(tail[:whole]):
                 whole -= 1
-            if self._is_half(tail[:whole]):  # more bytes than a character has: no context at all
+            if self._is_half(tail[:whole]):  # more bytes than a character has: use no context
                 return DecodeStream([], self._skip_special)
-        # Given to it as context, a half would make it give out all of the context.
+        # With half a character in its context, the stream would return the whole context as text.
         stream = DecodeStream(tail[:whole], self._skip_special)
         if end == len(tail):
             for token_id in tail[whole:]:
@@ -252,8 +256,8 @@ class Detokenizer:
         except Exception as error:  # the library raises bare exceptions for it
             if not str(error).startswith(_INVALID_PREFIX):
                 raise
-            # With bytes that are no character it reads differently what it has given out. After
-            # itself the token has the text that it has in the middle of a sentence.
+            # With invalid bytes, the stream decodes its context differently from what it returned.
+            # With the token itself as context, the token has its text in the middle of a sentence.
             self._stream = DecodeStream([token_id], self._skip_special)
             text = self._stream.step(self._fast, token_id)
         if text:
@@ -270,5 +274,5 @@ class Detokenizer:
         return ""
 
     def finish(self) -> str:
-        """The rest of the text, if generation ended without a stop string."""
+        """Returns the rest of the text, if generation ended without a stop string."""
         return "" if self._stops is None else self._stops.flush()

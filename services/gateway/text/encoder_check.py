@@ -1,8 +1,8 @@
 """Texts on which two tokenizers are compared before the faster one replaces the other.
 
-They cover what implementations of tokenizers get wrong: letters, digits and spaces of all scripts;
-composed characters; runs of white space; special tokens and the space around them; invalid bytes;
-words that are in the vocabulary as a whole.
+They cover the usual mistakes of tokenizer implementations: letters, digits and spaces of all
+scripts; composed characters; runs of white space; special tokens and the space around them;
+invalid bytes; whole words of the vocabulary.
 Pure. Tests: tests/unit/gateway/text/test_text_encoder.py.
 """
 
@@ -14,10 +14,10 @@ import fastokens
 import tokenizers
 
 SAMPLED_TOKENS = 512
-"""Tokens of the vocabulary that are encoded again, evenly sampled."""
+"""Number of vocabulary tokens that are encoded again, evenly sampled."""
 
 SAMPLED_SPECIALS = 24
-"""Added tokens tried from each end of their list; some models have a thousand."""
+"""Number of added tokens tried from each end of their list; some models have a thousand."""
 
 _SCRIPTS = (
     "The quick brown fox, isn't it? I'VE said they'll, we're; don’t — “so” ‘be’ it…",
@@ -63,12 +63,12 @@ _SHAPES = (
 
 
 def first_difference(exact: tokenizers.Tokenizer, fast: fastokens.Tokenizer) -> str | None:
-    """A text that the two encode differently; None if there is none."""
+    """Returns a text that the two encode differently; None if there is none."""
     texts = list(_texts(exact))
     for special in (False, True):
         for text in texts:
-            # These methods release the interpreter's lock. One text at a time: for several,
-            # fastokens has a thread for each core, whose tables take 17 MiB for good.
+            # These methods release the interpreter's lock. One text at a time: for several texts,
+            # fastokens starts a thread per core, and each thread keeps a table of 17 MiB.
             (right,) = exact.encode_batch_fast([text], add_special_tokens=special)
             (ours,) = fast.encode_batch([text], add_special_tokens=special)
             if right.ids != ours.ids:

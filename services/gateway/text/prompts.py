@@ -15,7 +15,7 @@ from services.gateway.text.tokenizer import TextTokenizer
 
 
 async def encode_prompt(tokenizer: TextTokenizer, prompt: Prompt) -> tuple[int, ...]:
-    """The prompt's token ids.
+    """Tokenises a prompt.
 
     Raises:
         InvalidRequestError: the chat template does not accept it.
@@ -34,7 +34,7 @@ async def encode_prompt(tokenizer: TextTokenizer, prompt: Prompt) -> tuple[int, 
 
 
 async def prompt_ids(tokenizer: TextTokenizer, call: ApiCall, prompt: Prompt) -> tuple[int, ...]:
-    """The token ids of one of a call's prompts, truncated if the call asks for it.
+    """Tokenises one of a call's prompts, truncated if the call asks for it.
 
     Raises:
         InvalidRequestError: the chat template does not accept the prompt.
@@ -53,7 +53,7 @@ async def prompt_text(tokenizer: TextTokenizer, prompt: Prompt, token_ids: tuple
 
 
 async def with_tokens(tokenizer: TextTokenizer, call: ApiCall) -> ApiCall:
-    """The call with its bad words as tokens, after checking that its structure compiles.
+    """Adds the bad words' tokens to a call, after checking that its structure compiles.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -65,7 +65,7 @@ async def with_tokens(tokenizer: TextTokenizer, call: ApiCall) -> ApiCall:
         return call
     words: list[tuple[int, ...]] = list(sampling.bad_words)
     for word in call.bad_words:
-        # A word begins a text or follows a space: both forms are tokens of their own.
+        # A word at the start of a text and a word after a space have different tokens.
         forms = {await tokenizer.encode(form, add_special_tokens=False) for form in _forms(word)}
         words += sorted(forms)
     if not all(words):

@@ -1,4 +1,4 @@
-"""Encodes texts as token ids: with fastokens if it agrees with `tokenizers`, else with the latter.
+"""Encodes texts as token ids, with fastokens if it agrees with `tokenizers`.
 
 fastokens takes a tenth of the time, often a fiftieth, but does not support every tokenizer
 (docs/adr/0023-two-tokenizers.md). `tokenizers` is the reference: models were trained with it.
@@ -18,18 +18,25 @@ import tokenizers
 from services.gateway.text.encoder_check import first_difference
 
 THREAD_CHARS = 4096
-"""With `tokenizers`, longer texts go to a thread: they would stall all streams for a
-millisecond."""
+"""Number of characters from which `tokenizers` encodes in a thread.
+
+Longer texts would stall all streams for a millisecond.
+"""
 
 FAST_THREAD_CHARS = 8192
-"""With fastokens, longer texts go to a thread: most take 0.2 ms, 2.5 ms if all words are new."""
+"""Number of characters from which fastokens encodes in a thread.
+
+Shorter texts mostly take 0.2 ms, and 2.5 ms if all words are new.
+"""
 
 NUM_THREADS = 2
-"""Each keeps fastokens' table of words, 16 MiB with a large vocabulary; a long text is shared out
-to all cores by the library itself."""
+"""Number of threads. Each keeps fastokens' table of words, 16 MiB with a large vocabulary.
+
+The library itself distributes a long text over all cores.
+"""
 
 ODD_SPACE = "\u180e"
-"""White space to PCRE2 alone, which fastokens uses to split texts for some tokenizers."""
+"""White space only in PCRE2, with which fastokens splits texts for some tokenizers."""
 
 _ANY = "a"
 
@@ -79,7 +86,7 @@ class TextEncoder:
         )
 
     def _encode(self, text: str, special: bool, aside: bool) -> tuple[int, ...]:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
         Args:
             special: add special tokens.
@@ -87,18 +94,18 @@ class TextEncoder:
         """
         fast = self._fast
         if fast is not None and ODD_SPACE not in text:
-            # On random text a regular expression may exceed the library's limits.
+            # Random text may exceed the limits of the library's regular expressions.
             with contextlib.suppress(ValueError):
                 if not aside:
                     return tuple(fast.encode(text, add_special_tokens=special).ids)
                 (whole,) = fast.encode_batch([text], add_special_tokens=special)
                 return tuple(whole.ids)
-        # The method for one text holds the interpreter's lock throughout, and is slower.
+        # The method for one text is slower, and holds the interpreter's lock throughout.
         (whole,) = self._exact.encode_batch_fast([text], add_special_tokens=special)
         return tuple(whole.ids)
 
     def _agreeing(self, file: Path) -> tuple[fastokens.Tokenizer | None, str]:
-        """The faster tokenizer, or the reason not to use it."""
+        """Loads the faster tokenizer; returns it, or the reason not to use it."""
         try:
             fast = fastokens.Tokenizer.from_file(str(file))
             fast.no_truncation()
@@ -108,5 +115,5 @@ class TextEncoder:
             return None, str(error)
         if differs is not None:
             return None, f"other ids for {differs!r}"
-        fast.encode_batch([_ANY])  # what tables of words begin with: a tenth of a second
+        fast.encode_batch([_ANY])  # makes the word tables now: a tenth of a second
         return fast, ""

@@ -30,7 +30,7 @@ from services.gateway.tools.reasoning import ReasoningFamily, reasoning_named
 TOKENIZER_FILE = "tokenizer.json"
 
 THREAD_THRESHOLD_TOKENS = 4096
-"""From so many tokens on, decoding runs in a thread: it would stall all streams for over 1 ms."""
+"""Tokens above which decoding runs in a thread: it would stall all streams for over 1 ms."""
 
 TOLD_SETTINGS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
@@ -39,14 +39,16 @@ TOLD_SETTINGS = (
     *("padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
     *("spaces_between_special_tokens", "use_default_system_prompt", "errors", "tokenizer_class"),
 )
-"""Settings of tokenizer_config.json that clients may see; other settings may contain paths of the
-machine that wrote them, or hub tokens."""
+"""Settings of tokenizer_config.json that clients may see.
+
+Other settings may contain hub tokens, or paths of the machine that wrote them.
+"""
 
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError),
     *(ArithmeticError, LookupError, RecursionError),
 )
-"""Errors that messages can cause in a template, which splits, counts and formats them."""
+"""Errors that messages can cause in a template, since it splits, counts and formats them."""
 
 
 class ChatTemplate:
@@ -55,7 +57,7 @@ class ChatTemplate:
     Args:
         source: Jinja text; empty means that the model has none.
         special_tokens: names such as `bos_token` that templates may use.
-        tool_family: the model's form of tool calls; None if it has none.
+        tool_family: the model's format of tool calls; None if it has none.
         reasoning_family: the model's marks around its thinking; None if it has none.
     """
 
@@ -72,7 +74,7 @@ class ChatTemplate:
         self._template = template
         # DeepSeek R1's template shows calls only without content; an empty text counts as content.
         self._wants_none = "'assistant' and message['content'] is none" in source
-        # Variables of every rendering; `Template.render` would copy them twice each time.
+        # Variables of every rendering; `Template.render` would copy them twice per call.
         self._known = {} if template is None else {**template.globals, **special_tokens}
 
     def render(
@@ -82,7 +84,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a chat.
+        """Renders the prompt text of a chat.
 
         Args:
             messages: `role` and `content` each, in order.
@@ -112,13 +114,13 @@ class ChatTemplate:
             raise InvalidRequestError(message, "messages") from error
 
     def _adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message in the form that this template expects."""
+        """A message in the format that this template expects."""
         if message["role"] != "assistant":
             return message
         thought = message.get("reasoning_content")
         has_both = bool(message["content"] and message.get("tool_calls"))
         if thought and not has_both and self.reasoning_family is ReasoningFamily.OPENAI_GPTOSS:
-            # The same under another name; a message with calls may have text or thinking.
+            # gpt-oss uses another name; a message with calls may have either text or thinking.
             message = {**message, "thinking": thought}
         if self._wants_none and not message["content"] and message.get("tool_calls"):
             message = {**message, "content": None}
@@ -180,11 +182,11 @@ class TextTokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token; parts of characters are left out."""
+        """The text of one token. A part of a character becomes a replacement character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, also if they are part of a character."""
+        """The bytes of one token, even if they are only part of a character."""
         token = self.fast.id_to_token(token_id) or ""
         if token_id not in self._special_ids and self._byte_level:
             table = _byte_level_table()
@@ -207,8 +209,8 @@ def load_tokenizer(
 
     Args:
         use_generation_config: take sampling defaults from generation_config.json.
-        tool_calls, reasoning_parser: the model's forms of calls and thinking, as in the config;
-            `auto` detects them in the chat template.
+        tool_calls, reasoning_parser: the model's formats of calls and thinking, as in the config;
+          `auto` detects them in the chat template.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is malformed.
@@ -251,9 +253,9 @@ def _told(settings: Mapping[str, Any], template: str) -> dict[str, Any]:
 def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         fast = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare ones for malformed files
+    except Exception as error:  # the library raises bare exceptions for malformed files
         raise CheckpointError(f"{path} is no tokenizer: {error}") from error
-    # Settings for training; here, long prompts are refused and none is padded.
+    # These settings are for training. This gateway refuses long prompts and pads none.
     fast.no_truncation()
     fast.no_padding()
     return fast
@@ -271,15 +273,15 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 _SPACE = "\u2581"
-"""A space in SentencePiece's tokens."""
+"""The character for a space in SentencePiece's tokens."""
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""A byte among SentencePiece's tokens."""
+"""The form of a byte token in SentencePiece's vocabularies."""
 
 
 def _num_stripped(token: str, text: str) -> int:
-    """Leading spaces that the decoder strips, since it takes the token for a text's beginning."""
-    if text.startswith(_SPACE):  # it stands for itself here
+    """Number of leading spaces that the decoder strips, as at the start of a text."""
+    if text.startswith(_SPACE):  # a literal character here
         return 0
     marked = len(token) - len(token.lstrip(_SPACE))
     return max(marked - (len(text) - len(text.lstrip(" "))), 0)
@@ -287,7 +289,7 @@ def _num_stripped(token: str, text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _byte_level_table() -> dict[str, int]:
-    """Characters that stand for bytes in byte-level BPE vocabularies (GPT-2's table)."""
+    """The characters that represent bytes in byte-level BPE vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -21,7 +21,7 @@ class GlmParser(SteppedCalls):
     """Reads `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`.
 
     Args:
-        schemas: of the tools' parameters.
+        schemas: JSON schemas of the tools' parameters.
     """
 
     def __init__(self, schemas: Schemas) -> None:

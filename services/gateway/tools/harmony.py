@@ -1,9 +1,9 @@
-"""Harmony, the form in which gpt-oss answers: messages in channels.
+"""Harmony, gpt-oss's format of answers: messages in channels.
 
-A generation is any number of `<|channel|>name<|message|>text<|end|><|start|>assistant`: thinking in
-`analysis`, what the caller reads in `final`, calls in `commentary` with `to=functions.name`.
-`HarmonyReader` tells thinking apart and leaves calls as they are written, `HarmonyCalls` reads
-these out of the rest.
+A generation is any number of `<|channel|>name<|message|>text<|end|><|start|>assistant`. Channel
+`analysis` has the thinking, `final` the text for the caller, and `commentary` with
+`to=functions.name` a call. `HarmonyReader` separates the thinking and passes calls on unchanged.
+`HarmonyCalls` finds the calls in the rest.
 Pure. Tests: tests/unit/gateway/tools/test_harmony.py.
 """
 
@@ -19,14 +19,14 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = (START, CHANNEL, "to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANALYSIS = CHANNEL + "analysis" + MESSAGE
-"""The beginning of a generation with thinking."""
+"""The start of a generation with thinking."""
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CALL = CHANNEL + "commentary to=functions."
 
 
 class HarmonyReader:
-    """Thinking and answer of one generation."""
+    """Separates the thinking from the answer of one generation."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -38,7 +38,7 @@ class HarmonyReader:
         return self._channel == "final"
 
     def push(self, text: str) -> Told:
-        """Adds text; returns what is decided now."""
+        """Adds text; returns the part of it that is decided now."""
         self._held += text
         told = Told("", "")
         while (more := self._step()) is not None:
@@ -52,7 +52,7 @@ class HarmonyReader:
         """Reads the head of a message."""
         text = self._held.lstrip()
         if text and not any(_may_begin(text, mark) for mark in _HEADS):
-            self._channel = "final"  # no message: the prompt was not in Harmony
+            self._channel = "final"  # not a message: the prompt was not in Harmony
             return Told("", "")
         head, is_complete, rest = self._held.partition(MESSAGE)
         if not is_complete:
@@ -89,7 +89,7 @@ class HarmonyReader:
         return Told(text, "") if self._channel == "analysis" else Told("", text)
 
     def finish(self) -> Told:
-        """The rest, at the end of the text."""
+        """Returns the rest, at the end of the text."""
         held, self._held = self._held, ""
         # A message that ends within its head has no text.
         return self._told(held) if self._channel else Told("", "")
@@ -149,7 +149,7 @@ class HarmonyCalls:
         """See `ToolParser.finish`."""
         if not self._inside:
             return self._text.finish()
-        # The mark that ends a call also ends the generation, so the text does not have it.
+        # The mark that ends a call also ends the generation, so the text lacks it.
         pieces = self._read(_ENDS[1])[0] if self._has_name else []
         self._inside = False
         return pieces

@@ -1,14 +1,14 @@
 """Finds a marker in text that arrives in pieces; holds back white space before a possible marker.
 
-Held text is examined once, so a long run of white space costs linear and not quadratic time. Pure.
-Tests: tests/unit/gateway/tools/test_held_text.py.
+Held text is examined only once, so a long run of white space costs linear, not quadratic, time.
+Pure. Tests: tests/unit/gateway/tools/test_held_text.py.
 """
 
 from __future__ import annotations
 
 
 def held_back(text: str, marker: str) -> int:
-    """Length of the longest end of `text` with which `marker` begins."""
+    """Length of the longest suffix of `text` that is a prefix of `marker`."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-length:]):
             return length
@@ -16,7 +16,7 @@ def held_back(text: str, marker: str) -> int:
 
 
 class HeldText:
-    """Text up to a marker; white space right before the marker is dropped.
+    """Text up to a marker. White space directly before the marker is dropped.
 
     Args:
         marker: does not begin with white space.
@@ -26,10 +26,10 @@ class HeldText:
         assert not marker[0].isspace(), "white space is told apart from it"
         self._marker = marker
         self._space: list[str] = []
-        self._begun = ""  # perhaps the marker
+        self._begun = ""  # text that may be the start of the marker
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Adds text; returns text that may be sent, and the text after the marker once it came."""
+        """Adds text. Returns text that may be sent, and the text after a complete marker."""
         text = self._begun + text
         before, found, after = text.partition(self._marker)
         if found:
@@ -42,7 +42,7 @@ class HeldText:
         return self._shown(text[:sure]), None
 
     def _shown(self, text: str) -> str:
-        """The held text and this one, up to trailing white space, which is held instead."""
+        """The held text and this text, up to trailing white space, which is held instead."""
         bare = text.rstrip()
         shown = "".join((*self._space, bare)) if bare else ""
         if bare:
@@ -52,7 +52,7 @@ class HeldText:
         return shown
 
     def finish(self) -> str:
-        """The held text, if no marker came."""
+        """Returns the held text, if no marker arrived."""
         held = "".join((*self._space, self._begun))
         self._space.clear()
         self._begun = ""

@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects: the forms of Hermes, Llama and Mistral, and forced calls.
+"""Tool calls as JSON objects: the formats of Hermes, Llama and Mistral, and forced calls.
 
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
@@ -21,7 +21,7 @@ from services.gateway.tools.scanner import (
 
 
 def _unfinished(scanner: CallScanner | None, marker: str = "") -> list[Piece]:
-    """The pieces of a call that never ended; without a name it is text."""
+    """The pieces of a call that never ended. Without a name, it is text."""
     if scanner is None or scanner.name or scanner.done:
         return []
     return content_of(marker + scanner.raw)
@@ -55,7 +55,7 @@ class HermesParser(MarkedCalls):
         return self._skip_end(text)
 
     def _skip_end(self, text: str) -> tuple[list[Piece], str]:
-        """Reads to the end mark, or to where the next call begins without one."""
+        """Reads to the end mark, or without one to the start of the next call."""
         self._tail = (self._tail + text).lstrip()
         if self._END.startswith(self._tail):
             if self._tail != self._END:
@@ -68,7 +68,7 @@ class HermesParser(MarkedCalls):
         return [], rest
 
     def _give_up(self) -> tuple[list[Piece], str]:
-        """No object follows the mark: the mark was text, and the rest is searched again."""
+        """No object follows the mark, so the mark was text; the rest is searched again."""
         rest, self._tail, self._inside = self._tail, "", False
         return content_of(self._START), rest
 
@@ -78,10 +78,10 @@ class HermesParser(MarkedCalls):
 
 
 class LlamaParser:
-    """The whole answer is either calls or text.
+    """Reads an answer that is either all calls or all text.
 
     Args:
-        names: a JSON object that names none of these is text.
+        names: names of the tools; a JSON object with another name is text.
     """
 
     _TAG = "<|python_tag|>"
@@ -140,14 +140,14 @@ class LlamaParser:
 
 
 class CallList:
-    """A JSON array of calls: Mistral's form, and that of `tool_choice: required`."""
+    """A JSON array of calls: Mistral's format, and the format of `tool_choice: required`."""
 
     def __init__(self) -> None:
         self._scanner: CallScanner | None = None
         self.done = False
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """Adds text; returns new pieces, and the text after the array."""
+        """Adds text. Returns new pieces, and the text after the array."""
         pieces: list[Piece] = []
         while text and not self.done:
             if self._scanner is None or self._scanner.done:
@@ -163,12 +163,12 @@ class CallList:
         return pieces, text
 
     def finish(self) -> list[Piece]:
-        """The rest, at the end of the text."""
+        """Returns the rest, at the end of the text."""
         return _unfinished(self._scanner)
 
 
 class RequiredParser:
-    """The whole text is an array of calls."""
+    """Reads a text that is an array of calls."""
 
     def __init__(self) -> None:
         self._calls = CallList()
@@ -184,10 +184,10 @@ class RequiredParser:
 
 
 class NamedParser:
-    """The whole text is the arguments of one function.
+    """Reads a text that is the arguments of one function.
 
     Args:
-        name: of the function.
+        name: name of the function.
     """
 
     def __init__(self, name: str) -> None:
@@ -208,7 +208,7 @@ class NamedParser:
 
 
 class MistralParser:
-    """Calls after `[TOOL_CALLS]`, in either of Mistral's two forms."""
+    """Reads calls after `[TOOL_CALLS]`, in either of Mistral's two formats."""
 
     _START = "[TOOL_CALLS]"
     _SEPARATORS = ("[CALL_ID]", "[ARGS]")
@@ -216,7 +216,7 @@ class MistralParser:
     def __init__(self) -> None:
         self._text = MarkedText(self._START)
         self._inside = False
-        self._head = ""  # a name that is not complete yet
+        self._head = ""  # a name that is incomplete so far
         self._list: CallList | None = None
         self._span: JsonSpan | None = None
 

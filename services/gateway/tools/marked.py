@@ -11,7 +11,7 @@ from services.gateway.tools.scanner import MarkedText, Piece
 
 
 class MarkedCalls(ABC):
-    """Passes text on up to a mark, and the text after it to `_read`, in turn.
+    """Passes on text up to a mark, and the text after it to `_read`, in turn.
 
     White space after a section that `_leave` ended is dropped.
     """
@@ -42,14 +42,14 @@ class MarkedCalls(ABC):
 
     @abstractmethod
     def _read(self, text: str) -> tuple[list[Piece], str]:
-        """Reads text after the mark; returns pieces, and the text that is still to be read."""
+        """Reads text after the mark. Returns pieces, and the text that is still to be read."""
 
     def _leave(self) -> None:
         self._inside, self._after = False, True
 
 
 class SteppedCalls(MarkedCalls):
-    """Reads mark by mark: one `_step` per mark, once `_held` has all of it."""
+    """Reads mark by mark: one `_step` per mark, when `_held` has the whole mark."""
 
     def __init__(self, mark: str) -> None:
         super().__init__(mark)
@@ -67,4 +67,4 @@ class SteppedCalls(MarkedCalls):
 
     @abstractmethod
     def _step(self) -> list[Piece] | None:
-        """The pieces of the next mark; None if it is incomplete."""
+        """Reads the next mark; returns its pieces, or None if it is incomplete."""

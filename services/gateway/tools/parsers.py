@@ -1,6 +1,6 @@
 """Parsers of tool calls in a model's text, one per family of chat templates.
 
-A parser takes text in pieces of any size and returns at once what is decided, so streams and whole
+A parser takes text in pieces of any size and returns the decided part at once, so streams and whole
 answers use the same code. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
 
@@ -20,7 +20,7 @@ from services.gateway.tools.xml import QwenXmlParser, Schemas
 
 
 class ToolFamily(enum.Enum):
-    """A form of tool calls; the values are those of vLLM's `--tool-call-parser`."""
+    """A format of tool calls; the values are those of vLLM's `--tool-call-parser`."""
 
     HERMES = "hermes"
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen, Ling."""
@@ -31,11 +31,11 @@ class ToolFamily(enum.Enum):
     QWEN3_CODER = "qwen3_coder"
     """`<tool_call><function=name><parameter=key>value</parameter>…`: Qwen3-Coder, Qwen3.5."""
     DEEPSEEK_V3 = "deepseek_v3"
-    """`<｜tool▁calls▁begin｜>…`, a name and an object for each: DeepSeek V3, R1, V3.1."""
+    """`<｜tool▁calls▁begin｜>…`, with a name and an object for each call: DeepSeek V3, R1, V3.1."""
     KIMI_K2 = "kimi_k2"
     """`<|tool_calls_section_begin|>…functions.name:0…{…}`: Kimi."""
     MINIMAX = "minimax"
-    """`<tool_calls>`, a line for each, `</tool_calls>`: MiniMax."""
+    """`<tool_calls>`, a line for each call, `</tool_calls>`: MiniMax."""
     GLM45 = "glm45"
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…`: Ling, GLM."""
     OPENAI = "openai"
@@ -53,7 +53,7 @@ _PLAIN_MARKS = (
 )
 
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
-    # Some forms use Hermes' mark around their own.
+    # Some formats use Hermes' mark around their own.
     (("<tool_call>", "<arg_key>"), ToolFamily.GLM45),
     (("<tool_call>", "<function="), ToolFamily.QWEN3_CODER),
     (("<tool_call>",), ToolFamily.HERMES),
@@ -91,22 +91,22 @@ def family_named(word: str, source: str) -> ToolFamily | None:
 
 
 class ToolParser(Protocol):
-    """Reads one generation."""
+    """Reads the text of one generation."""
 
     def push(self, text: str) -> list[Piece]:
         """Adds text; returns the pieces that are decided."""
         ...
 
     def finish(self) -> list[Piece]:
-        """The rest, at the end of the text."""
+        """Returns the rest, at the end of the text."""
         ...
 
 
 def parser_for(family: ToolFamily, schemas: Schemas) -> ToolParser:
-    """A parser for free text with calls in it.
+    """Returns a parser for free text with calls in it.
 
     Args:
-        schemas: of the tools' parameters.
+        schemas: JSON schemas of the tools' parameters.
     """
     return _PARSERS[family](schemas)
 

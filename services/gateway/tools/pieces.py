@@ -63,7 +63,7 @@ class PieceReader:
         return start.call_id or self._tools.call_id(number)
 
     def _end_of_call(self, pieces: list[AnyPiece]) -> int:
-        """The number of leading pieces that belong to the open call, which thinking ends."""
+        """The number of leading pieces that belong to the open call, which the thinking ends."""
         if not self._in_call:
             return 0
         ends = (at for at, each in enumerate(pieces) if not isinstance(each, CallArguments))

@@ -1,6 +1,6 @@
-"""Separates a model's thinking from its answer, one form per model family.
+"""Separates a model's thinking from its answer, with one format per model family.
 
-Readers take text in pieces of any size and return at once what is decided, so streams and whole
+Readers take text in pieces of any size and return the decided part at once, so streams and whole
 answers use the same code. Names are those of vLLM's `--reasoning-parser`. Pure.
 Tests: tests/unit/gateway/tools/test_reasoning.py.
 """
@@ -18,16 +18,16 @@ from services.gateway.tools.held_text import HeldText
 from services.gateway.tools.told import Told
 
 TAIL_TOKENS = 8
-"""Tokens at a prompt's end that show whether it has opened or closed the thinking."""
+"""Number of last prompt tokens that show whether the prompt has opened or closed the thinking."""
 
 
 class ReasoningFamily(enum.Enum):
-    """A form of marks around the thinking."""
+    """A format of marks around the thinking."""
 
     QWEN3 = "qwen3"
-    """`<think>…</think>`, where the prompt or the model opens it."""
+    """`<think>…</think>`; the prompt or the model opens it."""
     DEEPSEEK_R1 = "deepseek_r1"
-    """As qwen3, but the answer begins with thinking even without a start mark."""
+    """Like qwen3, but the answer begins with thinking even without a start mark."""
     MISTRAL = "mistral"
     """`[THINK]…[/THINK]`; the marks are special tokens."""
     OPENAI_GPTOSS = "openai_gptoss"
@@ -60,7 +60,7 @@ def reasoning_of_template(source: str) -> ReasoningFamily | None:
         return ReasoningFamily.OPENAI_GPTOSS
     if "</think>" not in source:
         return None
-    # DeepSeek's own template: the model opens the thinking, or the newer prompt does.
+    # In DeepSeek's own template, the model opens the thinking, or in newer ones the prompt.
     is_deepseek = "<｜Assistant｜>" in source
     return ReasoningFamily.DEEPSEEK_R1 if is_deepseek else ReasoningFamily.QWEN3
 
@@ -84,7 +84,7 @@ def reasoning_named(word: str, source: str) -> ReasoningFamily | None:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the generations of one call begin.
+    """The state in which a call's generations begin.
 
     Attributes:
         is_open: they begin inside the thinking.
@@ -103,29 +103,29 @@ class Thinking:
 def thinking_at(
     family: ReasoningFamily | None, prompt_ids: Sequence[int], token_text: Callable[[int], str]
 ) -> Thinking | None:
-    """How a generation begins after a prompt; None if its text is not searched for thinking."""
+    """The state in which a generation begins; None if thinking is not searched for."""
     if family is None:
         return None
     return thinking_after(family, "".join(map(token_text, prompt_ids[-TAIL_TOKENS:])))
 
 
 def thinking_after(family: ReasoningFamily, tail: str) -> Thinking:
-    """How a generation begins after a prompt.
+    """The state in which a generation begins after a prompt.
 
     Args:
-        tail: the end of the prompt's text, special tokens included.
+        tail: the end of the prompt's text, including special tokens.
     """
     start, end = family.marks
     tail = tail.rstrip()
-    # The template closed it: this request should not think. After tool results DeepSeek's models
-    # answer without thinking.
+    # The template closed the thinking: this request should not think. After tool results,
+    # DeepSeek's models answer without thinking.
     if tail.endswith((end, *_AFTER_TOOLS)):
         return Thinking(family, is_open=False)
     return Thinking(family, tail.endswith(start) or family is ReasoningFamily.DEEPSEEK_R1)
 
 
 class ThinkingReader(Protocol):
-    """Reads one generation."""
+    """Reads the text of one generation."""
 
     @property
     def is_answer(self) -> bool:
@@ -133,11 +133,11 @@ class ThinkingReader(Protocol):
         ...
 
     def push(self, text: str) -> Told:
-        """Adds text; returns what is decided now."""
+        """Adds text; returns the part of it that is decided now."""
         ...
 
     def finish(self) -> Told:
-        """The rest, at the end of the text."""
+        """Returns the rest, at the end of the text."""
         ...
 
 
@@ -149,7 +149,7 @@ class _Stage(enum.Enum):
 
 
 class ReasoningParser:
-    """Reads one generation.
+    """Reads the text of one generation.
 
     Args:
         start, end: marks around the thinking.
@@ -161,7 +161,7 @@ class ReasoningParser:
         self._is_open = is_open
         self._stage = _Stage.OPENING
         self._before: list[str] = []  # leading white space of the text
-        self._begun = ""  # the text after it, perhaps the start mark
+        self._begun = ""  # the text after it, which may be the start mark
         self._thinking = HeldText(end)
         self._has_thought = False
 
@@ -171,7 +171,7 @@ class ReasoningParser:
         return self._stage is _Stage.ANSWER
 
     def push(self, text: str) -> Told:
-        """Adds text; returns what is decided now."""
+        """Adds text; returns the part of it that is decided now."""
         reasoning, rest = "", text
         if self._stage is _Stage.OPENING:
             rest = self._open(text)
@@ -180,14 +180,14 @@ class ReasoningParser:
         return Told(reasoning, self._answer(rest))
 
     def finish(self) -> Told:
-        """The rest, at the end of the text."""
+        """Returns the rest, at the end of the text."""
         if self._stage is _Stage.OPENING:
             held = "".join((*self._before, self._begun))
             return Told(held, "") if self._is_open else Told("", held)
         return Told(self._thinking.finish(), "")
 
     def _open(self, text: str) -> str:
-        """Looks for the start mark; returns the text that is still to be read."""
+        """Looks for the start mark. Returns the text that is still to be read."""
         text = self._begun + text
         bare = text.lstrip()
         if len(bare) < len(text):
@@ -205,7 +205,7 @@ class ReasoningParser:
         return "".join((*self._before, bare))
 
     def _think(self, text: str) -> tuple[str, str]:
-        """The thinking that is decided, and the text after its end mark."""
+        """Returns the thinking that is decided, and the text after its end mark."""
         if not self._has_thought:  # white space before the first thought is dropped
             text = text.lstrip()
             self._has_thought = bool(text)
@@ -216,7 +216,7 @@ class ReasoningParser:
         return shown, after
 
     def _answer(self, text: str) -> str:
-        """The answer; after thinking, leading white space is dropped."""
+        """Returns the answer. After thinking, leading white space is dropped."""
         if self._stage is _Stage.CLOSED:
             text = text.lstrip()
             if text:

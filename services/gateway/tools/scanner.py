@@ -1,6 +1,6 @@
 """Parses one tool call, a JSON object with a name and arguments, from text in pieces.
 
-The arguments are passed on as the model wrote them, as soon as the name is known.
+Arguments are passed on as the model wrote them, as soon as the name is known.
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
 
@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins; the arguments that follow belong to it.
+    """The start of a call; the arguments that follow belong to it.
 
     Attributes:
         call_id: the model's own id of the call, if it wrote one.
@@ -36,7 +36,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the latest call's arguments: a part of a JSON object."""
+    """More arguments of the latest call: a part of a JSON object."""
 
     text: str
 
@@ -69,7 +69,7 @@ class JsonSpan:
             self.depth -= 1
 
     def length_in(self, text: str) -> int:
-        """Reads up to the end of the value; returns its length in the text."""
+        """Reads up to the end of the value. Returns its length in the text."""
         for index, char in enumerate(text):
             self.step(char)
             if self.depth == 0:
@@ -81,7 +81,7 @@ class CallScanner:
     """Reads `{"name": …, "arguments": {…}}`; keys in any order, or with the key `parameters`.
 
     Attributes:
-        name: of the function, once it is known.
+        name: name of the function, once it is known.
         done: the object is closed.
     """
 
@@ -93,9 +93,9 @@ class CallScanner:
         self._span = JsonSpan()
         self._key = ""
         self._string: list[str] = []  # the current string with its quotes
-        self._value: list[str] = []  # arguments that were read and not passed on yet
+        self._value: list[str] = []  # arguments that were read but not passed on yet
         self._value_begin = ""  # first character of the value
-        self._space: list[str] = []  # white space after the value, part of it if more follows
+        self._space: list[str] = []  # white space after the value; part of it if more follows
         self._has_started = False
         self._in_arguments = False
         self._is_value = False
@@ -154,7 +154,7 @@ class CallScanner:
             text = json.loads("".join(self._string))
             text.encode()
         except ValueError:
-            return  # not JSON, or a lone surrogate: without a name, it is text in the end
+            return  # invalid JSON or a lone surrogate; without a name, it ends as text
         if not self._is_value:
             self._key = text
         elif self._key == "name":
@@ -173,13 +173,13 @@ class CallScanner:
         return pieces
 
     def _arguments(self) -> str:
-        """Arguments that are decided and were not passed on yet."""
+        """Arguments that are decided but were not passed on yet."""
         if self._value_begin == "{":
             sure = "".join(self._value)
             self._value.clear()
             return sure
         if not self.done:
-            return ""  # not an object: passed on once it is complete
+            return ""  # not an object: passed on when it is complete
         try:
             plain = json.loads("".join(self._value) or "null")
             if isinstance(plain, str) and plain.encode():
@@ -190,21 +190,21 @@ class CallScanner:
 
 
 class MarkedText:
-    """The answer's text up to a marker; white space right before the marker is dropped."""
+    """The answer's text up to a marker. White space directly before the marker is dropped."""
 
     def __init__(self, marker: str) -> None:
         self._held = HeldText(marker)
 
     def push(self, text: str) -> tuple[list[Piece], str | None]:
-        """Adds text; returns text that may be sent, and the text after the marker once it came."""
+        """Adds text. Returns text that may be sent, and the text after a complete marker."""
         shown, after = self._held.push(text)
         return content_of(shown), after
 
     def finish(self) -> list[Piece]:
-        """The held text, if no marker came."""
+        """Returns the held text, if no marker arrived."""
         return content_of(self._held.finish())
 
 
 def content_of(text: str) -> list[Piece]:
-    """Text as a piece, unless it is empty."""
+    """Wraps text as a piece, unless it is empty."""
     return [Content(text)] if text else []

@@ -1,4 +1,4 @@
-"""Tool calls in a marked section: the forms of DeepSeek, Kimi and MiniMax.
+"""Tool calls in a marked section: the formats of DeepSeek, Kimi and MiniMax.
 
 Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
@@ -26,12 +26,12 @@ class SectionMarks(enum.Enum):
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     )
-    """`name, separator, {…}`, or `function, separator, name`, and the object in a fence."""
+    """`name, separator, {…}`, or `function, separator, name`, and the object in a code fence."""
     KIMI = (
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         *("<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
     )
-    """`functions.name:0`, which is the call's id too, then `{…}`."""
+    """`functions.name:0`, which is also the call's id, then `{…}`."""
 
     def __init__(self, start: str, end: str, call: str, call_end: str, separator: str) -> None:
         self.start = start
@@ -42,7 +42,7 @@ class SectionMarks(enum.Enum):
 
 
 class SectionParser(MarkedCalls):
-    """Calls between marks, where a name comes before the object of its arguments."""
+    """Reads calls between marks, with the name before the object of arguments."""
 
     def __init__(self, marks: SectionMarks) -> None:
         super().__init__(marks.start)
@@ -77,7 +77,7 @@ class SectionParser(MarkedCalls):
         if self._marks is SectionMarks.KIMI:
             name = first.removeprefix("functions.").rpartition(":")[0] or first
             return CallStart(name, first)
-        # The code fence around the object is on lines of its own.
+        # The code fence around the object has lines of its own.
         return CallStart(second.partition("\n")[0].strip() or first)
 
     def _arguments(self, span: JsonSpan, text: str) -> tuple[list[Piece], str]:
@@ -88,7 +88,7 @@ class SectionParser(MarkedCalls):
 
 
 def _cut(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
-    """A text before, at and after the mark that comes first; without any, all of it is before."""
+    """Splits a text before, at and after the first mark; without a mark, all of it is before."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     if not found:
         return text, "", ""
@@ -97,7 +97,7 @@ def _cut(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
 
 
 class TaggedListParser(MarkedCalls):
-    """Objects with a name and arguments, one after the other between two tags: MiniMax."""
+    """Reads objects with a name and arguments, one after the other between two tags: MiniMax."""
 
     _START, _END = "<tool_calls>", "</tool_calls>"
 

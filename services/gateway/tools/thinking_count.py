@@ -1,4 +1,4 @@
-"""How many of a generation's tokens are thinking.
+"""Counts the tokens of a generation that are thinking.
 
 Pure. Tests: tests/unit/gateway/tools/test_thinking_count.py.
 """
@@ -11,13 +11,13 @@ from services.gateway.tools.reasoning import Thinking
 
 
 class ThinkingCount:
-    """Counts the tokens of the thinking, its marks included.
+    """Counts the tokens of the thinking, including its marks.
 
-    The count depends on the tokens alone, not on how they are split into pieces.
+    The count depends only on the tokens, not on their split into pieces.
 
     Args:
-        thinking: how the generation begins.
-        token_bytes: the bytes that one token stands for.
+        thinking: the state in which the generation begins.
+        token_bytes: returns the bytes of one token.
     """
 
     def __init__(self, thinking: Thinking, token_bytes: Callable[[int], bytes]) -> None:

@@ -1,4 +1,4 @@
-"""A piece of a generation, separated into thinking and answer.
+"""A piece of a generation's text, separated into thinking and answer.
 
 Pure. Tests: tests/unit/gateway/tools/test_reasoning.py.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Told(NamedTuple):
-    """Thinking and answer in a piece of text, without the white space around either."""
+    """Thinking and answer in a piece of text, without the white space around each."""
 
     reasoning: str
     answer: str

@@ -1,4 +1,4 @@
-"""Tools of a chat call: which may be called, the structure of forced calls, and finding calls.
+"""Tools of a chat call: the allowed ones, the structure of forced calls, and finding calls in text.
 
 Pure. Tests: tests/unit/gateway/api/test_openai.py, tests/integration/test_gateway_api.py.
 """
@@ -25,7 +25,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolMode(enum.Enum):
-    """Who decides whether tools are called."""
+    """Whether the model or the caller decides about calls."""
 
     AUTO = "auto"
     REQUIRED = "required"
@@ -37,10 +37,10 @@ class ToolUse:
     """How a call uses its tools.
 
     Attributes:
-        names: of all tools.
-        family: the model's form of calls when it decides by itself.
+        names: names of all tools.
+        family: the model's format of calls, in mode AUTO.
         chosen: the function, in mode NAMED.
-        schemas: of the tools' parameters, by name.
+        schemas: JSON schemas of the tools' parameters, by name.
         parallel: more than one call is allowed.
     """
 
@@ -57,7 +57,7 @@ class ToolUse:
         return self.family is not None and self.family.has_special_marks
 
     def parser(self) -> ToolParser:
-        """A parser for one generation."""
+        """Returns a parser for one generation."""
         if self.mode is ToolMode.NAMED:
             return NamedParser(self.chosen)
         if self.mode is ToolMode.REQUIRED:
@@ -67,10 +67,10 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
-    """A body's use of tools; None without tools.
+    """Returns a body's use of tools; None without tools.
 
     Args:
-        family: of the model's chat template.
+        family: family of the model's chat template.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -106,7 +106,7 @@ def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
 
 
 def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
-    """The structure of text that consists of calls; None if the model decides by itself.
+    """Returns the structure of text that consists of calls; None in mode AUTO.
 
     Raises:
         InvalidRequestError: the parameters are too long.
@@ -127,7 +127,7 @@ def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
 
 
 def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """Moves definitions to the schema's root, where the parameters' references point."""
+    """Moves definitions to the schema's root, to which the parameters' references point."""
     moved: dict[str, Any] = {}
     for tool in tools:
         definitions = (tool.function.parameters or {}).get("$defs", {})
@@ -153,15 +153,15 @@ class ToolReader:
 
     @property
     def finish_word(self) -> str | None:
-        """The finish reason instead of "stop"; None keeps it."""
+        """The finish reason that replaces "stop"; None keeps it."""
         return "tool_calls" if self._num_calls and self._use.mode is not ToolMode.NAMED else None
 
     def push(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Adds text; returns the delta, which is empty while nothing is decided."""
+        """Adds text. Returns the delta, which is empty while nothing is decided."""
         return self._delta(self.read(text, last=last))
 
     def read(self, text: str, *, last: bool) -> list[Piece]:
-        """Adds text; returns its pieces in order, without calls that are not allowed.
+        """Adds text. Returns its pieces in order, without calls that are not allowed.
 
         Args:
             last: this is the end of the text.
@@ -201,8 +201,8 @@ class ToolReader:
         return delta
 
     def call_id(self, index: int) -> str:
-        """The id of a call, which the client's result repeats."""
-        # Nine letters or digits: the strictest chat templates accept no other ids.
+        """The id of a call. The client repeats it with the call's result."""
+        # Nine letters or digits: the strictest chat templates accept only such ids.
         return hashlib.blake2s(f"{self._label}/{index}".encode()).hexdigest()[:9]
 
 

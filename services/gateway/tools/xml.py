@@ -1,7 +1,7 @@
 """Tool calls as tags with plain text between them: Qwen3-Coder, Qwen3.5.
 
-Values have no quotes, so the tool's schema tells their types. Strings are passed on as they come,
-other values once they are complete. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
+Values have no quotes, so the tool's schema tells their types. Strings are passed on as they arrive,
+other values when they are complete. Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.gateway.tools.marked import SteppedCalls
 from services.gateway.tools.scanner import CallArguments, CallStart, Piece
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool → JSON schema of its parameters."""
+"""JSON schema of each tool's parameters, by the tool's name."""
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -27,15 +27,15 @@ class QwenXmlParser(SteppedCalls):
     """Reads `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`.
 
     Args:
-        schemas: of the tools' parameters.
+        schemas: JSON schemas of the tools' parameters.
     """
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(_CALL)
         self._schemas = schemas
         self._types: Mapping[str, Any] = {}
-        self._num_written = 0  # parameters of the current call
-        self._is_open = False  # a call without its end mark so far
+        self._num_written = 0  # number of parameters of the current call
+        self._is_open = False  # inside a call without an end mark so far
         self._value: PlainValue | None = None
         self._has_begun = False  # the line break before the value was read
 
@@ -63,7 +63,7 @@ class QwenXmlParser(SteppedCalls):
         marks = (_FUNCTION, _PARAMETER, _FUNCTION_END, _CALL_END)
         if not held or any(mark.startswith(held) for mark in marks):
             return None
-        # No mark begins here, so this is no part of a call.
+        # No mark begins here, so this is not part of a call.
         at = held.find("<", 1)
         self._held = held[at:] if at >= 0 else ""
         return []
@@ -85,7 +85,7 @@ class QwenXmlParser(SteppedCalls):
 
     def _read_value(self, value: PlainValue) -> list[Piece] | None:
         raw, is_complete, rest = self._held.partition(_PARAMETER_END)
-        if not self._has_begun:  # the value is on lines of its own
+        if not self._has_begun:  # the value has lines of its own
             self._has_begun = bool(raw) or bool(is_complete)
             raw = raw.removeprefix("\n")
         if is_complete:
@@ -136,13 +136,13 @@ class PlainValue:
 
 
 def types_of(schemas: Schemas, name: str) -> Mapping[str, Any]:
-    """The schemas of a function's parameters, by name; those that the tools declare."""
+    """The schemas of a function's parameters, by name; empty if the tool declares none."""
     types = schemas.get(name, {}).get("properties")
     return types if isinstance(types, Mapping) else {}
 
 
 def is_text_only(schema: Any) -> bool:
-    """Whether a value is always a string; also if the schema does not tell."""
+    """Whether a value is always a string. True also if the schema does not tell."""
     if not isinstance(schema, Mapping):
         return True
     kind = schema.get("type")
@@ -156,7 +156,7 @@ def is_text_only(schema: Any) -> bool:
 
 
 def _as_json(raw: str) -> str:
-    """A value as JSON; as a string if it is not valid JSON."""
+    """Converts a value to JSON; to a string if it is not valid JSON."""
     text = raw.strip()
     if text in _WORDS:
         return json.dumps(_WORDS[text])

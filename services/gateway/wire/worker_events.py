@@ -1,4 +1,4 @@
-"""Workers' events about one request, as values.
+"""Converts workers' messages about one request to events.
 
 Tests: tests/unit/gateway/wire/test_worker_events.py.
 """
@@ -25,7 +25,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The worker did not take the request; `by_prefill` tells which of its services refused."""
+    """The worker did not take the request. `by_prefill` tells which of its services refused."""
 
     refusal: Refusal
     by_prefill: bool = False
@@ -33,7 +33,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The attempt is over: the worker lost it, or the connection to the worker broke."""
+    """The attempt is over: the worker lost the request, or the connection to the worker broke."""
 
     refusal: Refusal
     by_prefill: bool = False
@@ -42,7 +42,7 @@ class Failed:
 @quick
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The prompt was computed; the token's position is the length of the sequence sent."""
+    """The prompt was computed. The token's position is the length of the sequence that was sent."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -77,10 +77,10 @@ class Tokens(NamedTuple):
     """Generated tokens.
 
     Attributes:
-        first_position: of the first token, from the start of the sequence.
+        first_position: position of the first token, from the start of the sequence.
         logprobs: one per token if the request asks for them.
-        finish_reason: with the last token.
-        error: why a token cannot be generated, if the finish reason is ERROR.
+        finish_reason: set with the last token.
+        error: why no token can be generated, if the finish reason is ERROR.
     """
 
     first_position: int
@@ -94,10 +94,10 @@ WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | 
 
 
 def prefill_event(message: PrefillEvent) -> WorkerEvent:
-    """A prefill worker's event.
+    """Parses a prefill worker's event.
 
     Raises:
-        ProtocolError: the message holds no event that is known.
+        ProtocolError: the message holds no known event.
     """
     match message.WhichOneof("event"):
         case "accepted":
@@ -123,10 +123,10 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
 
 
 def decode_event(message: DecodeEvent) -> WorkerEvent:
-    """A decode worker's event.
+    """Parses a decode worker's event.
 
     Raises:
-        ProtocolError: the message holds no event that is known.
+        ProtocolError: the message holds no known event.
     """
     kind = message.WhichOneof("event")
     if message.HasField("prefill"):
