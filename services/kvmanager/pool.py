@@ -193,8 +193,7 @@ def merge_knowledge(
     """Merges the knowledge of all replicas: reads by namespace, and the members of the pool.
 
     A worker that two replicas report has moved from one to the other. Its newer incarnation counts,
-    or
-    for the same incarnation the report with more reads. Damaged knowledge is left out.
+    or for the same incarnation the report with more reads. Damaged knowledge is left out.
     """
     reads: dict[str, PoolReads] = {}
     members: dict[WorkerId, PoolMember] = {}

@@ -56,8 +56,7 @@ class PrefixWatch:
         """Yields the whole content of the store, then the changes during that time.
 
         The parts may be of different moments. The last message has a position; if it has none, the
-        log has
-        dropped the changes, and the caller makes another picture.
+        log has dropped the changes, and the caller makes another picture.
         """
         position = await self._guard.call(lambda store: store.position())
         slots = await self._guard.call(lambda store: store.slots())

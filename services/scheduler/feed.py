@@ -57,8 +57,8 @@ class FleetFeed:
 
         Args:
             hold_empty_s: seconds to hold back an empty first view. A scheduler that has just
-                started
-                knows no workers yet, and a gateway with an older view must not drop its own.
+                started knows no workers yet, and a gateway with an older view must not drop its
+                own.
             with_detail: whether to send details that only people need.
             changes: whether later views contain only the changes since the view before.
         """

@@ -1,7 +1,8 @@
-"""Makes the groups of workers what they were wished to be, by `policy/group_life.py`.
+"""Brings groups of workers to the state that people wish for, by `policy/group_life.py`.
 
-The wishes are in the store; what is there is asked of the launcher and seen in the fleet. So the
-next scheduler goes on where one was killed. Of several, one gives orders; all close entrances.
+The store holds the wishes. The launcher lists the started workers, and the fleet the registered
+ones. So another scheduler can continue where a killed one stopped. One of several schedulers gives
+orders; all of them close workers for new requests.
 Tests: tests/unit/scheduler/test_groups_life.py, tests/e2e/test_group_life.py.
 """
 
@@ -41,23 +42,23 @@ LEASE = "groups"
 LEASE_TTL_S = 5.0
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-"""Between starts of workers that end before they have registered."""
+"""Bounds in seconds of the pause between starts of workers that end before they register."""
 
 
 Loads: TypeAlias = Mapping[WorkerId, WorkerLoad]
-"""Of the workers that are registered."""
+"""Loads of the registered workers."""
 
 
 class NoLauncherError(KvMeshError):
-    """Nobody starts workers here."""
+    """This scheduler has no launcher to start workers."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Starts:
-    """What became of the workers that were started for a group.
+    """The results of starting workers for a group.
 
     Attributes:
-        awaited: started, and not registered yet.
+        awaited: workers that were started and have not registered yet.
     """
 
     awaited: set[WorkerId] = dataclasses.field(default_factory=set)
@@ -69,7 +70,7 @@ class Groups:
     """The groups of one scheduler.
 
     Args:
-        store: remembers the wishes, and of several schedulers lets one give orders.
+        store: keeps the wishes, and the lease with which one of several schedulers gives orders.
         owner: this scheduler's name in the lease.
     """
 
@@ -98,20 +99,20 @@ class Groups:
         self._problem = ""
 
     async def run(self) -> None:
-        """Looks all the time, until cancelled."""
+        """Looks at the groups periodically, until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Takes stock once, and does what is next."""
+        """Looks at the groups once, and takes the next steps."""
         problem = ""
         try:
             async with self._changing:
                 await self._look()
         except (LaunchError, StoreUnavailableError) as error:
             problem = str(error)
-        if problem and not self._problem:  # said once: a launcher may start after this scheduler
+        if problem and not self._problem:  # logged once: a launcher may start after this scheduler
             log.info("groups_not_seen", error=problem)
         self._problem = problem
 
@@ -124,7 +125,7 @@ class Groups:
         for told in wishes.values():
             wish, step = told, group_step(told, _members(told, kept, here))
             if step.opens and leads:
-                # Written down first: those who take over must not close what served.
+                # Stored first: a scheduler that takes over must not close workers that served.
                 wish = dataclasses.replace(told, opened=told.checkpoint)
                 await self._put(wish)
                 step = group_step(wish, _members(wish, kept, here))
@@ -153,7 +154,7 @@ class Groups:
     async def _carry_out(
         self, wish: GroupWish, step: GroupStep, kept: Sequence[Launched], here: Loads
     ) -> frozenset[WorkerId]:
-        """Starts and stops workers; returns those who were started and serve nobody yet."""
+        """Starts and stops workers. Returns the started workers that must not serve yet."""
         for name in step.stop:
             chosen_by_routes = name in here and name not in self._fleet.closed
             if name not in self._stopping and not chosen_by_routes:
@@ -174,7 +175,7 @@ class Groups:
         return frozenset() if wish.opened == wish.checkpoint else frozenset(started)
 
     def _may_start(self, wish: GroupWish, names: Set[WorkerId], here: Set[WorkerId]) -> bool:
-        """Not at once again where those who were started ended without having served."""
+        """Whether workers may start now: not at once after some ended without having served."""
         starts = self._starts.setdefault(wish.scenario, _Starts())
         failed = starts.awaited - names - here
         if starts.awaited & here:
@@ -205,18 +206,18 @@ class Groups:
         self._decisions.add_fleet("group", step.state.value, **facts)
         log.info("group_state", state=step.state.value, **facts)
 
-    # --- what people ask ------------------------------------------------------------------------
+    # --- for operators --------------------------------------------------------------------------
 
     async def apply(self, wish: GroupWish) -> None:
-        """Wishes for a group.
+        """Stores a wish for a group.
 
         Raises:
-            StoreUnavailableError: it cannot be written down.
+            StoreUnavailableError: the wish cannot be stored.
             LaunchError: the launcher does not answer.
         """
         async with self._changing:
             before = (await self._wishes()).get(wish.scenario)
-            if before is None:  # workers that were there from the start go on serving
+            if before is None:  # workers from before the first wish continue to serve
                 before = wish_of(await self._launcher.list(), wish.scenario)
             self._starts.pop(wish.scenario, None)
             await self._put(dataclasses.replace(wish, opened=before.opened))
@@ -253,7 +254,7 @@ def _members(wish: GroupWish, kept: Iterable[Launched], here: Loads) -> list[Gro
 
 
 def _is_idle(load: WorkerLoad | None) -> bool:
-    """Whether nothing runs on a worker, or it is not there."""
+    """Whether nothing runs on a worker, or it is not registered."""
     if load is None:
         return True
     return not (

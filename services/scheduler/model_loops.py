@@ -177,8 +177,7 @@ class ModelLoops:
         """Bytes that local workers read from the remote cluster in this cycle, and bytes queued.
 
         The readers count them. Fetched prefixes and answers to queries leave the cluster as a
-        prompt's KV
-        does.
+        prompt's KV does.
         """
         holders = {each.info.worker_id for each in far}
         before, self._read = self._read, {}
@@ -243,8 +242,7 @@ class ModelLoops:
         """The least loaded worker of the side that gives one up; None if it can spare none.
 
         Lengths and queues are known only for all groups together, so they do not tell which group
-        can spare
-        a worker. With several local groups, no worker moves.
+        can spare a worker. With several local groups, no worker moves.
         """
         home = self._home(workers)
         if to_role is None or len(by_group(home)) > 1:

@@ -93,8 +93,7 @@ class Router:
 
         Args:
             gateway: identity of the gateway that asks. The latest query of each gateway tells how
-                many
-                requests wait there.
+                many requests wait there.
         """
         started = time.perf_counter()
         if query.placement is Placement.AUTO is not self._settings.placement:

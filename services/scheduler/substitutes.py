@@ -1,12 +1,11 @@
 """Fills the places of lost and ejected workers, by `policy/substitute.py`.
 
 Exactly one worker takes a place. When a lost worker is back, as a new process, it becomes a spare
-if
-a spare took its place. A substitute that was taken from another place goes back. If a process was
-started as the substitute, one of the two is stopped. A launcher kills a worker that hangs when its
-place is taken, or when its own next life is the fastest substitute. The last worker of a role stays
-a member until then. This state is in memory: a restarted scheduler treats a worker that comes back
-as an additional worker.
+if a spare took its place. A substitute that was taken from another place goes back. If a process
+was started as the substitute, one of the two is stopped. A launcher kills a worker that hangs when
+its place is taken, or when its own next life is the fastest substitute. The last worker of a role
+stays a member until then. This state is in memory: a restarted scheduler treats a worker that comes
+back as an additional worker.
 Tests: tests/unit/scheduler/test_substitutes.py, tests/e2e/test_substitutes.py.
 """
 

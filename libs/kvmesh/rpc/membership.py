@@ -118,8 +118,7 @@ class MemberChannel(grpc.aio.Channel):
     """A channel whose calls carry the proof.
 
     gRPC's own interceptors would need a task for each call and another object around each stream,
-    and
-    call credentials need TLS.
+    and call credentials need TLS.
 
     Args:
         inner: makes the calls.

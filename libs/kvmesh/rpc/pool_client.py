@@ -82,11 +82,11 @@ class PoolClient:
     async def store(
         self, holder: Endpoint, request: pb.StoreBlocksRequest, timeout_s: float
     ) -> Reservation | None:
-        """Asks for room for a prefix; None if all of it is there.
+        """Asks for room for a prefix; None if the worker holds all of it.
 
         Raises:
-            RefusedError: the worker said no.
-            LostError: no answer in time, or one that says nothing.
+            RefusedError: the worker refused.
+            LostError: no answer in time, or an empty one.
         """
         await self._trim(holder)
         with self._calling(holder) as stub:

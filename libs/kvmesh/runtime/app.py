@@ -338,8 +338,7 @@ async def _let_tasks_end() -> None:
     """Waits for tasks that are about to end.
 
     A call's own task inside gRPC ends a moment after `server.stop` returns. If the closing loop
-    cancels
-    it in that moment, gRPC prints a traceback although the stop succeeded.
+    cancels it in that moment, gRPC prints a traceback although the stop succeeded.
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:

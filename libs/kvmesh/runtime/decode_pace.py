@@ -33,8 +33,7 @@ class DecodePace:
 
         Args:
             num_computed: tokens of the step, including decoded ones, if it computed a part of a
-                prompt;
-                else 0.
+                prompt; else 0.
         """
         decoding = self._decoding()
         context = sum(map(_context, decoding))

@@ -154,7 +154,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         request: pb.StoreBlocksRequest,
         context: grpc.aio.ServicerContext[pb.StoreBlocksRequest, pb.StoreBlocksResponse],
     ) -> pb.StoreBlocksResponse:
-        """Makes room for what the caller will write."""
+        """Makes room for a prefix that the caller will write."""
         outcome: Reservation | Refusal | None = self._check(request)
         if outcome is None and self.draining:
             outcome = Refusal(RefusalReason.DRAINING, "this worker is leaving")
@@ -185,7 +185,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         return None
 
     def _hashes(self, request: pb.LeaseBlocksRequest) -> list[BlockHash]:
-        # A reader with a larger pool may ask for more than can be here; nothing is made of that.
+        # A reader with a larger pool may ask for more than can be here; the rest is ignored.
         return split_hashes(request.block_hashes[: self._most_hash_bytes])
 
     @property
@@ -295,7 +295,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
 
     @property
     def is_idle(self) -> bool:
-        """No lease, and nobody reads or writes."""
+        """Whether there is no lease, no read and no write."""
         return self._table.is_idle and not self._reads and not self._stores.num_open
 
     def statistics(self) -> ReadLeaseStatistics:
@@ -312,8 +312,7 @@ def reader_of(worker_id: str, peer: str, here: str) -> Reader:
     """The reader for which a lease is counted. A name can be forged, a connection's host cannot.
 
     All workers of another host share one host's part. Workers of this host are distinguished by
-    their
-    names: processes on this host are trusted with more than leases.
+    their names: processes on this host are trusted with more than leases.
 
     Args:
         worker_id: the reader's own name for itself.

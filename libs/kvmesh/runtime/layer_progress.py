@@ -2,8 +2,7 @@
 
 On the host, a reported layer has been written. On a device, its work has only been queued, maybe
 for all layers at once. Then the layers that the device has passed leave next. If it has passed
-none,
-the first queued ones leave, and the transfer waits for the device.
+none, the first queued ones leave, and the transfer waits for the device.
 Tests: tests/unit/runtime/test_layer_progress.py.
 """
 

@@ -1,9 +1,9 @@
-"""Prefixes that come up from the tiers for requests that were routed here and are not accepted yet.
+"""Brings up prefixes from the tiers for requests that were routed here but not accepted yet.
 
-Between a route and its acceptance lie a reservation elsewhere and, on a busy worker, the wait for a
-slot. What comes up meanwhile goes to the prefix cache, where it can be evicted like anything else,
-so that a prefetch takes nothing away from requests that are here; whoever is accepted first finds
-it. Tests: tests/integration/test_prefetch.py.
+Between a route and its acceptance are a reservation elsewhere and, on a busy worker, the wait for a
+slot. Blocks that come up meanwhile go to the prefix cache. They can be evicted there like any
+others, so a prefetch takes nothing from accepted requests. Any request that is accepted first finds
+them. Tests: tests/integration/test_prefetch.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ from kvmesh.v1.prefill_service_pb2 import PrefillPrefetch
 log = event_logger(__name__)
 
 MAX_PREFETCHES = 4
-"""More at a time would only evict each other's blocks; further ones are left to their offers."""
+"""Maximum number of prefetches at a time.
+
+More would evict each other's blocks; further prefixes come up with their offers.
+"""
 
 ROOM = 2
-"""Times a prefix that have to be free, or could be evicted, before it comes up ahead."""
+"""Room that a prefetch needs, as a multiple of its prefix: blocks that are free or can be evicted.
+"""
 
 SLICE_BYTES = 64 << 20
-"""A prefetch that is cancelled ends after so much. Models with several groups bring up all or
-nothing, as a part of a window or of a state is worth nothing."""
+"""Bytes after which a cancelled prefetch ends.
+
+Models with several groups bring up all or nothing, as a part of a window or of a state is worth
+nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class Prefetches:
     """All prefetches of one worker.
 
     Attributes:
-        begun_total: since the start.
+        begun_total: number of prefetches since the start.
     """
 
     def __init__(self, core: EngineCore, tiers: TieredCache) -> None:
@@ -57,14 +64,14 @@ class Prefetches:
 
     @property
     def num_running(self) -> int:
-        """Prefixes on their way up."""
+        """Number of prefetches in progress."""
         return len(self._running)
 
     def begin(self, gateway: object, message: PrefillPrefetch) -> None:
-        """Begins to bring up what is below of a prefix, if that pays.
+        """Starts to bring up a prefix's blocks from the tiers, if that pays.
 
         Args:
-            gateway: whose request it is; it ends with the gateway's stream.
+            gateway: the request's gateway; the end of its stream ends the prefetch.
         """
         request_id = RequestId(message.request_id)
         if request_id in self._running or len(self._running) >= MAX_PREFETCHES:
@@ -80,24 +87,24 @@ class Prefetches:
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
     def end(self, request_id: RequestId) -> None:
-        """Nobody waits for it any more."""
+        """Cancels a request's prefetch: it is no longer needed."""
         if (prefetch := self._running.get(request_id)) is not None:
             prefetch.task.cancel()
 
     def end_of(self, gateway: object) -> None:
-        """A gateway is gone."""
+        """Cancels the prefetches of a gateway that is gone."""
         for each in list(self._running.values()):
             if each.gateway is gateway:
                 each.task.cancel()
 
     async def settled(self, request_id: RequestId) -> None:
-        """Returns when a request's prefetch is over, if there is one: two would read the same."""
+        """Waits until a request's prefetch, if any, is over: two loads would read the same."""
         if (prefetch := self._running.get(request_id)) is not None:
             await asyncio.wait([prefetch.task])
 
     async def _bring_up(self, hashes: Sequence[BlockHash]) -> None:
         step = self._step or len(hashes)
-        # While blocks are written they are held: what comes must not keep its own request out.
+        # Blocks are held while they are written, and a prefetch must not keep its own request out.
         if self._core.pool.num_free < ROOM * len(hashes):
             return
         for end in range(step, len(hashes) + step, step):

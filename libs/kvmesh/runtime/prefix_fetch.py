@@ -134,8 +134,7 @@ class PrefixFetcher:
         """Brings blocks that a sequence would have to compute into its own blocks.
 
         The sequence is HELD and runs only afterwards; it may be released at any time. After this
-        call is
-        cancelled, nothing writes into its blocks any more.
+        call is cancelled, nothing writes into its blocks any more.
         """
         return await self._run(source, self._core.begin_fill(sequence), is_planned=False)
 

@@ -22,8 +22,7 @@ class StepMeter:
     """Shares of time by kind of step.
 
     A step with prompt tokens is bound by compute, a pure decode step by memory bandwidth. So the
-    shares
-    approximate the use of both on devices whose counters cannot be read.
+    shares approximate the use of both on devices whose counters cannot be read.
 
     Args:
         budget_tokens: maximum number of tokens of a step.

@@ -1,7 +1,7 @@
 """Prefixes that other programs write into this worker's prefix cache (`KvPoolService.StoreBlocks`).
 
-Whoever has the mesh's secret may write what others will read as the KV of a prefix, and nobody can
-check it; so a worker takes nothing unless its operator says how many at a time.
+A program with the mesh's secret writes KV that other requests read as the KV of a prefix, and no
+worker can check it. So a worker accepts none unless its operator sets how many at a time.
 Tests: tests/integration/test_pool_facade.py.
 """
 
@@ -22,12 +22,12 @@ _ATTEMPT = 1
 
 
 class StoredPrefixes:
-    """What is being written.
+    """The prefixes that are being written.
 
     Args:
-        max_open: at one time; 0 takes nothing.
-        max_blocks: of all of them together.
-        on_stored: told when blocks came into the prefix cache.
+        max_open: maximum number at one time; 0 accepts none.
+        max_blocks: maximum number of blocks of all of them together.
+        on_stored: called when blocks came into the prefix cache.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class StoredPrefixes:
 
     @property
     def num_open(self) -> int:
-        """Prefixes that are being written."""
+        """Number of prefixes that are being written."""
         return len(self._open)
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation | Refusal | None:
-        """Room for what is not here of a prefix; None if all of it is.
+        """Makes room for the missing blocks of a prefix; None if no block is missing.
 
         Args:
             hashes: chained, from the root on.
@@ -91,7 +91,7 @@ class StoredPrefixes:
         return None
 
     def _end(self, name: RequestId, fill: PrefixFill) -> None:
-        """Nobody writes any more."""
+        """Called when nothing writes into a prefix's blocks any more."""
         part = self._open.pop(name)
         num_blocks = len(part.arriving)
         fill.close(num_blocks if part.is_complete else 0)
@@ -101,7 +101,7 @@ class StoredPrefixes:
         self._ended.set()
 
     async def drain(self) -> None:
-        """Ends what is not complete, and waits until nobody writes."""
+        """Ends incomplete prefixes, and waits until nothing is written any more."""
         self._max_open = 0
         for part in list(self._open.values()):
             if part.reservation_id is not None:

@@ -371,8 +371,7 @@ class Worker:
         """Drains prefill first, since its KV must be taken before the process may go; readers last.
 
         However it ends, also by a timeout, schedulers are told that the worker leaves, so that they
-        need
-        not notice its silence.
+        need not notice its silence.
         """
         # All at once, so that the next load report keeps routes away from both sides.
         self.decode.draining = self.prefill.draining = self.pool.draining = True

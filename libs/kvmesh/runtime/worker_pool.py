@@ -44,10 +44,10 @@ def make_pool(
     tiers: TieredCache | None,
     on_stored: Callable[[], None],
 ) -> KvPool:
-    """Makes what lends this worker's KV to others and takes theirs.
+    """Makes the service that lends this worker's KV to others and stores theirs.
 
     Args:
-        arriving: receives what others write.
+        arriving: receives KV that others write.
         on_stored: called when blocks came into the prefix cache.
 
     Raises:

@@ -132,8 +132,8 @@ def unsent_is_detail(record: logging.LogRecord) -> bool:
     """Filter of gRPC's own logger: a failed send to a peer that left is a detail, not an error.
 
     gRPC knows that a peer closed only after its loop has read that. A send just before fails, and
-    gRPC
-    logs it as an error with a traceback. The owner of the stream reports the peer's leaving itself.
+    gRPC logs it as an error with a traceback. The owner of the stream reports the peer's leaving
+    itself.
     """
     kind = record.exc_info[0] if record.exc_info else None
     if kind is not None and kind.__name__ == "ExecuteBatchError":
@@ -146,8 +146,7 @@ def unreadable_is_detail(record: logging.LogRecord) -> bool:
     """Filter of aiohttp's server logger: an unreadable request is a detail, not an error.
 
     Anybody can send one. Its traceback quotes the unreadable line, which may hold a key. The log
-    keeps
-    the kind of error and the sender.
+    keeps the kind of error and the sender.
     """
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or _UNREADABLE.isdisjoint(each.__name__ for each in kind.__mro__):

@@ -23,8 +23,7 @@ class Span:
     """A stage of a request that is not measured; it only passes on the caller's trace.
 
     A request has a dozen of them; as spans of the SDK they would cost it 0.2 ms. Spans that are
-    kept
-    are `SdkSpan`.
+    kept are `SdkSpan`.
 
     Attributes:
         is_kept: the span will be exported. Otherwise data that is only for spans need not be made.

@@ -135,8 +135,7 @@ class Detokenizer:
     """Incremental text of one generation.
 
     A character that is incomplete at the end of generation is dropped. Invalid bytes are dropped
-    too,
-    if there are many or if they would change earlier text.
+    too, if there are many or if they would change earlier text.
 
     Args:
         fast: the model's tokenizer.
@@ -211,8 +210,7 @@ class Detokenizer:
         """Returns a decode stream that has read the prompt's end.
 
         It includes an incomplete character there, unless a skipped special token follows: later
-        tokens
-        cannot complete the character then.
+        tokens cannot complete the character then.
         """
         end = len(tail)
         while end and not self._text_of(tail[end - 1 : end]):

@@ -1,9 +1,8 @@
 """Texts on which two tokenizers are compared before the faster one replaces the other.
 
 They cover the usual mistakes of tokenizer implementations: letters, digits and spaces of all
-scripts; composed characters; runs of white space; special tokens and the space around them;
-invalid bytes; whole words of the vocabulary.
-Pure. Tests: tests/unit/gateway/text/test_text_encoder.py.
+scripts; composed characters; runs of white space; special tokens and the space around them; invalid
+bytes; whole words of the vocabulary. Pure. Tests: tests/unit/gateway/text/test_text_encoder.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A generation is any number of `<|channel|>name<|message|>text<|end|><|start|>assistant`. Channel
 `analysis` has the thinking, `final` the text for the caller, and `commentary` with
 `to=functions.name` a call. `HarmonyReader` separates the thinking and passes calls on unchanged.
-`HarmonyCalls` finds the calls in the rest.
-Pure. Tests: tests/unit/gateway/tools/test_harmony.py.
+`HarmonyCalls` finds the calls in the rest. Pure. Tests: tests/unit/gateway/tools/test_harmony.py.
 """
 
 from __future__ import annotations
