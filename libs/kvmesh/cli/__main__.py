@@ -1,6 +1,7 @@
 """Entry point of `kvmesh` and `python -m kvmesh.cli`.
 
-A command's module is imported when it is asked for, so that `kvmesh health` needs grpcio only.
+A command's module is imported only when the command runs, so that `kvmesh health` needs only
+grpcio.
 Tests: tests/unit/cli/test_main.py.
 """
 
@@ -37,17 +38,18 @@ COMMANDS = {
 }
 
 OWN_PARSERS = ("up", "chat", "top", "bench", "doctor", "profile")
-"""Commands with a module of their flags, `<name>_flags`: help and wrong usage load nothing else."""
+"""Commands with a separate module of flags, `<name>_flags`: help and wrong usage load nothing
+else."""
 
 EXTRAS = {"plan": "sim", "simulate": "sim", "profile": "local,sim"}
-"""Extra of the distribution that a command needs; `local` for all others."""
+"""Extras of the distribution that a command needs; `local` for all other commands."""
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-"""Ctrl-C, as shells say it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 NOBODY_READS = 141
-"""The output's reader has left (SIGPIPE), as shells say it."""
+"""Exit code if the reader of the output has closed it (SIGPIPE), as in shells."""
 
 
 def _overview() -> str:
@@ -96,8 +98,8 @@ def _advice(name: str) -> str:
 def _run(name: str, rest: Sequence[str]) -> int:
     try:
         with ended_when_interrupted():
-            # Read when grpc is loaded. With its fork handlers, each start of a process prints on
-            # stderr that they did nothing.
+            # gRPC reads this when it is loaded. With its fork handlers, each start of a process
+            # would print a useless message on stderr.
             config = importlib.import_module("kvmesh.core.config")
             config.default_environment({"GRPC_ENABLE_FORK_SUPPORT": "0"})
             if name in OWN_PARSERS:
@@ -116,8 +118,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
         )
         return USAGE_ERROR
     except BrokenPipeError:
-        # Who read it has left, as `head` does. What is left of it is for nobody, and the
-        # interpreter would complain when it closes.
+        # The reader has closed the pipe, as `head` does. The rest of the output is discarded, so
+        # that the interpreter does not complain when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
     except KvMeshError as error:

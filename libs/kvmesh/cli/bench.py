@@ -1,4 +1,4 @@
-"""`kvmesh bench serve`: load on a running stack, as a user would send it.
+"""`kvmesh bench serve`: measures a running stack under a load like users' requests.
 
 Tests: tests/unit/cli/test_bench.py.
 """
@@ -27,7 +27,7 @@ from kvmesh.core.config import environment
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 if every request was answered or refused, 1 if any failed."""
+    """Runs the benchmark; returns exit code 0 if all requests were answered or refused, else 1."""
     flags = parser()
     arguments = flags.parse_args(argv)
     try:
@@ -68,7 +68,7 @@ async def _measure(
         tls_ca=arguments.tls_ca,
     )
     if arguments.warmup:
-        # Another seed: its prompts must not be in the prefix cache when the run begins.
+        # Another seed, so that the run's prompts are not in the prefix cache when it begins.
         warmup = replace(load, num_requests=arguments.warmup, seed=arguments.seed + 1, rate=0.0)
         await LoadGenerator(warmup, lambda _: None).run()
     records, duration_s = await _with_progress(load, console)
@@ -102,7 +102,7 @@ async def _with_progress(load: Load, console: Console) -> tuple[list[RequestReco
 def _document(
     load: Load, seed: int, limits: dict[str, float], result: dict[str, float]
 ) -> dict[str, Any]:
-    """The result with all that is needed to judge and repeat it."""
+    """Returns the result with all data needed to judge and repeat it."""
     return {
         "command": bench_report.command_line(["python", "-m", "kvmesh.cli"], sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

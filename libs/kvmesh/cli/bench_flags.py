@@ -10,7 +10,7 @@ from kvmesh.cli.stack_state import add_state_flag, add_url_flag
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """Returns the parser with all flags."""
     made = new_parser(
         "kvmesh bench",
         "Measures a running stack: streams completions at a Poisson rate and reports TTFT, TPOT,\n"

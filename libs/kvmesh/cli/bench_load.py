@@ -1,4 +1,4 @@
-"""Sends the requests of a benchmark and notes what came back when.
+"""Sends the requests of a benchmark and records the arrival times of their answers.
 
 Tests: tests/unit/cli/test_bench_load.py.
 """
@@ -32,14 +32,14 @@ raise yield with open read write index number float integer sequence mapping
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send.
+    """The requests to send.
 
     Attributes:
         rate: requests per second, Poisson arrivals; 0 sends all at once.
-        prompts: tokens (random ids below `vocab_size`) or text.
-        concurrency: requests in flight at most; 0 is no limit. Waiting for one's turn does not
-            count as latency, as in other benchmarks.
-        tls_ca: file with the CA of an https:// URL; empty trusts what this machine trusts.
+        prompts: `tokens` (random ids below `vocab_size`) or `text`.
+        concurrency: maximum number of requests in flight; 0 is no limit. The wait for this limit is
+            not part of the latency, as in other benchmarks.
+        tls_ca: file with the CA of an https:// URL; empty: the CAs of this machine.
     """
 
     url: str
@@ -60,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request and when it is due, in seconds from the start."""
+    """One request, and the time to send it in seconds from the start."""
 
     due_s: float
     prompt: str | list[int]
@@ -68,7 +68,7 @@ class PlannedRequest:
 
 
 def plan_load(load: Load) -> list[PlannedRequest]:
-    """The requests of a run; the same seed gives the same run."""
+    """Returns the requests of a run; the same seed gives the same run."""
     rng = random.Random(load.seed)
     planned, due_s = [], 0.0
     for index in range(load.num_requests):
@@ -81,13 +81,13 @@ def plan_load(load: Load) -> list[PlannedRequest]:
 def _prompt(load: Load, rng: random.Random) -> str | list[int]:
     if load.prompts == "text":
         return " ".join(rng.choice(_WORDS) for _ in range(load.input_tokens))
-    lowest = min(16, load.vocab_size - 1)  # below are special tokens in most vocabularies
+    lowest = min(16, load.vocab_size - 1)  # lower ids are special tokens in most vocabularies
     return [rng.randrange(lowest, load.vocab_size) for _ in range(load.input_tokens)]
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen of one stream so far."""
+    """The received part of one stream."""
 
     times_s: list[float] = field(default_factory=list)
     end_s: float = 0.0
@@ -109,7 +109,7 @@ class _Seen:
             self.end_s = now_s
             ended = choice.get("finish_reason") is not None
             self.finished |= ended
-            # A closing piece without text is no token.
+            # A final chunk without text is no token.
             if choice.get("text") or not ended or not self.times_s:
                 self.times_s.append(now_s)
 
@@ -124,7 +124,7 @@ class LoadGenerator:
         self._turn = asyncio.Semaphore(load.concurrency) if load.concurrency else None
 
     async def run(self) -> tuple[list[RequestRecord], float]:
-        """Sends everything; returns one record per request and the seconds it took."""
+        """Sends all requests; returns one record per request, and the total seconds."""
         connector = aiohttp.TCPConnector(limit=0, ssl=trust(self._load.tls_ca))
         timeout = aiohttp.ClientTimeout(total=self._load.timeout_s)
         async with aiohttp.ClientSession(
@@ -191,7 +191,7 @@ class LoadGenerator:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """Data of server-sent events, one line each."""
+    """Yields the data of server-sent events, one line each."""
     async for line in content:
         if line.startswith(b"data:"):
             yield line[5:].strip().decode()
@@ -202,13 +202,13 @@ def _headers(api_key: str) -> dict[str, str]:
 
 
 async def find_model(url: str, api_key: str = "", tls_ca: str = "") -> str:
-    """Name of the first model that is served.
+    """Returns the name of the first served model.
 
     Args:
         tls_ca: as in `Load`.
 
     Raises:
-        KvMeshError: nobody answers there, or no model is served.
+        KvMeshError: no gateway answers, or it serves no model.
     """
     try:
         async with (

@@ -1,4 +1,4 @@
-"""The maths of a serving benchmark: what was seen of each request -> the numbers; pure.
+"""The metrics of a serving benchmark, computed from the client's record of each request. Pure.
 
 Keys and definitions are those of `vllm bench serve`, so results can be compared.
 Tests: tests/unit/cli/test_bench_metrics.py.
@@ -22,15 +22,15 @@ Outcome = Literal["completed", "refused", "error"]
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What the client saw of one request. Times are seconds on one monotonic clock.
+    """The client's record of one request. Times are seconds on one monotonic clock.
 
     Attributes:
-        outcome: refused is an honest no of the server before the first token.
-        sent_s: when it was sent.
-        token_times_s: arrival of each piece that carried tokens.
-        end_s: arrival of the last piece.
-        output_tokens: as the server counted them.
-        error: what went wrong.
+        outcome: `refused` if the server refused it before the first token.
+        sent_s: time at which it was sent.
+        token_times_s: arrival time of each chunk with tokens.
+        end_s: arrival time of the last chunk.
+        output_tokens: number of output tokens by the server's count.
+        error: error message; empty without an error.
     """
 
     outcome: Outcome
@@ -43,33 +43,33 @@ class RequestRecord:
 
     @property
     def ttft_ms(self) -> float:
-        """Sent -> first token."""
+        """Milliseconds from sending to the first token."""
         return 1000 * (self.token_times_s[0] - self.sent_s)
 
     @property
     def e2el_ms(self) -> float:
-        """Sent -> last piece."""
+        """Milliseconds from sending to the last chunk."""
         return 1000 * (self.end_s - self.sent_s)
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per token after the first; None if there is only one."""
+        """Mean milliseconds per token after the first; None if there is only one."""
         if self.output_tokens < 2:
             return None
         return (self.e2el_ms - self.ttft_ms) / (self.output_tokens - 1)
 
     @property
     def itl_ms(self) -> list[float]:
-        """Gaps between pieces that carried tokens."""
+        """Milliseconds between consecutive chunks with tokens."""
         times = self.token_times_s
         return [1000 * (b - a) for a, b in itertools.pairwise(times)]
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """Limits in milliseconds from words like `ttft:2000`.
+    """Parses limits in milliseconds from words like `ttft:2000`.
 
     Raises:
-        ValueError: a word of another form.
+        ValueError: a word has another form.
     """
     limits = {}
     for word in words:
@@ -93,12 +93,12 @@ def is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
 def summarize(
     records: Sequence[RequestRecord], duration_s: float, limits: Mapping[str, float]
 ) -> dict[str, float]:
-    """The numbers of a run.
+    """Returns the metrics of a run.
 
     Args:
         records: one per request.
-        duration_s: first request sent -> last one ended.
-        limits: of goodput, by metric, in milliseconds; empty leaves goodput out.
+        duration_s: seconds from sending the first request to the end of the last one.
+        limits: goodput's limit of each metric in milliseconds; if empty, goodput is left out.
 
     Returns:
         Counts, rates per second, and `{mean,median,std,pNN}_{ttft,tpot,itl,e2el}_ms` over the
@@ -135,7 +135,7 @@ def summarize(
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    # Zeros where nothing completed, as vLLM has them: NaN is no JSON.
+    # Zeros if no request completed, as in vLLM: JSON has no NaN.
     values = values or [0.0]
     return {
         f"mean_{name}_ms": statistics.fmean(values),
@@ -148,7 +148,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def targets(
     result: Mapping[str, float], num_requests: int, limits: Mapping[str, float]
 ) -> list[dict[str, object]]:
-    """What a run must reach: no errors, all requests answered, and its goodput limits at p99."""
+    """Returns the goals of a run: no errors, all requests answered, goodput limits kept at p99."""
     found: list[dict[str, object]] = [
         _target("errors", result["errors"], "== 0", result["errors"] == 0),
         _target(

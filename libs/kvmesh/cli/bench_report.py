@@ -1,4 +1,7 @@
-"""A benchmark's result for people and for files. Tests: tests/unit/cli/test_bench_report.py."""
+"""Formats a benchmark's result for people and for files.
+
+Tests: tests/unit/cli/test_bench_report.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _COLUMNS = ("mean", "p50", "p90", "p99")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Returns the description of this machine for the result."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
@@ -40,7 +43,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions that matter; packages that are not installed are left out."""
+    """Returns the versions of Python and relevant packages, without packages not installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -51,15 +54,15 @@ def versions() -> dict[str, str]:
 
 
 def command_line(program: Sequence[str], arguments: Sequence[str]) -> str:
-    """How a result was made, to be typed again; folders of one machine are left out."""
+    """Returns the command that made a result, to repeat it; absolute paths are shortened."""
     shown = [f".../{Path(each).name}" if Path(each).is_absolute() else each for each in arguments]
     return shlex.join([*program, *shown])
 
 
 def git_commit(root: Path) -> str:
-    """Commit of the checkout, with `-dirty` if files differ; empty outside of one.
+    """Returns the checkout's commit, with `-dirty` if files differ; empty outside a checkout.
 
-    Results that were written before this one make no difference.
+    Changed files in bench/results do not count.
     """
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     changed = commit and _git(root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
@@ -67,7 +70,7 @@ def git_commit(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git says; empty if it fails."""
+    """Returns git's output; empty if it fails."""
     try:
         done = subprocess.run(
             ["git", *arguments],
@@ -83,7 +86,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def latency_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per latency: its name and, in ms, the columns of the table."""
+    """Returns one row per latency: its name, and the columns of the table in ms."""
     return [
         {"latency": title, **{column: result[f"{column}_{name}_ms"] for column in _COLUMNS}}
         for title, name in _ROWS
@@ -91,8 +94,8 @@ def latency_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def latency_table(result: Mapping[str, Any]) -> Table:
-    """Latencies for the terminal."""
-    # Benchmarks write their files with this module where there is torch and little else.
+    """Returns the latencies as a table for the terminal."""
+    # Imported here: benchmarks use this module where torch but not rich is installed.
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -105,7 +108,7 @@ def latency_table(result: Mapping[str, Any]) -> Table:
 
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
-    """Counts and rates for people."""
+    """Returns counts and rates as text lines."""
     lines = [
         (
             f"{result['completed']} completed, {result['refused']} refused, "
@@ -124,7 +127,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The result as a Markdown page."""
+    """Returns the result as a Markdown page."""
     where = result["machine"]
     lines = [
         "# Serving benchmark",

@@ -1,6 +1,6 @@
-"""`kvmesh certs`: a development CA and a certificate for every service, for TLS and mTLS.
+"""`kvmesh certs`: makes a development CA and a certificate for every service, for TLS and mTLS.
 
-For trying and testing; in production certificates come from whatever issues them there.
+For trials and tests; in production an existing authority issues the certificates.
 Tests: tests/unit/cli/test_certs.py, tests/e2e/test_mtls.py.
 """
 
@@ -25,7 +25,7 @@ from kvmesh.core.errors import ConfigError
 
 SERVICES = ("gateway", "scheduler", "kvmanager", "prefill", "decode")
 PUBLIC = "public"
-"""Certificate of the gateway's HTTP port: it opens no door inside the mesh."""
+"""Name of the certificate of the gateway's HTTP port; it gives no access inside the mesh."""
 
 _CA = "ca"
 _SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -33,7 +33,7 @@ _HOST = re.compile(r"[\w.*:-]+")
 _MAX_DAYS = 36_500
 
 _SKEW = datetime.timedelta(minutes=5)
-"""Clocks of two hosts may differ by this much."""
+"""Assumed maximum difference between the clocks of two hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Issued:
 
 
 def make_ca(days: int) -> Issued:
-    """A certificate authority of its own."""
+    """Returns a new self-signed certificate authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("kvmesh development CA")
     usage = x509.KeyUsage(
@@ -70,12 +70,12 @@ def make_ca(days: int) -> Issued:
 
 
 def issue(ca: Issued, service: str, hosts: Sequence[str], days: int) -> Issued:
-    """A certificate for one service.
+    """Returns a certificate for one service.
 
     Args:
-        service: goes into the subject; `PUBLIC` is for servers only, all others are for both ends.
-        hosts: names and addresses that peers reach it by.
-        days: how long it is valid; not longer than the CA, beyond which nobody would accept it.
+        service: name in the subject; `PUBLIC` is for servers only, all others for both ends.
+        hosts: names and addresses at which peers reach it.
+        days: days of validity; at most those of the CA, after which no peer would accept it.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     uses = [ExtendedKeyUsageOID.SERVER_AUTH]
@@ -95,7 +95,7 @@ def issue(ca: Issued, service: str, hosts: Sequence[str], days: int) -> Issued:
 
 
 def write(issued: Issued, folder: Path, name: str) -> None:
-    """Writes `name.pem` and `name.key`; the key for its owner alone."""
+    """Writes `name.pem` and `name.key`; only the owner can read the key."""
     (folder / f"{name}.pem").write_bytes(issued.cert.public_bytes(serialization.Encoding.PEM))
     pem = issued.key.private_bytes(
         serialization.Encoding.PEM,
@@ -103,16 +103,16 @@ def write(issued: Issued, folder: Path, name: str) -> None:
         serialization.NoEncryption(),
     )
     key_path = folder / f"{name}.key"
-    key_path.unlink(missing_ok=True)  # one that is there may be readable by others
+    key_path.unlink(missing_ok=True)  # an existing file may be readable by others
     with os.fdopen(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(pem)
 
 
 def read_ca(folder: Path) -> Issued | None:
-    """The CA that an earlier run made; None without one.
+    """Returns the CA of an earlier run; None without one.
 
     Raises:
-        ConfigError: its files cannot be used, or it has ended.
+        ConfigError: its files cannot be used, or it has expired.
     """
     key_path = folder / "ca.key"
     if not key_path.exists():
@@ -163,7 +163,7 @@ def _host(text: str) -> x509.GeneralName:
 
 
 def host_list(raw: str) -> tuple[str, ...]:
-    """Names and addresses, comma-separated."""
+    """Parses names and addresses, comma-separated."""
     hosts = tuple(each.strip() for each in raw.split(",") if each.strip())
     if not hosts:
         raise argparse.ArgumentTypeError("it names nobody; name the hosts that peers connect to")
@@ -176,7 +176,7 @@ def host_list(raw: str) -> tuple[str, ...]:
 
 
 def service_list(raw: str) -> tuple[str, ...]:
-    """Names of services, comma-separated; each is a subject and the name of two files."""
+    """Parses names of services, comma-separated; each is a subject and the name of two files."""
     services = tuple(each.strip() for each in raw.split(","))
     for each in services:
         if not _SERVICE.fullmatch(each):
@@ -187,7 +187,7 @@ def service_list(raw: str) -> tuple[str, ...]:
 
 
 def num_days(raw: str) -> int:
-    """A validity in days."""
+    """Parses a validity in days."""
     days = positive_int(raw)
     if days > _MAX_DAYS:
         raise argparse.ArgumentTypeError(f"{days} is more than {_MAX_DAYS}")
@@ -195,7 +195,7 @@ def num_days(raw: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the files; a CA that is there is used again."""
+    """Writes the files; an existing CA is used again."""
     parser = new_parser(
         "kvmesh certs",
         "Makes a development CA and certificates for all services, good for mTLS.",

@@ -1,4 +1,4 @@
-"""`kvmesh chat`: talk to a running stack.
+"""`kvmesh chat`: a conversation with a running stack.
 
 Tests: tests/unit/cli/test_chat.py, tests/e2e/test_chat_and_top.py.
 """
@@ -26,7 +26,7 @@ MAX_SILENCE_S = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talks until the input ends; exit code 1 if an answer failed."""
+    """Answers until the input ends; returns exit code 1 if an answer failed."""
     arguments = parser().parse_args(argv)
     arguments.url = gateway_urls(arguments)
     try:
@@ -65,7 +65,7 @@ async def _new_session(ca: str) -> aiohttp.ClientSession:
 
 
 def _questions(prompt: str, stdin: TextIO, is_terminal: bool) -> Iterator[str]:
-    """The lines to answer."""
+    """Returns the lines to answer."""
     if prompt:
         return iter([prompt])
     if not is_terminal:
@@ -88,7 +88,7 @@ class Chat:
     """The loop of questions and answers.
 
     Args:
-        goes_on: whether Ctrl-C ends an answer only, not the conversation.
+        goes_on: whether Ctrl-C ends only the answer, not the conversation.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Chat:
         self._failed = False
 
     def run(self, lines: Iterable[str], runner: asyncio.Runner) -> bool:
-        """Answers line by line; whether any answer failed.
+        """Answers line by line; returns whether any answer failed.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C in an answer after which nothing goes on; it is told how
-                much of it came.
+            KeyboardInterrupt: Ctrl-C during an answer that ends the conversation; a message says
+                how much of the answer arrived.
         """
         for line in lines:
             text = line.strip()
@@ -165,7 +165,7 @@ class Chat:
         self._conversation.answered(answer.text)
 
     def _end(self, answer: Answer, mark: str) -> None:
-        """Ends the line of an answer, or prints it for programs."""
+        """Ends the line of an answer, or prints the answer as JSON."""
         print(json.dumps(as_json(answer)) if self._as_json else mark, flush=True)
 
     async def _print(self, answer: Answer) -> None:
@@ -174,7 +174,7 @@ class Chat:
             async for thinking, text in pieces:
                 if self._as_json:
                     continue
-                if thinking and sys.stdout.isatty():  # a pipe gets the answer alone
+                if thinking and sys.stdout.isatty():  # a pipe gets only the answer
                     print(f"{_DIM}{thinking}{_PLAIN}", end="", flush=True)
                     was_thinking = True
                 if text:
@@ -186,7 +186,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def _what_was_cut(answer: Answer) -> str:
-    """How much of an answer that was stopped has come."""
+    """Returns how much of a stopped answer has arrived."""
     if answer.text:
         return f"the answer is cut off after {len(answer.text)} characters"
     thinking = f"; it had thought {len(answer.thinking)} characters" if answer.thinking else ""
@@ -194,7 +194,7 @@ def _what_was_cut(answer: Answer) -> str:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """An answer for programs."""
+    """Returns an answer as JSON values."""
     return {
         "content": answer.text,
         "reasoning": answer.thinking,
@@ -211,7 +211,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def described(answer: Answer) -> str:
-    """An answer's numbers for people."""
+    """Returns an answer's token counts and times as text."""
     if not answer.elapsed_s:
         return "no answer yet"
     after_first_s = answer.elapsed_s - answer.ttft_s

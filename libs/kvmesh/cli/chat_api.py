@@ -1,4 +1,4 @@
-"""One conversation over the OpenAI HTTP API: what was said, and the next answer as it comes.
+"""One conversation over the OpenAI HTTP API: its messages, and the next answer as a stream.
 
 Tests: tests/unit/cli/test_chat_api.py.
 """
@@ -22,19 +22,19 @@ from kvmesh.core.errors import KvMeshError
 _DATA, _ID, _END = b"data:", b"id:", b"\n"
 _NO_KEY, _GONE = 401, 410
 _LOST_CODES = frozenset({"draining", "LostError"})
-"""Errors within a stream after which another gateway may go on with it."""
+"""Error codes within a stream after which another gateway may resume it."""
 
 GO_ON_S = 60.0
-"""So long a stream that was cut is asked for again, as long as nothing new comes."""
+"""Seconds without a new event for which a cut stream is requested again."""
 _PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0)
 
 
 class _CutError(Exception):
-    """The stream ended in the middle, or did not begin; the message says why."""
+    """The stream broke off, or did not begin; the message says why."""
 
 
 class ChatError(KvMeshError):
-    """The server did not answer, or said no."""
+    """The server did not answer, or refused."""
 
 
 @dataclass(slots=True)
@@ -42,38 +42,39 @@ class Conversation:
     """Messages so far, for the next request.
 
     Attributes:
-        system: said before everything else; empty says nothing.
+        system: system message before all others; empty: none.
+        turns: messages of user and assistant.
     """
 
     system: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def messages(self) -> list[dict[str, str]]:
-        """All messages in order."""
+        """Returns all messages in order."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
 
     def ask(self, text: str) -> None:
-        """The user says something."""
+        """Adds a message of the user."""
         self.turns.append({"role": "user", "content": text})
 
     def answered(self, text: str) -> None:
-        """The model has answered, or was stopped in the middle of it."""
+        """Adds the model's answer, which may have been stopped."""
         self.turns.append({"role": "assistant", "content": text})
 
     def undo(self) -> bool:
-        """Takes the last question and its answer back; False if there is none."""
+        """Removes the last question and its answer; returns False if there is none."""
         while self.turns and self.turns[-1]["role"] == "assistant":
             self.turns.pop()
         return bool(self.turns) and bool(self.turns.pop())
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages except the system message."""
         self.turns.clear()
 
 
 class Piece(NamedTuple):
-    """More of an answer."""
+    """A further part of an answer."""
 
     thinking: str
     text: str
@@ -81,12 +82,12 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """An answer and what it cost; grows while it comes.
+    """An answer with its token counts and times; it grows while it streams.
 
     Attributes:
-        thinking: what the model thought before it answered.
-        ttft_s: sending to the first piece of thinking or text.
-        worker: who generated it, where the server says so.
+        thinking: reasoning text before the answer.
+        ttft_s: seconds from sending to the first piece of thinking or text.
+        worker: worker that generated it; empty if the server does not say.
     """
 
     text: str = ""
@@ -104,8 +105,8 @@ class ChatApi:
     """The chat endpoint of a server, which may have several gateways.
 
     Args:
-        urls: base URLs, without `/v1`; the first one is asked until it fails.
-        options: fields of the body besides messages.
+        urls: base URLs without `/v1`; the first one is used until it fails.
+        options: fields of the request body besides messages.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class ChatApi:
         self._options = options
 
     async def first_model(self) -> str:
-        """Name of the first model that is served.
+        """Returns the name of the first served model.
 
         Raises:
-            ChatError: there is no answer, or not one of such a server.
+            ChatError: no server answers, or it does not speak the OpenAI API.
         """
         for number in range(len(self._urls)):
             url = self._urls[0]
@@ -144,15 +145,15 @@ class ChatApi:
     async def stream(
         self, model: str, conversation: Conversation, answer: Answer
     ) -> AsyncGenerator[Piece, None]:
-        """The next answer, piece by piece; close the generator to cancel it.
+        """Yields the next answer piece by piece; closing the generator cancels it.
 
-        If it is cut it goes on behind what came, at the gateway that answers first.
+        A cut stream resumes after its last piece, at the first gateway that answers.
 
         Args:
-            answer: filled while the pieces come.
+            answer: filled while the pieces arrive.
 
         Raises:
-            ChatError: the server said no, or the connection broke.
+            ChatError: the server refused, or the connection broke.
         """
         body = {
             **self._options,
@@ -186,11 +187,11 @@ class ChatApi:
     async def _events(
         self, body: dict[str, Any], last_id: str, answer: Answer
     ) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-        """Events of one connection, each with what to say in order to go on behind it.
+        """Yields the events of one connection, each with the id from which to resume after it.
 
         Raises:
-            ChatError: the server said no.
-            _CutError: there may be more of it.
+            ChatError: the server refused.
+            _CutError: the stream broke off and may be resumed.
         """
         headers = {**self._headers, "Last-Event-ID": last_id} if last_id else self._headers
         url = f"{self._urls[0]}/v1/chat/completions"
@@ -228,11 +229,11 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 async def _events(
     lines: AsyncIterable[bytes],
 ) -> AsyncIterator[tuple[str | None, dict[str, Any]]]:
-    """The events of a stream until its end, each with the id that it has."""
+    """Yields the events of a stream until its end, each with its id."""
     given_id: str | None = None
     async for line in lines:
         if not line.endswith(_END):
-            break  # half of a line: what it says was not said
+            break  # an incomplete line does not count
         if line.startswith(_ID):
             given_id = line.removeprefix(_ID).strip().decode()
         if not line.startswith(_DATA):
@@ -246,7 +247,7 @@ async def _events(
 
 
 def _take(event: dict[str, Any], answer: Answer) -> Piece:
-    """Adds an event to the answer and returns what it says."""
+    """Adds an event to the answer and returns its text."""
     if "error" in event:
         raise ChatError(str(event["error"]["message"]))
     usage = event.get("usage")

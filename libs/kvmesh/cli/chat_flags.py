@@ -1,4 +1,4 @@
-"""Flags of `kvmesh chat`, and what can be typed in a conversation.
+"""Flags of `kvmesh chat`, and the commands within a conversation.
 
 Tests: tests/unit/cli/test_chat.py.
 """
@@ -37,7 +37,7 @@ exit code: 0; 1 if an answer failed (on a terminal: only if no server was found)
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """Returns the parser with all flags."""
     made = new_parser("kvmesh chat", "A conversation with the model, as it streams.", _EPILOG)
     add_url_flag(made, several=True)
     add_ca_flag(made)

@@ -1,7 +1,8 @@
-"""Processes that children of this one left behind, such as the compiler of a killed worker.
+"""Ends processes that children of this one left behind, such as the compiler of a killed worker.
 
-On Linux orphans go to the next ancestor that asked for them instead of to init, so this process
-can find all its descendants, however their own parents ended.
+On Linux this process becomes a subreaper: it adopts orphaned descendants instead of init, so it
+finds
+all of them, however their parents ended.
 Tests: tests/unit/cli/test_descendants.py.
 """
 
@@ -19,15 +20,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process, where the kernel can (Linux)."""
+    """Makes orphaned descendants children of this process (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
-    """Kills everything that this process and its children started, and waits until it is gone."""
+    """Kills all descendants of this process, and waits until they are gone."""
     me = psutil.Process()
-    while left := me.children(recursive=True):  # those killed may have started more just before
+    while left := me.children(recursive=True):  # killed ones may have just started others
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -36,10 +37,10 @@ def kill_descendants() -> None:
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Takes ended orphans off the process table.
+    """Removes ended orphans from the process table.
 
     Args:
-        own: children for which somebody else waits.
+        own: process ids of children that other code waits for.
     """
     for process in psutil.Process().children():
         if process.pid not in own:

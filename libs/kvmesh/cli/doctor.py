@@ -1,4 +1,4 @@
-"""`kvmesh doctor`: what is wrong with this machine or a running stack, and what to do.
+"""`kvmesh doctor`: reports problems of this machine or a running stack, and what to do.
 
 Tests: tests/unit/cli/test_doctor.py.
 """
@@ -76,14 +76,14 @@ async def _network(
 
 
 def table_of(findings: Sequence[Finding]) -> Table:
-    """The findings for the terminal."""
+    """Returns the findings as a table for the terminal."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
         text = finding.detail + (f"\n-> {finding.remedy}" if finding.remedy else "")
-        # `Text`, because details may hold brackets that would read as markup.
+        # `Text`, because brackets in details would be parsed as markup.
         level = Text(finding.level.value, style=_STYLES[finding.level])
         table.add_row(level, Text(finding.subject), Text(text))
     return table

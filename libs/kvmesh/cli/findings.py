@@ -1,4 +1,4 @@
-"""What `kvmesh doctor` found, one line each. Tests: tests/unit/cli/test_doctor.py."""
+"""Findings of `kvmesh doctor`, one line each. Tests: tests/unit/cli/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Level(enum.Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "OK"
     WARN = "WARN"
@@ -16,10 +16,10 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One checked thing.
+    """Result of one check.
 
     Attributes:
-        remedy: what to do; empty if nothing is to be done.
+        remedy: the action to take; empty if none is needed.
     """
 
     level: Level
@@ -29,15 +29,15 @@ class Finding:
 
     @classmethod
     def ok(cls, subject: str, detail: str) -> Finding:
-        """As it should be."""
+        """Returns a finding without a problem."""
         return cls(Level.OK, subject, detail)
 
     @classmethod
     def warn(cls, subject: str, detail: str, remedy: str) -> Finding:
-        """Works, but worse than it could."""
+        """Returns a finding that works, but worse than it could."""
         return cls(Level.WARN, subject, detail, remedy)
 
     @classmethod
     def fail(cls, subject: str, detail: str, remedy: str) -> Finding:
-        """Does not work."""
+        """Returns a finding that does not work."""
         return cls(Level.FAIL, subject, detail, remedy)

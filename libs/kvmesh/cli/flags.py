@@ -1,4 +1,4 @@
-"""Command-line flags with environment twins: `--num-blocks` is `KVMESH_NUM_BLOCKS`.
+"""Command-line flags with environment variables: `--num-blocks` is `KVMESH_NUM_BLOCKS`.
 
 Tests: tests/unit/cli/test_flags.py.
 """
@@ -22,22 +22,22 @@ _METAVARS: dict[type, str] = {int: "N", float: "NUMBER"}
 _NOUNS: dict[object, str] = {int: "a whole number", float: "a number"}
 
 PICTURES = (".png", ".svg", ".pdf")
-"""Endings of the files that a plot can be written to."""
+"""Suffixes of the files that a plot can be written to."""
 
 
 def env_name(flag: str) -> str:
-    """Name of a flag's environment twin."""
+    """Returns the name of a flag's environment variable."""
     return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def flag_twins(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """Names of all flags of a parser in the environment."""
+    """Returns the environment variables of all flags of a parser."""
     flags = (flag for action in parser._actions for flag in action.option_strings)
     return frozenset(env_name(flag) for flag in flags if flag.startswith("--") and flag != "--help")
 
 
 def new_parser(prog: str, description: str, epilog: str = "") -> OneLineParser:
-    """A parser that keeps the line breaks of its texts and takes no abbreviations."""
+    """Returns a parser that keeps the line breaks of its texts and accepts no abbreviations."""
     return OneLineParser(
         prog=prog,
         description=description,
@@ -57,10 +57,10 @@ def add_flag(
     choices: Sequence[str] | None = None,
     metavar: str = "",
 ) -> None:
-    """Adds a flag with a value; one from the environment is parsed and checked the same way.
+    """Adds a flag with a value; a value from the environment is parsed and checked in the same way.
 
     Args:
-        metavar: stands for the value in the help; empty derives it from the default's type.
+        metavar: placeholder of the value in the help; empty: derived from the default's type.
     """
     raw = environment(env_name(flag))
     shown = "" if default in (None, "") else f"default {default}, "
@@ -93,7 +93,7 @@ def _parse(
 
 
 def add_switch(parser: argparse.ArgumentParser, flag: str, help_text: str) -> None:
-    """Adds a flag without a value; its twin takes true or false."""
+    """Adds a flag without a value; its environment variable is true or false."""
     raw = environment(env_name(flag)).lower()
     if raw not in _TRUE | _FALSE:
         parser.error(f"{env_name(flag)}: {raw!r} is neither true nor false")
@@ -106,7 +106,7 @@ def add_switch(parser: argparse.ArgumentParser, flag: str, help_text: str) -> No
 
 
 def add_list(parser: argparse.ArgumentParser, flag: str, help_text: str, metavar: str) -> None:
-    """Adds `flag VALUE...`; its twin is split at blanks."""
+    """Adds `flag VALUE...`; its environment variable is split at blanks."""
     parser.add_argument(
         flag,
         nargs="*",
@@ -121,7 +121,7 @@ def _dest(flag: str) -> str:
 
 
 def _told(kind: Callable[[str], T]) -> Callable[[str], T]:
-    """`kind`, whose errors are sentences for people."""
+    """Returns `kind` with errors that are sentences for people."""
 
     def parse(raw: str) -> T:
         try:
@@ -135,7 +135,7 @@ def _told(kind: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def positive_int(raw: str) -> int:
-    """A whole number of at least 1."""
+    """Parses a whole number of at least 1."""
     value = _whole(raw)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
@@ -143,7 +143,7 @@ def positive_int(raw: str) -> int:
 
 
 def count(raw: str) -> int:
-    """A whole number of at least 0."""
+    """Parses a whole number of at least 0."""
     value = _whole(raw)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is less than 0")
@@ -151,7 +151,7 @@ def count(raw: str) -> int:
 
 
 def port_number(raw: str) -> int:
-    """A TCP port; 0 picks a free one."""
+    """Parses a TCP port; 0 picks a free one."""
     value = _whole(raw)
     if not 0 <= value <= 65_535:
         raise argparse.ArgumentTypeError(f"{value} is not a port")
@@ -159,7 +159,7 @@ def port_number(raw: str) -> int:
 
 
 def positive(raw: str) -> float:
-    """A number above 0, such as a length of time."""
+    """Parses a number above 0, such as a duration."""
     value = _finite(raw)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{raw} is not above 0")
@@ -167,7 +167,7 @@ def positive(raw: str) -> float:
 
 
 def not_negative(raw: str) -> float:
-    """A number of at least 0, such as a rate."""
+    """Parses a number of at least 0, such as a rate."""
     value = _finite(raw)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{raw} is less than 0")
@@ -175,7 +175,7 @@ def not_negative(raw: str) -> float:
 
 
 def output_file(raw: str) -> str:
-    """A file that can be written, so that long work does not end without its result; or none."""
+    """Checks that a file can be written, before long work that would lose its result; or empty."""
     path = Path(raw)
     if raw and path.is_dir():
         raise argparse.ArgumentTypeError(f"{raw} is a folder; name a file")
@@ -185,7 +185,7 @@ def output_file(raw: str) -> str:
 
 
 def picture_file(raw: str) -> str:
-    """An `output_file` that a plot can be written to; or none."""
+    """Checks an `output_file` that a plot can be written to; or empty."""
     if raw and Path(raw).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{raw} does not end in {', '.join(PICTURES)}")
     return output_file(raw)
@@ -202,7 +202,7 @@ def _finite(raw: str) -> float:
 
 
 def command_words(raw: str) -> tuple[str, ...]:
-    """A command line as a shell cuts it; nothing of an empty one."""
+    """Splits a command line as a shell does; an empty one has no words."""
     try:
         return tuple(shlex.split(raw))
     except ValueError as error:

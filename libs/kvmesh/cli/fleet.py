@@ -1,4 +1,4 @@
-"""`kvmesh fleet`: the workers, and orders to one of them.
+"""`kvmesh fleet`: lists the workers and gives orders to one of them.
 
 Tests: tests/e2e/test_fleet_command.py.
 """
@@ -125,12 +125,12 @@ async def _order(access: SchedulerAccess, arguments: argparse.Namespace) -> int:
 def _request(
     arguments: argparse.Namespace, worker: FleetWorker
 ) -> tuple[OrderWorkerRequest, Callable[[Workers], bool]]:
-    """The order, and what the fleet looks like when it is carried out."""
+    """Returns the order, and a condition on the fleet that holds when it is carried out."""
     name, reason = worker.info.worker_id, "ordered by kvmesh fleet"
     request = OrderWorkerRequest(worker_id=name)
 
     def now(workers: Workers) -> FleetWorker | None:
-        """This life of the worker, if it is still there."""
+        """Returns this incarnation of the worker, if it is still in the fleet."""
         lives = (each for each in workers if each.info.worker_id == name)
         return next((e for e in lives if e.info.incarnation == worker.info.incarnation), None)
 
@@ -143,7 +143,7 @@ def _request(
         return request, lambda workers: (its := now(workers)) is None or its.info.role is role
     cordoned = arguments.action == "cordon"
     request.cordon.CopyFrom(WorkerCordon(cordoned=cordoned, reason=reason))
-    # Both halves: routes read the load, people the detail.
+    # Both values must change: routes read the load, people the detail.
     return (
         request,
         lambda workers: (
@@ -160,7 +160,7 @@ def _report(view: LiveFleet, name: WorkerId, action: str) -> str:
 
 
 def state_of(worker: FleetWorker) -> str:
-    """One word for whether new work comes to a worker."""
+    """Returns one word that says whether a worker gets new requests."""
     if worker.detail.cordoned:
         return "cordoned"
     if worker.health is not Health.OK:
@@ -171,7 +171,7 @@ def state_of(worker: FleetWorker) -> str:
 
 
 def described(worker: FleetWorker) -> dict[str, Any]:
-    """A worker for JSON."""
+    """Returns a worker as JSON values."""
     info, load, detail = worker.info, worker.load, worker.detail
     return {
         "worker_id": info.worker_id,
@@ -197,7 +197,7 @@ def described(worker: FleetWorker) -> dict[str, Any]:
 
 
 def table_of(workers: Sequence[FleetWorker]) -> Table:
-    """The workers for the terminal."""
+    """Returns the workers as a table for the terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("worker", "role", "group", "state"):
         table.add_column(heading)

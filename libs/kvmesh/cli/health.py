@@ -1,6 +1,6 @@
 """`kvmesh health`: the gRPC health check as an exit code, for container health checks.
 
-Needs grpcio only: the health protocol's two messages are small enough to be read by hand.
+It needs only grpcio: the health protocol's two messages are small enough to parse by hand.
 Tests: tests/unit/cli/test_health.py.
 """
 
@@ -21,14 +21,14 @@ SERVING = "SERVING"
 _ADDRESS = re.compile(r"\S+:\d{1,5}")
 
 CHECK = "/grpc.health.v1.Health/Check"
-"""The method; no bytes at all ask for the state of the whole server."""
+"""The gRPC method; an empty message asks for the state of the whole server."""
 # HealthCheckResponse with `status` (field 1, varint) as the only field; 0 is left out on the wire.
 _ANSWERS = {b"": "UNKNOWN", b"\x08\x01": SERVING, b"\x08\x02": "NOT_SERVING"}
 
 
 @dataclass(frozen=True, slots=True)
 class HealthTls:
-    """PEM files to ask a TLS port with; `cert` and `key` where the service asks for them."""
+    """PEM files for a TLS port; `cert` and `key` if the service requires a client certificate."""
 
     ca: str = ""
     cert: str = ""
@@ -61,17 +61,17 @@ def check_health(target: str, timeout_s: float, tls: HealthTls | None = None) ->
 
 
 def _expected(tls: HealthTls) -> str:
-    """What a service that is there may expect of the caller instead."""
+    """Returns the kind of connection that a running service may expect instead."""
     return "not with TLS of this CA" if tls.ca else "with TLS (--tls-ca, --tls-cert, --tls-key)"
 
 
 def _status_of(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.Call)  # every error of a call is also that call
+    assert isinstance(error, grpc.Call)  # gRPC's call errors are also calls
     return error.code().name
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 if the service is serving, else 1."""
+    """Checks one service; returns exit code 0 if it is serving, else 1."""
     parser = new_parser(
         "kvmesh health",
         "Asks a service for its gRPC health. Exit code 0: serving; 1: not serving or no answer.",
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{arguments.target!r} is not HOST:PORT, such as 127.0.0.1:7001")
     tls = HealthTls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     if tls.ca:
-        trust(tls.ca)  # says what is wrong with the file; gRPC only that nobody answers
+        trust(tls.ca)  # for its error message about the file; gRPC only reports no answer
     try:
         state = check_health(arguments.target, arguments.timeout, tls)
     except OSError as error:

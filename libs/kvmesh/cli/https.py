@@ -1,4 +1,4 @@
-"""HTTPS of gateways and admin ports, also where this machine does not know their CA.
+"""HTTPS to gateways and admin ports, also if this machine does not trust their CA.
 
 Tests: tests/unit/cli/test_https.py.
 """
@@ -21,21 +21,21 @@ def add_ca_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def trust(ca: str) -> ssl.SSLContext:
-    """How a server is to prove itself.
+    """Returns the TLS context that verifies a server's certificate.
 
     Args:
-        ca: file with the certificates (PEM) that count; empty takes those of this machine.
+        ca: file with the trusted certificates (PEM); empty: those of this machine.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no certificate.
+        ConfigError: the file cannot be read, or contains no certificate.
     """
     try:
         return ssl.create_default_context(cafile=ca or None)
-    except OSError as error:  # of which ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         reason = error.strerror if not isinstance(error, ssl.SSLError) else "no certificate in it"
         raise ConfigError(f"--tls-ca {ca}: {reason}") from error
 
 
 def ca_hint(reason: str) -> str:
-    """What to do about a failed connection, if its cause is that the CA is not known."""
+    """Returns a hint if a connection failed because the CA is not trusted; else empty."""
     return "name the CA of its certificate with --tls-ca" if _NOT_VERIFIED in reason else ""

@@ -1,17 +1,18 @@
-"""Keeps one process of a stack: starts it, waits until it serves, finds out when it ends or hangs,
-and starts it again.
+"""Keeps one process of a stack running: starts it, waits until it serves, detects its end or hang,
+and restarts it.
 
-Every process has a keeper and a task of its own, so none waits for another one's backoff.
+Each process has its own keeper and task, so that none waits for another's backoff.
 
 - A process is *serving* once its gRPC health (Redis: PING) answers; until then only the start
-  limit bounds it. From then on it is asked every second, and killed with its process group when
+  limit applies. From then on it is checked every second, and killed with its process group when
   it hangs (`kvmesh.core.silence` has the rule).
-- The first start is not repeated: a process that ends before it served once has a wrong
-  configuration more often than bad luck.
-- A process that ends with exit code 2 says that its configuration is wrong, and is not started
-  again, unless its port was taken.
-- All others are: at once at first, then after pauses that double up to `MAX_PAUSE_S` of the
-  control plane and the gateway, or `MAX_WORKER_PAUSE_S`. `STEADY_S` of health end the series.
+- The first start is not repeated: the cause of an end before serving is usually a wrong
+  configuration.
+- A process that ends with exit code 2 has a wrong configuration, and is not restarted unless its
+  port was taken.
+- All other processes are restarted, first at once, then after pauses that double up to
+  `MAX_PAUSE_S` (control plane and gateway) or `MAX_WORKER_PAUSE_S`. After `STEADY_S` of health a
+  new series begins.
 
 Tests: tests/unit/cli/test_keeper.py, tests/unit/cli/test_launcher.py.
 """
@@ -35,7 +36,7 @@ FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 2.0
 MAX_WORKER_PAUSE_S = 30.0
 STEADY_S = 10.0
-"""A process that was ready for this long begins a new series of restarts."""
+"""Seconds of readiness after which a new series of restarts begins."""
 
 WRONG_CONFIG = 2
 """Exit code of a service that cannot start as configured."""
@@ -46,13 +47,13 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of one life of a process.
+    """The end of a process.
 
     Attributes:
-        text: what happened, as a sentence without an end.
+        text: description of what happened, without a full stop.
         ended: exit code or signal.
-        num_in_a_row: lives that ended without `STEADY_S` of health between them, with this one.
-        pause_s: time until the next start; None if there is none.
+        num_in_a_row: number of ends without `STEADY_S` of health between them, this one included.
+        pause_s: seconds until the restart; None: it is not restarted.
     """
 
     text: str
@@ -62,27 +63,27 @@ class Death:
 
 
 class Observer(Protocol):
-    """Is told what happens to a process, by name."""
+    """Callbacks for the events of a process, by name."""
 
     def started(self, name: str) -> None:
-        """A life has begun."""
+        """Called when the process was started."""
 
     def ready(self, name: str) -> None:
-        """It is ready for work, for the first time in this life."""
+        """Called when it is ready for work, for the first time since its start."""
 
     def steady(self, name: str) -> None:
-        """It has lived for `STEADY_S` since then."""
+        """Called when it has lived for `STEADY_S` after that."""
 
     def died(self, name: str, death: Death) -> None:
-        """A life has ended."""
+        """Called when it has ended."""
 
 
 def restart_pause_s(num_in_a_row: int, max_s: float) -> float:
-    """Seconds from a death to the next start.
+    """Returns the seconds from an end to the restart.
 
     Args:
-        num_in_a_row: deaths of the series, at least 1; the first costs no pause.
-        max_s: the longest pause.
+        num_in_a_row: number of ends in the series, at least 1; there is no pause after the first.
+        max_s: the longest pause in seconds.
     """
     if num_in_a_row <= 1:
         return 0.0
@@ -90,16 +91,16 @@ def restart_pause_s(num_in_a_row: int, max_s: float) -> float:
 
 
 def says_port_taken(member: Member) -> bool:
-    """Whether the end of its log says that another program has its port."""
+    """Whether the last lines of its log say that another program has taken its port."""
     return any("is taken" in line for line in log_tail(member.spec.log_path, TAIL_LINES))
 
 
 class Keeper:
-    """Keeps one member.
+    """Keeps one member running.
 
     Args:
-        start_limit_s: for every start but the first, whose limit is the launcher's.
-        restart: start it again after its end.
+        start_limit_s: maximum seconds of every start except the first, which the launcher limits.
+        restart: whether to restart it after its end.
     """
 
     def __init__(
@@ -126,21 +127,21 @@ class Keeper:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it was ready for work in its present life."""
+        """Whether it was ready for work since its last start."""
         return self._ready_at is not None
 
     @property
     def has_served(self) -> bool:
-        """Whether it has answered in any life."""
+        """Whether it has ever served, in this or an earlier start."""
         return self._has_served
 
     @property
     def reason(self) -> str:
-        """Why it is not ready, where it says so."""
+        """Its own reason for not being ready; empty if it gives none."""
         return self._reason
 
     async def run(self) -> Death:
-        """Keeps the member until it is given up; returns its last death."""
+        """Keeps the member running until it is given up; returns its last end."""
         num_in_a_row = 0
         while True:
             text, ended, healthy_s = await self._live()
@@ -160,7 +161,7 @@ class Keeper:
         return restart_pause_s(num_in_a_row, self._max_pause_s)
 
     async def _live(self) -> tuple[str, Exit, float]:
-        """One life: what ended it, how, and for how many seconds it was ready."""
+        """Runs the process once; returns a text about its end, the end, and its ready seconds."""
         self._ready_at, self._reason = None, ""
         pid = await self._supervisor.start(self._member.spec)
         self._observer.started(self._name)
@@ -181,7 +182,7 @@ class Keeper:
         return text or str(ended), ended, healthy_s
 
     async def _watch(self, pid: int) -> str:
-        """Returns why the process must be killed."""
+        """Waits until the process must be killed; returns the reason."""
         limit_s = self._start_limit_s if self._has_served else None
         try:
             async with asyncio.timeout(limit_s):
@@ -212,10 +213,10 @@ class Keeper:
 
 
 def _silent_s(pid: int) -> float:
-    """Seconds without an answer after which a process hangs.
+    """Returns the seconds without an answer after which a process hangs.
 
-    A gateway of several processes replaces its children itself. A question may have gone to one
-    that hangs, so its parent gets as much time again.
+    A gateway with several processes replaces its own children. A check may have gone to a hanging
+    child, so the parent gets twice the time.
     """
     try:
         return 2 * SILENT_S if psutil.Process(pid).children() else SILENT_S

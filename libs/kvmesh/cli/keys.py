@@ -1,4 +1,4 @@
-"""`kvmesh keys`: API keys and tenants with their limits. A key is shown once, when it is made.
+"""`kvmesh keys`: manages API keys, and tenants with their limits. A key is shown once, at creation.
 
 Tests: tests/unit/cli/test_keys.py.
 """
@@ -109,7 +109,7 @@ def _named_limits(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _limited(arguments: argparse.Namespace) -> Change:
-    """Gives the tenant the limits that were named; it keeps its others."""
+    """Returns the change that sets the named limits of the tenant and keeps its others."""
     given = _named_limits(arguments)
 
     def change(directory: Directory) -> Directory:
@@ -123,7 +123,7 @@ def _limited(arguments: argparse.Namespace) -> Change:
 
 
 def _revoked(key_id: str) -> Change:
-    """Takes a key away; says where ids are told when this one names none, or several."""
+    """Returns the change that removes a key; its error for a wrong id says where ids are listed."""
 
     def change(directory: Directory) -> Directory:
         try:
@@ -169,7 +169,7 @@ async def _run(arguments: argparse.Namespace) -> None:
                 created = time.strftime("%Y-%m-%d", time.gmtime())
                 record = KeyRecord(digest_of(key), arguments.tenant, created)
                 await _change(store, lambda directory: limited(directory).with_key(record))
-                # Where its hash went, since the file has a default: another one is easily meant.
+                # Says where the hash was stored: the default file is easily the wrong one.
                 head = f"key {record.key_id} of {record.tenant}, kept hashed in {place}"
                 print(f"{head}; shown once:", file=sys.stderr)
                 print(key)
@@ -182,7 +182,7 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one action; exit code 0 when it was done."""
+    """Runs one action; returns exit code 0 when it was done."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.key_id and arguments.action != "revoke":

@@ -1,7 +1,7 @@
 """Runs a planned stack: starts all processes, keeps them alive or gives up, stops them in order.
 
-Each process has a `Keeper`. This module decides what the ends of processes mean for the stack and
-says what happens. Tests: tests/unit/cli/test_launcher.py.
+Each process has a `Keeper`. This module decides whether the end of a process ends the stack, and
+reports events to the user. Tests: tests/unit/cli/test_launcher.py.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvmesh.core.clock import Clock
 
 FAILED = 1
 PORT_TAKEN = 75
-"""A process found its port taken by another program; a new plan may succeed."""
+"""Exit code if another program has taken a process's port; a new plan may succeed."""
 
 INTERRUPTED = 130
-"""Stopped from outside before it was ready, or before its command had ended."""
+"""Exit code after a stop signal before the stack was ready or its command had ended."""
 
 SAY_AGAIN_S = 60.0
-"""A process that ends over and over in one way is reported at its first end, then this seldom."""
+"""Seconds between two reports about a process that ends repeatedly in the same way."""
 
 PROGRESS_S = 10.0
-"""Without a terminal, a line this often says what the stack waits for."""
+"""Seconds between two lines about the start's progress, if there is no terminal."""
 
 _POLL_S = 0.1
 _EVENT_COLUMN = 3  # of a line of log: time, level, service, event
@@ -43,14 +43,14 @@ _EVENT_COLUMN = 3  # of a line of log: time, level, service, event
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """How to run a stack.
+    """Settings for running a stack.
 
     Attributes:
-        restart: start processes again that end or hang.
-        start_timeout_s: longest time until all processes are ready, and until a process that was
-            started again serves.
-        command: run when the stack is ready; its end ends the stack. Empty: none.
-        has_keys: the gateway asks its callers for a key.
+        restart: whether processes that end or hang are restarted.
+        start_timeout_s: maximum seconds until all processes are ready, and until a restarted
+            process serves.
+        command: command to run when the stack is ready; its end ends the stack. Empty: none.
+        has_keys: whether the gateway requires an API key.
     """
 
     restart: bool = True
@@ -62,7 +62,7 @@ class LaunchSettings:
 class StackRunner:
     """One stack from start to stop; the observer of its keepers.
 
-    Its workers are started and ended by others, too, through `LocalWorkers`.
+    The scheduler also starts and ends its workers, through `LocalWorkers`.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class StackRunner:
         self._given_up: set[str] = set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Runs until `stop` is set, a process is given up or the command ends; the exit code."""
-        server = await serve_workers(self._plan, self)  # before those who ask for workers
+        """Runs until `stop` is set, a process is given up or the command ends; returns exit
+        code.
+        """
+        server = await serve_workers(self._plan, self)  # before the scheduler, its client
         stopping = asyncio.ensure_future(stop.wait())
         for member in self._plan.members:
             self.keep(member)
@@ -148,7 +150,7 @@ class StackRunner:
         """See `Processes`."""
         keeping = self._keeping.pop(name)
         self._forget(name)
-        # Goes on where the one who asked does not wait for the end.
+        # Shielded: the process is also stopped if the caller does not wait for it.
         ending = asyncio.ensure_future(self._end(name, keeping))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
@@ -168,13 +170,13 @@ class StackRunner:
 
     def kill(self, name: str) -> None:
         """See `Processes`."""
-        if name in self._supervisor.pids:  # else it is about to be started anyway
+        if name in self._supervisor.pids:  # else it is about to be restarted
             self._supervisor.kill(name)
 
     # --- from start to stop ---------------------------------------------------------------------
 
     async def _bring_up(self, stopping: asyncio.Future[Any]) -> int | None:
-        """Waits until everything is ready; None if it is, else the exit code."""
+        """Waits until all processes are ready; returns None then, else the exit code."""
         keeping = list(self._keeping.values())
         began = told = self._clock.now()
         with self._display:
@@ -214,7 +216,7 @@ class StackRunner:
         return FAILED
 
     def _not_ready(self) -> str:
-        """The processes that are not ready, each with what it is doing."""
+        """Returns the processes that are not ready, grouped by their present activity."""
         waiting: dict[str, list[str]] = {}
         for name, keeper in self._keepers.items():
             if not keeper.is_ready:
@@ -222,7 +224,7 @@ class StackRunner:
         return "; ".join(f"{', '.join(names)} ({doing})" for doing, names in waiting.items())
 
     def _doing(self, name: str) -> str:
-        """What a process says that it lacks, else the last line of its log."""
+        """Returns a process's own reason for not being ready, else the last line of its log."""
         if reason := self._keepers[name].reason:
             return reason
         lines = log_tail(self._members[name].spec.log_path, 1)
@@ -255,7 +257,7 @@ class StackRunner:
                 await asyncio.gather(running, return_exceptions=True)
 
     def _has_ended(self) -> bool:
-        """Says which processes are given up now; whether the stack ends with one."""
+        """Reports the processes that are given up now; returns whether the stack ends."""
         for name, task in list(self._keeping.items()):
             if task.done() and name not in self._given_up and self._ends_with(task.result()):
                 return True
@@ -273,7 +275,7 @@ class StackRunner:
         )
 
     def _ends_with(self, death: Death) -> bool:
-        """Says what follows from a process that is not started again; whether the stack ends."""
+        """Reports the effect of a process that is not restarted; returns whether the stack ends."""
         name = death.ended.name
         if not self._settings.restart:
             why = "--run" if self._settings.command else "--no-restart"
@@ -340,7 +342,7 @@ class StackRunner:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _describe(self) -> None:
-        """Writes down for other commands what runs where."""
+        """Writes the description of the running stack for other commands."""
         pids = self._supervisor.pids
         stack = {
             "http": str(self._plan.http),
@@ -361,7 +363,7 @@ class StackRunner:
         }
         try:
             write_description(self._paths.state, stack)
-        except OSError as error:  # a full disk: no reason to stop what serves
+        except OSError as error:  # a full disk is no reason to stop a serving stack
             text = f"{self._paths.state}: {error.strerror}; other commands do not find this stack"
             self._say(text, style="yellow")
 

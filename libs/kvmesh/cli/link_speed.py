@@ -1,4 +1,4 @@
-"""How fast this machine reads memory, and sends to itself over TCP.
+"""Measures how fast this machine reads memory, and sends to itself over TCP.
 
 Tests: tests/unit/cli/test_link_speed.py.
 """
@@ -16,10 +16,10 @@ _PIECES = 64
 
 
 def read_bytes_per_s(num_bytes: int = 256 << 20, repeats: int = 3) -> float:
-    """Memory read by one thread, best of some runs."""
+    """Returns the bytes per second of memory reads by one thread, best of some runs."""
     memory = np.ones(num_bytes // 8, dtype=np.int64)
     best = float("inf")
-    for _ in range(repeats + 1):  # the first one faults the pages in
+    for _ in range(repeats + 1):  # the first run faults the pages in
         started = time.perf_counter()
         memory.max()
         best = min(best, time.perf_counter() - started)
@@ -27,7 +27,7 @@ def read_bytes_per_s(num_bytes: int = 256 << 20, repeats: int = 3) -> float:
 
 
 def loopback_bytes_per_s(pieces: int = _PIECES) -> float:
-    """One TCP connection on the loopback, sender and receiver in threads."""
+    """Returns the bytes per second of one TCP connection on the loopback between two threads."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname()[1], pieces))
         sender.start()

@@ -1,4 +1,4 @@
-"""The launcher of `kvmesh up`: workers are processes of the stack, kept as those it began with.
+"""The launcher of `kvmesh up`: new workers are processes of the stack, kept like its initial ones.
 
 Tests: tests/unit/cli/test_local_workers.py.
 """
@@ -18,40 +18,40 @@ from kvmesh.core.types import WorkerId
 
 
 class Processes(Protocol):
-    """Keeps the processes of a stack; `StackRunner` does."""
+    """Keeper of a stack's processes; `StackRunner` implements it."""
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """All of them, by name."""
+        """All processes, by name."""
         ...
 
     @property
     def names(self) -> Set[str]:
-        """Names that are taken: theirs, and those of processes that are being stopped."""
+        """Names in use: of the members, and of processes that are being stopped."""
         ...
 
     def keep(self, member: Member) -> None:
-        """Starts one more, and keeps it alive."""
+        """Starts one more process, and keeps it running."""
         ...
 
     async def let_go(self, name: str) -> None:
-        """Stops one for good."""
+        """Stops a process for good."""
         ...
 
     def kill(self, name: str) -> None:
-        """Kills one; it is started again."""
+        """Kills a process; it is restarted."""
         ...
 
 
 async def serve_workers(plan: StackPlan, processes: Processes) -> grpc.aio.Server | None:
-    """Lets the mesh's services ask for more workers and fewer; None if none may.
+    """Starts the gRPC server at which the scheduler asks for workers; None if the plan has none.
 
     Raises:
         ConfigError: the port is taken.
     """
     if plan.launcher is None or plan.make_worker is None:
         return None
-    # Not for commands that start no stack.
+    # Imported here, because commands that start no stack do not need it.
     from kvmesh.rpc.channels import bind_server, make_server  # noqa: PLC0415
     from kvmesh.rpc.launcher import LauncherServicer  # noqa: PLC0415
     from kvmesh.v1 import launcher_service_pb2_grpc  # noqa: PLC0415
@@ -65,7 +65,7 @@ async def serve_workers(plan: StackPlan, processes: Processes) -> grpc.aio.Serve
 
 
 class LocalWorkers:
-    """See `Launcher`."""
+    """A `Launcher` that keeps workers as local processes."""
 
     def __init__(self, processes: Processes, make_worker: MakeWorker) -> None:
         self._processes = processes

@@ -1,6 +1,6 @@
 """Checks of this machine: Python, packages, cores, memory, kernel settings, model folder.
 
-Facts come in as arguments where a test could not arrange them.
+Facts that a test cannot arrange are passed as arguments.
 Tests: tests/unit/cli/test_machine_checks.py.
 """
 
@@ -31,7 +31,7 @@ _GIB = 1024**3
 _NEEDED_PYTHON = (3, 11)
 _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
 
-# Most of a stack's parts: what is missing is named with the extra that brings it.
+# Packages of each extra; a finding about a missing one names its extra.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "client": ("grpcio", "protobuf"),
     "service": ("grpcio-health-checking", "uvloop", "prometheus-client", "opentelemetry-sdk"),
@@ -48,7 +48,7 @@ _AT_LEAST = re.compile(r"([\w.-]+)[^;]*?>=\s*([0-9][0-9.]*)")
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """The interpreter's version."""
+    """Checks the interpreter's version."""
     shown = ".".join(map(str, version[:3]))
     if version[:2] < _NEEDED_PYTHON:
         return Finding.fail("python", shown, "use Python 3.11 or newer")
@@ -58,11 +58,11 @@ def check_python(version: tuple[int, ...]) -> Finding:
 def check_packages(
     version: Version = importlib.metadata.version, oldest: Mapping[str, str] | None = None
 ) -> list[Finding]:
-    """What is installed, by extra.
+    """Checks the installed packages of each extra.
 
     Args:
-        version: of an installed package.
-        oldest: versions that are needed at least; None: those that this distribution names.
+        version: returns the version of an installed package.
+        oldest: minimum versions; None: those of this distribution's requirements.
     """
     needed = oldest_versions() if oldest is None else oldest
     return [_check_extra(extra, packages, version, needed) for extra, packages in EXTRAS.items()]
@@ -92,7 +92,7 @@ def _check_extra(
 
 
 def oldest_versions(requires: Requires = importlib.metadata.requires) -> dict[str, str]:
-    """By package the version that this distribution needs at least; empty if it is no such."""
+    """Returns the minimum version of each required package; empty if kvmesh is not installed."""
     try:
         lines = requires("kvmesh") or []
     except importlib.metadata.PackageNotFoundError:
@@ -102,7 +102,7 @@ def oldest_versions(requires: Requires = importlib.metadata.requires) -> dict[st
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, without zeros at the end: 2.13.0+cpu is 2, 13."""
+    """Returns the leading numbers of a version without zeros at the end: 2.13.0+cpu is 2, 13."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(each) for each in match[0].split(".")] if match else []
     while numbers and not numbers[-1]:
@@ -111,10 +111,10 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def check_native(find: Callable[[NativeLibrary], tuple[Path, str]] = find_library) -> Finding:
-    """The C++ libraries with which engines on the CPU and data channels run fastest.
+    """Checks the C++ libraries that speed up CPU engines and data channels.
 
     Args:
-        find: gives the path and the level of one; `NativeError` if it is not to be had.
+        find: returns the path and the level of a library; raises `NativeError` without one.
     """
     try:
         levels = [f"{library.folder} {find(library)[1]}" for library in LIBRARIES]
@@ -126,10 +126,10 @@ def check_native(find: Callable[[NativeLibrary], tuple[Path, str]] = find_librar
 
 
 def check_products(flags: frozenset[str] | None = None) -> Finding:
-    """In which arithmetic an engine on this CPU multiplies weights, by their dtype.
+    """Reports the arithmetic in which an engine on this CPU multiplies weights, by dtype.
 
     Args:
-        flags: of the CPU; None: of this one.
+        flags: CPU flags; None: those of this CPU.
     """
     had = cpu_flags() if flags is None else flags
     if not usable_levels(had):
@@ -146,12 +146,12 @@ def check_products(flags: frozenset[str] | None = None) -> Finding:
 def native_notes(
     engine: str, device: str, find: Callable[[NativeLibrary], tuple[Path, str]] = find_library
 ) -> list[str]:
-    """What to tell before workers of such an engine start without native code; empty with it.
+    """Returns notes for workers that start without native code; empty if they have it.
 
     Args:
         engine: `kvmesh`, `vllm` or `fake`.
-        device: where it computes; kernels are for CPUs.
-        find: as of `check_native`.
+        device: device of the engine; native kernels are for CPUs.
+        find: as in `check_native`.
     """
     needed = LIBRARIES if (engine, device) == ("kvmesh", "cpu") else (TRANSFER,)
     for library in needed:
@@ -163,7 +163,7 @@ def native_notes(
 
 
 def check_cores(cores: int, omp_num_threads: str) -> Finding:
-    """Cores, against the threads that each engine would start."""
+    """Checks the number of cores, and the threads that each engine would start."""
     detail = f"{cores} usable, OMP_NUM_THREADS={omp_num_threads or 'unset'}"
     if cores < 2:
         return Finding.warn("cores", detail, "two or more keep engine and control plane apart")
@@ -174,7 +174,7 @@ def check_cores(cores: int, omp_num_threads: str) -> Finding:
 
 
 def check_memory(available_bytes: int) -> Finding:
-    """Memory for a small stack."""
+    """Checks the memory for a small stack."""
     detail = f"{available_bytes / _GIB:.1f} GiB available"
     if available_bytes < 2 * _GIB:
         remedy = "a stack with two engines of the embedded model takes about 2 GiB; free some"
@@ -183,7 +183,7 @@ def check_memory(available_bytes: int) -> Finding:
 
 
 def check_congestion_control(settings: Path = _TCP_SETTINGS) -> Finding:
-    """TCP congestion control of the KV data channels."""
+    """Checks the TCP congestion control of the KV data channels."""
     try:
         name = (settings / "tcp_congestion_control").read_text().strip()
         allowed = (settings / "tcp_allowed_congestion_control").read_text().split()
@@ -205,10 +205,10 @@ def check_vllm(
     version: Version = importlib.metadata.version,
     load: Callable[[str], object] = ctypes.CDLL,
 ) -> Finding:
-    """The engine `vllm`, which most do without; and the model in it.
+    """Checks the optional engine `vllm`, and whether it can serve the model.
 
     Args:
-        version: of an installed package.
+        version: returns the version of an installed package.
         load: see `vllm_check.installation_problems`.
     """
     found = vllm_check.installed_version(version)
@@ -220,7 +220,7 @@ def check_vllm(
     try:
         problems = [] if model is None else _vllm_problems(model)
     except CheckpointError:
-        problems = []  # said of the model itself
+        problems = []  # `check_model` reports it
     if problems:
         return Finding.warn("vllm", f"{found}, not for this model", "; ".join(problems))
     return Finding.ok("vllm", f"{found}, for `--engine vllm`")
@@ -232,7 +232,7 @@ def _vllm_problems(model: Path) -> list[str]:
 
 
 def check_model(path: Path | None) -> Finding:
-    """The model folder; None is no model at all."""
+    """Checks the model folder; None: there is no model."""
     if path is None:
         return Finding.fail("model", "none found", "name a model folder with --model")
     try:

@@ -1,4 +1,4 @@
-"""What a model folder says about itself without loading it: is it whole, how large is it.
+"""Checks a model folder without loading it: whether it is complete, and how large it is.
 
 Tests: tests/unit/cli/test_model_folder.py.
 """
@@ -19,11 +19,11 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A checkpoint whose files are whole.
+    """A checkpoint whose files are complete.
 
     Attributes:
-        config: as the engine will read it.
-        weight_bytes: of all weight files; 0 where they were not asked for.
+        config: model configuration as the engine reads it.
+        weight_bytes: size of all weight files; 0 if they were not checked.
     """
 
     path: Path
@@ -34,15 +34,15 @@ class ModelFolder:
 def read_model_folder(
     path: Path, *, has_text: bool = True, has_weights: bool = True
 ) -> ModelFolder:
-    """Reads a model folder: all but its weights, of which only the headers are read.
+    """Reads a model folder; of its weights only the headers.
 
     Args:
-        has_text: whether it is to read and write text; a model that is only measured needs no
-            tokenizer.
-        has_weights: whether it is to be computed; the fake engine needs none.
+        has_text: whether a tokenizer is needed; a model that is only measured needs none.
+        has_weights: whether weights are needed; the fake engine needs none.
 
     Raises:
-        CheckpointError: the folder or a file is missing, damaged or not supported; says what to do.
+        CheckpointError: the folder or a file is missing, damaged or not supported; the message says
+            what to do.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; name a model folder")
@@ -68,7 +68,7 @@ def _check_text(path: Path) -> None:
             else "copy it from where the weights are from"
         )
         raise CheckpointError(f"{path} lacks tokenizer.json; {remedy}")
-    # Only who serves text has these packages, and only here they are needed.
+    # Imported here: only installations that serve text have these packages.
     import tokenizers  # noqa: PLC0415
 
     from kvmesh.engine.template_sandbox import compile_chat_template  # noqa: PLC0415
@@ -86,5 +86,5 @@ def _check_text(path: Path) -> None:
 
 
 def embedded_models(root: Path) -> list[Path]:
-    """Model folders under `models/` of a checkout."""
+    """Returns the model folders under `models/` of a checkout."""
     return sorted(path.parent for path in (root / "models").glob("*/config.json"))

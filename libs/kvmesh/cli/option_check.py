@@ -1,4 +1,4 @@
-"""Whether services will take the environment that `kvmesh up` gives them, known before they start.
+"""Checks the environment that `kvmesh up` passes to services, before they start.
 
 Tests: tests/unit/cli/test_option_check.py.
 """
@@ -18,16 +18,16 @@ from kvmesh.core.errors import ConfigError
 _KINDS = ("gateway", "scheduler", "kvmanager", "prefill", "decode")
 
 _OF_OTHERS = frozenset(f"{ENV_PREFIX}{name}" for name in ("HOSTS",))
-"""Names that other commands or containers read and that look like those of `up` mistyped."""
+"""Variables of other commands or containers that resemble a mistyped one of `up`."""
 
 
 def option_problems(environ: Mapping[str, str], twins: Collection[str], root: Path) -> list[str]:
-    """What is wrong with options in the environment, one line each.
+    """Returns the problems of options in the environment, one line each.
 
     Args:
-        environ: what is set of the names that begin as ours.
-        twins: names of the flags of `up` in the environment.
-        root: checkout that holds `services`.
+        environ: the set variables that begin with `KVMESH_`.
+        twins: environment variables of the flags of `up`.
+        root: checkout that contains `services`.
     """
     sections = {name: value for name, value in environ.items() if "__" in name}
     found = list(_mistyped(set(environ) - set(sections), twins))
@@ -47,8 +47,8 @@ def option_problems(environ: Mapping[str, str], twins: Collection[str], root: Pa
 
 
 def _check_tls(config: Any, path: tuple[str, ...] = ()) -> None:
-    """Refuses files of TLS that a config names, in any of its sections."""
-    # These load gRPC, for environments with options in sections alone.
+    """Checks the TLS files that a config names in any of its sections; raises ConfigError."""
+    # Imported here, because these load gRPC, which most environments do not need.
     from kvmesh.rpc.channels import TlsConfig  # noqa: PLC0415
     from kvmesh.rpc.tls import check_tls  # noqa: PLC0415
 
@@ -60,14 +60,14 @@ def _check_tls(config: Any, path: tuple[str, ...] = ()) -> None:
 
 
 def _mistyped(names: Collection[str], twins: Collection[str]) -> Iterator[str]:
-    # What is like none of them may be another program's.
+    # A name that resembles none of them may belong to another program.
     for name in set(names) - set(twins) - _OF_OTHERS:
         if meant := nearest(name, twins):
             yield f"{name}: `up` has no such option{meant}"
 
 
 def _configs(root: Path) -> dict[str, type[Any]]:
-    """What each service that `up` starts reads, as it will read it, from the checkout."""
+    """Returns the config class of each service that `up` starts, from the checkout."""
     if str(root) not in sys.path:
         sys.path.append(str(root))
     found = {}

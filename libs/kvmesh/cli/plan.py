@@ -1,4 +1,4 @@
-"""`kvmesh plan`: how many instances of each kind, and which prompts to prefill in another cluster.
+"""`kvmesh plan`: searches the number of instances per role and the threshold of remote prefill.
 
 Tests: tests/unit/sim/test_plan.py.
 """

@@ -1,4 +1,5 @@
-"""`kvmesh pool`: hot prefixes, who holds them, and what was ordered, as a kvmanager sees them.
+"""`kvmesh pool`: shows hot prefixes, their holders and the orders for them, as a kvmanager knows
+them.
 
 Tests: tests/unit/cli/test_pool.py.
 """
@@ -26,7 +27,7 @@ from kvmesh.core.text_files import UNREADABLE, why_unreadable
 
 _NO_TOKEN = 401
 _NAME_CHARS = 12
-"""Of a prefix's hash that are shown."""
+"""Number of shown characters of a prefix's hash."""
 
 _EPILOG = """\
 Asks the admin port of a kvmanager (--server.admin.port). With several replicas the one that plans
@@ -42,7 +43,7 @@ exit code: 0; 1 if nobody answers; 2 wrong usage
 
 
 class NoViewError(KvMeshError):
-    """The admin port did not answer, or not with a view of the pool."""
+    """The admin port did not answer, or its answer is no view of the pool."""
 
     grpc_status = "UNAVAILABLE"
     retry_safe = True
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _local_url(state_dir: str) -> str:
-    """Admin port of the kvmanager of the stack that runs on this machine."""
+    """Returns the admin URL of the local stack's kvmanager; empty without one."""
     address = local_stack(state_dir).get("pool", "")
     return f"http://{address}" if address else ""
 
@@ -94,13 +95,13 @@ def _local_url(state_dir: str) -> str:
 def fetch_view(
     url: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> dict[str, Any]:
-    """What `/debug/segments` says.
+    """Returns the answer of `/debug/segments`.
 
     Args:
-        tls: whom to trust where the URL is https://; None: whom this machine trusts.
+        tls: trusted CAs for an https:// URL; None: those of this machine.
 
     Raises:
-        NoViewError: nobody answers there, or not what is asked for.
+        NoViewError: no server answers, or the answer is no view of the pool.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -125,7 +126,7 @@ def fetch_view(
 
 
 def picture(view: Mapping[str, Any]) -> Group:
-    """The view for the terminal."""
+    """Returns the view for the terminal."""
     who = "this replica plans" if view["planning"] else "another replica plans, or nobody"
     return Group(
         f"{who}; unevenness of reads (CV) {view['reads_cv']:g}",

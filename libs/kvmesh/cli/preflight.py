@@ -1,4 +1,4 @@
-"""What must be true before a stack is started; each problem is one line that says what to do.
+"""Checks before a stack is started; each problem is one line that says what to do.
 
 Tests: tests/unit/cli/test_preflight.py, tests/e2e/test_bad_inputs.py.
 """
@@ -29,16 +29,16 @@ from kvmesh.engine.device_names import require_named_device
 from kvmesh.engine.memory import memory_needed
 
 ENGINE_BASE_BYTES = 400 * 1024**2
-"""A Python process with torch loaded, before any weights."""
+"""Memory of a Python process with torch loaded, without weights, in bytes."""
 
 VLLM_BASE_BYTES = 1200 * 1024**2
-"""The same with vLLM loaded."""
+"""Memory of a Python process with vLLM loaded, without weights, in bytes."""
 
 FAKE_ENGINE_BYTES = 100 * 1024**2
 _FAKE_TOKEN_BYTES = 8
 SERVICE_BYTES = 100 * 1024**2
 DISK_BYTES = 64 * 1024**2
-"""Logs and traces of a first day."""
+"""Bytes of disk for logs and traces of a first day."""
 
 _NUM_SERVICES = 4
 _LOCAL = "127.0.0.1"
@@ -46,7 +46,7 @@ _REDIS_PORT = 6379
 _REDIS_TIMEOUT_S = 1.0
 
 _ENCRYPTS = ("SERVER__TLS__", "SERVER__CALLERS", "HTTP__TLS__")
-"""Beginnings of options that close the ports which `up` asks in plain text."""
+"""Prefixes of options that encrypt the ports that `up` uses in plain text."""
 
 _GIB = 1024**3
 _MIB = 1024**2
@@ -54,18 +54,18 @@ _MIB = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that programs can still take of this machine."""
+    """Available bytes of memory and disk on this machine."""
 
     memory: int
     disk: int
 
 
 def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> list[str]:
-    """All reasons but the model why the stack cannot start; empty if it can.
+    """Returns the reasons, except the model, why the stack cannot start; empty if it can.
 
     Args:
-        options: what is to be started.
-        paths: where things are.
+        options: the stack to start.
+        paths: its folders and programs.
     """
     found = _environment_problems(own_environment(), paths.root)
     found += _port_problems(options) + _folder_problems(paths.state, room.disk)
@@ -87,7 +87,7 @@ def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> li
 
 
 def model_problems(options: StackOptions, room: Room) -> list[str]:
-    """Why these models cannot be served here; empty if they can."""
+    """Returns the reasons why the models cannot be served here; empty if they can."""
     found, needed = list[str](), _NUM_SERVICES * SERVICE_BYTES
     for fleet in options.fleets:
         problems, engine_bytes = _fleet_needs(fleet)
@@ -97,7 +97,7 @@ def model_problems(options: StackOptions, room: Room) -> list[str]:
 
 
 def _fleet_needs(options: StackOptions) -> tuple[list[str], int]:
-    """Why a model cannot be served, and the bytes that one of its engines takes."""
+    """Returns why a model cannot be served, and the memory of one of its engines in bytes."""
     if options.engine == "vllm":
         return _vllm_needs(options)
     try:
@@ -108,7 +108,10 @@ def _fleet_needs(options: StackOptions) -> tuple[list[str], int]:
 
 
 def _vllm_needs(options: StackOptions) -> tuple[list[str], int]:
-    """Which families it serves is vLLM's affair; the gateway reads the folder all the same."""
+    """Returns the same for vLLM, which checks itself whether it serves a model.
+
+    The gateway reads the model folder too, so this checks the folder as well.
+    """
     try:
         read_model_folder(options.model, has_weights=False)
         model = vllm_check.read_vllm_model(options.model)
@@ -164,12 +167,12 @@ def _folder_problems(state: Path, free_bytes: int) -> list[str]:
 
 
 def free_disk_bytes(state: Path) -> int:
-    """Free bytes where a folder is or would be."""
+    """Returns the free bytes of the disk on which a folder is or would be."""
     return shutil.disk_usage(_existing(state)).free
 
 
 def _existing(path: Path) -> Path:
-    """A path, or the nearest above it that is there."""
+    """Returns the path, or its nearest parent that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
@@ -177,7 +180,7 @@ def _redis_problems(redis_url: str) -> list[str]:
     try:
         url = urlsplit(redis_url)
         address = (url.hostname or "127.0.0.1", url.port or _REDIS_PORT)
-    except ValueError:  # what it says may be a part of the password
+    except ValueError:  # its message may contain a part of the password
         return ["--redis-url is not the address of a server, redis://HOST:PORT/NUMBER"]
     if url.scheme not in ("redis", "rediss", "unix"):
         return [f"--redis-url {_shown(url)!r} is not redis://, rediss:// or unix://"]
@@ -187,7 +190,7 @@ def _redis_problems(redis_url: str) -> list[str]:
             "--redis-url away: `up` starts one"
         )
         return [problem]
-    # Half a second to load, and only where a server was named.
+    # Imported here: it takes half a second, and only a named server needs it.
     from kvmesh.cli.redis_check import check_redis_server  # noqa: PLC0415
 
     found = asyncio.run(check_redis_server(redis_url, _REDIS_TIMEOUT_S))
@@ -210,7 +213,7 @@ def _is_reachable(url: SplitResult, address: tuple[str, int]) -> bool:
 
 
 def _shown(url: SplitResult) -> str:
-    """The URL without its password."""
+    """Returns the URL without its password."""
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
@@ -226,7 +229,7 @@ def _room_problems(options: StackOptions, needed: int, available_bytes: int) -> 
 
 
 def _engine_bytes(options: StackOptions, folder: ModelFolder) -> int:
-    """Memory of the host that one engine takes."""
+    """Returns the host memory of one engine in bytes."""
     if options.engine == "fake":
         return FAKE_ENGINE_BYTES + options.num_blocks * options.block_size * _FAKE_TOKEN_BYTES
     if options.device != "cpu":

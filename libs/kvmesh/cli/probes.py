@@ -1,4 +1,4 @@
-"""Questions to a port: is it ready, does it live, is it free.
+"""Probes of a port: whether its service is ready or alive, and whether the port is free.
 
 Tests: tests/unit/cli/test_probes.py.
 """
@@ -26,16 +26,16 @@ _TIMEOUT_S = 1.0
 _PORTS_TRIED = 100
 _LAST_PORT = 65_535
 
-# Local services are asked directly, whatever proxy the environment names.
+# Local services are called directly, without the environment's proxy.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How to ask: gRPC health, `GET /ready`, or Redis PING.
+    """Kind of a probe: gRPC health, `GET /ready`, or Redis PING.
 
     Attributes:
-        password: of Redis; empty if it has none.
+        password: Redis password; empty if it has none.
     """
 
     kind: Literal["grpc", "http", "redis"]
@@ -45,11 +45,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What a service answers, within a second.
+    """A service's answer to a probe, within a second.
 
     Attributes:
-        ready: it is ready for work.
-        reason: why it is not, where it says so; else empty.
+        ready: whether it is ready for work.
+        reason: its reason for not being ready; empty if it gives none.
     """
 
     ready: bool
@@ -57,10 +57,10 @@ class Readiness:
 
 
 async def readiness(probe: Probe) -> Readiness:
-    """Asks the service behind the probe whether it is ready."""
+    """Probes whether a service is ready."""
     if probe.kind == "redis":
         return Readiness(await answers_ping(probe.endpoint, probe.password))
-    # A refused connection is the usual answer while a process starts, and costs next to nothing.
+    # While a process starts, its port usually refuses connections; this check is cheap.
     if not await accepts(probe.endpoint):
         return Readiness(False)
     if probe.kind == "grpc":
@@ -81,12 +81,12 @@ def _reason(status: int, body: str) -> str:
 
 
 async def is_ready(probe: Probe) -> bool:
-    """Whether the service behind the probe answers and is ready for work."""
+    """Whether a service answers and is ready for work."""
     return (await readiness(probe)).ready
 
 
 class Pulse:
-    """Asks one life of a process over and over whether it lives, over one connection.
+    """Repeatedly checks over one connection that a process is alive, until it ends.
 
     Args:
         probe: gRPC health or Redis PING.
@@ -100,12 +100,12 @@ class Pulse:
     async def beat(self) -> bool:
         """Waits, without limit, for an answer; False if the port is closed.
 
-        Any answer counts: a service that drains, or one that knows no health checks, lives.
+        Any answer counts: a draining service, or one without health checks, is alive too.
         """
         if self._probe.kind == "redis":
             return await _redis_answers(self._probe.endpoint)
         if self._channel is None:
-            # A pool of its own: a later life at the same port begins without this one's backoff.
+            # Its own subchannel pool, so that a restarted process does not inherit the backoff.
             options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
             self._channel = grpc.aio.insecure_channel(str(self._probe.endpoint), options=options)
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(CHECK)
@@ -127,7 +127,7 @@ async def _redis_answers(endpoint: Endpoint) -> bool:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         try:
             writer.write(b"PING\r\n")
-            return bool(await reader.readline())  # also a refusal: it lives
+            return bool(await reader.readline())  # a refusal shows too that it is alive
         finally:
             await _close(writer)
     except OSError:
@@ -135,7 +135,7 @@ async def _redis_answers(endpoint: Endpoint) -> bool:
 
 
 async def accepts(endpoint: Endpoint) -> bool:
-    """Whether something accepts connections there."""
+    """Whether a program accepts connections at the endpoint."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -151,12 +151,12 @@ async def answers_ping(endpoint: Endpoint, password: str = "") -> bool:
 
 
 async def speaks_redis(endpoint: Endpoint) -> bool:
-    """Whether a Redis listens there, with or without a password."""
+    """Whether a Redis listens at the endpoint, with or without a password."""
     return (await _ping(endpoint, "")).startswith((b"+PONG", b"-NOAUTH"))
 
 
 async def _ping(endpoint: Endpoint, password: str) -> bytes:
-    """The answer to PING, or to the password if that is refused; empty without one."""
+    """Returns the answer to PING, or the refusal of the password; empty without an answer."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -182,10 +182,10 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 def http_get(
     url: str, timeout_s: float = _TIMEOUT_S, tls: ssl.SSLContext | None = None
 ) -> tuple[int, str]:
-    """Status and body of a GET; status 0 and the reason if nothing answers.
+    """Returns status and body of a GET; status 0 and the reason if no server answers.
 
     Args:
-        tls: for https://; None trusts what this machine trusts.
+        tls: trusted CAs for an https:// URL; None: those of this machine.
     """
     opener = _OPENER
     if tls is not None:
@@ -202,9 +202,9 @@ def http_get(
 
 
 def is_free(endpoint: Endpoint) -> bool:
-    """Whether a server could listen there."""
+    """Whether a server could listen at the endpoint."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do, so that a port whose last connections just ended counts as free.
+        # As servers do: a port whose last connections just ended counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((endpoint.host, endpoint.port))
@@ -214,10 +214,10 @@ def is_free(endpoint: Endpoint) -> bool:
 
 
 def next_free_port(host: str, port: int, besides: Collection[int] = ()) -> int:
-    """The first port from `port` on that is free now; 0 if there is none within a hundred.
+    """Returns the first free port from `port` on; 0 if there is none among a hundred.
 
     Args:
-        besides: ports that are spoken for.
+        besides: ports that are reserved otherwise.
     """
     for candidate in range(port, min(port + _PORTS_TRIED, _LAST_PORT + 1)):
         if candidate not in besides and is_free(Endpoint(host, candidate)):
@@ -226,7 +226,7 @@ def next_free_port(host: str, port: int, besides: Collection[int] = ()) -> int:
 
 
 def free_ports(host: str, num_ports: int) -> list[int]:
-    """Different ports that are free now; another program may still take one before it is used."""
+    """Returns different free ports; another program may still take one before its use."""
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(num_ports):

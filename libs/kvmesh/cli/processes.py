@@ -1,8 +1,8 @@
-"""Child processes that live and die with this one.
+"""Child processes that end with this one.
 
-Knows nothing of the programs that it runs. Each child leads a session and a process group of its
-own; what is left of the group when the child has ended is killed. On Linux the kernel kills the
-children with SIGKILL if this process dies without stopping them.
+This module knows nothing about the programs that it runs. Each child leads its own session and
+process group; processes left in the group when the child ends are killed. On Linux the kernel kills
+the children with SIGKILL if this process dies without stopping them.
 Tests: tests/unit/cli/test_processes.py.
 """
 
@@ -27,13 +27,13 @@ _ORPHANED = 113
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start a child.
+    """Specification of a child process.
 
     Attributes:
         name: unique among the children of a supervisor.
         env: the whole environment.
-        log_path: takes stdout and stderr; started over with the first start.
-        stop_rank: children of a lower rank are stopped before those of a higher one.
+        log_path: file for stdout and stderr; the first start overwrites it.
+        stop_rank: children with a lower rank are stopped first.
     """
 
     name: str
@@ -69,10 +69,12 @@ class _Child:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """What a child does between fork and exec, so that it never outlives this process."""
+    """Returns the function that a child calls between fork and exec to never outlive this
+    process.
+    """
     if sys.platform != "linux":
         return None
-    # Loaded here: between fork and exec there should be as little work as possible.
+    # Loaded here, because as little work as possible should happen between fork and exec.
     libc = ctypes.CDLL(None, use_errno=True)
     return functools.partial(_ask_kernel, libc, os.getpid())
 
@@ -80,10 +82,10 @@ def die_with_parent() -> Callable[[], None] | None:
 def end_with(parent: int) -> None:
     """Makes this process die with its parent.
 
-    For children of a process with threads of gRPC, where work between fork and exec is not safe.
+    For children of a process with gRPC threads, where work between fork and exec is not safe.
 
     Args:
-        parent: its process id; if that is not the parent any more, this process ends at once.
+        parent: the parent's process id; if it is no longer the parent, this process ends at once.
     """
     if sys.platform == "linux":
         _ask_kernel(ctypes.CDLL(None, use_errno=True), parent)
@@ -91,15 +93,15 @@ def end_with(parent: int) -> None:
 
 def _ask_kernel(libc: ctypes.CDLL, parent: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(_ORPHANED)
 
 
 class Supervisor:
-    """Starts children, tells when one ends, stops all of them in order."""
+    """Starts children, reports when one ends, and stops all of them in order."""
 
     def __init__(self, grace_s: float) -> None:
-        """`grace_s`: time between SIGTERM and SIGKILL for the children of one rank."""
+        """`grace_s`: seconds between SIGTERM and SIGKILL for the children of one rank."""
         self._grace_s = grace_s
         self._children: dict[str, _Child] = {}
         self._started: set[str] = set()
@@ -108,7 +110,7 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the children that run."""
+        """Process ids of the running children, by name."""
         return {
             name: child.process.pid
             for name, child in self._children.items()
@@ -118,7 +120,7 @@ class Supervisor:
     async def start(self, spec: ProcessSpec) -> int:
         """Starts a child and returns its process id.
 
-        A name whose child has ended may be started again.
+        The name of an ended child may be started again.
 
         Raises:
             OSError: the program or its folder does not exist.
@@ -134,8 +136,8 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A Ctrl-C at the terminal goes to its foreground group: not to the children,
-                # which are stopped in order instead.
+                # Ctrl-C goes to the terminal's foreground group, so not to the children, which are
+                # stopped in order instead.
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
@@ -153,14 +155,14 @@ class Supervisor:
         _kill_group(self._children[name].process.pid)
 
     async def stop_one(self, name: str) -> None:
-        """Stops one child: SIGTERM, the grace, SIGKILL. Its name may be started again."""
+        """Stops a child: SIGTERM, the grace period, SIGKILL. Its name may be started again."""
         child = self._children[name]
         await self._stop_children([child])
         if self._children.get(name) is child:
             del self._children[name]
 
     async def stop(self) -> None:
-        """Stops all children, rank by rank: SIGTERM, the grace, SIGKILL."""
+        """Stops all children, rank by rank: SIGTERM, the grace period, SIGKILL."""
         self._stopping = True
         for rank in sorted({child.spec.stop_rank for child in self._children.values()}):
             await self._stop_rank(rank)
@@ -193,7 +195,7 @@ class Supervisor:
 
 async def _watch(name: str, process: asyncio.subprocess.Process) -> Exit:
     code = await process.wait()
-    _kill_group(process.pid)  # a compiler, say, that a worker had started
+    _kill_group(process.pid)  # for example a compiler that a worker had started
     return Exit(name, code)
 
 
@@ -203,13 +205,13 @@ def _kill(child: _Child) -> None:
 
 
 def _kill_group(leader: int) -> None:
-    # PermissionError is macOS's word for a group of which only a zombie is left.
+    # macOS raises PermissionError if only a zombie is left of the group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def log_tail(path: Path, num_lines: int) -> list[str]:
-    """The last lines of a log; empty if there is none."""
+    """Returns the last lines of a log; empty if there is none."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)

@@ -1,4 +1,5 @@
-"""`kvmesh profile`: measures a model on this machine and writes what plans and simulations read.
+"""`kvmesh profile`: measures a model on this machine and writes the profile for plans and
+simulations.
 
 Tests: tests/integration/test_profile_command.py.
 """
@@ -26,11 +27,11 @@ from kvmesh.sim.profile_record import Measured, plot_profile, profile_record
 
 _TERMS = 3
 _UNQUIET = 0.5
-"""Error of a prediction from which on a profile is no help to anybody."""
+"""Relative prediction error from which on a profile is useless for planning."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, fits, writes."""
+    """Measures a model, fits the costs and writes the profile."""
     arguments = parser().parse_args(argv)
     if not arguments.model:
         raise ConfigError("name a model folder with --model")
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_samples(names: str, some: Sequence[int], others: Sequence[int]) -> None:
-    """Before minutes of measuring: a fit of three terms needs three samples."""
+    """Checks before the measurement that there are enough samples: three terms need three."""
     number = len(set(some)) * len(set(others))
     if number < _TERMS:
         raise ConfigError(f"{names} make {number} samples, the fit needs {_TERMS}; name more")
@@ -101,7 +102,7 @@ def _measure(runner: ModelRunner, arguments: argparse.Namespace, console: Consol
         bar = progress.add_task("warm up", total=total)
         for _ in range(2):
             prefill_seconds(runner, prompts[0][0], 0, budget)
-        # Rounds over all points, so that the runs of one lie as far apart as the machine drifts.
+        # Rounds over all points, so that the runs of one point include the machine's drift.
         for turn in range(repeats):
             for tokens, cached in prompts:
                 progress.update(bar, description=f"prefill {tokens} after {cached}", advance=1)
@@ -148,7 +149,7 @@ def _fits(runner: ModelRunner, batch: int, length: int) -> bool:
 
 
 def warning_of(fit: Fit) -> str:
-    """What to do about a fit that a fresh run is far from; empty if it is not."""
+    """Returns advice for a fit with a large prediction error; empty if the error is small."""
     if fit.prediction_error is None or fit.prediction_error < _UNQUIET:
         return ""
     return "too far off to plan with; was the machine busy? measure again on a quiet one"

@@ -18,7 +18,7 @@ example: kvmesh profile --model models/pydoc-6m --out pydoc.json --plot pydoc.pn
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """Returns the parser with all flags."""
     made = new_parser("kvmesh profile", DESCRIPTION, EXAMPLE)
     add_flag(made, "--model", "", "checkpoint folder", metavar="DIR")
     add_flag(
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def numbers(raw: str) -> tuple[int, ...]:
-    """Whole numbers, comma-separated."""
+    """Parses whole numbers, comma-separated, and sorts them."""
     if not re.fullmatch(r"\d+(,\d+)*", raw):
         raise argparse.ArgumentTypeError(f"{raw!r} is not a list of numbers like 1,2,4")
     return tuple(sorted({int(each) for each in raw.split(",")}))

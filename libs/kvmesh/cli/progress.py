@@ -1,4 +1,4 @@
-"""How far a long computation is: a bar on a terminal, a line per stage elsewhere, on stderr.
+"""Shows the progress of a long computation on stderr: a bar on a terminal, else a line per stage.
 
 Tests: tests/unit/cli/test_progress.py.
 """
@@ -18,18 +18,18 @@ from rich.progress import (
 )
 
 _BAR = 20
-"""Columns, so that 80 are enough for a line."""
+"""Width of the bar in columns, so that a line fits into 80."""
 
 Advance = Callable[[str], None]
-"""One unit more is done; the text says what else is worth to know now."""
+"""Callback after each finished unit, with a text about the present state."""
 
 
 class Stages:
     """Shows the stages of a computation, one after the other.
 
     Args:
-        unit: what is counted, in the plural.
-        command: what the lines begin with where there is no terminal; empty: no lines.
+        unit: name of the counted units, in the plural.
+        command: prefix of the lines without a terminal; empty: no lines.
     """
 
     def __init__(self, unit: str, command: str = "", console: Console | None = None) -> None:
@@ -42,8 +42,8 @@ class Stages:
         """Shows one stage while the context lasts.
 
         Args:
-            total: units that it has.
-            detail: more about it, before its first unit is done.
+            total: number of its units.
+            detail: text to show before its first unit is done.
         """
         if not self._console.is_terminal:
             if self._command:

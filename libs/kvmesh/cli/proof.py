@@ -1,4 +1,4 @@
-"""`kvmesh proof`: the header with which a tool such as grpcurl calls a service of a closed mesh.
+"""`kvmesh proof`: prints the header for calls by a tool such as grpcurl to a mesh with a secret.
 
 Tests: tests/integration/test_membership.py.
 """

@@ -1,4 +1,4 @@
-"""The command of `kvmesh up --run`: splits its words, finds its program, runs and ends it.
+"""The command of `kvmesh up --run`: finds its program, runs it and ends it.
 
 Tests: tests/unit/cli/test_ready_command.py.
 """
@@ -23,28 +23,28 @@ GRACE_S = 5.0
 
 
 def search_path() -> str:
-    """PATH as in an activated environment, so that `kvmesh` and `python` are those of this one."""
+    """Returns PATH with this Python's folder first, so that `kvmesh` and `python` are its own."""
     return os.pathsep.join((str(Path(sys.executable).parent), environment("PATH")))
 
 
 def command_problems(words: Sequence[str]) -> list[str]:
-    """Why the command cannot be run, known before a stack is started for it."""
+    """Returns the reasons why the command cannot run, before a stack is started for it."""
     if not words or shutil.which(words[0], path=search_path()):
         return []
     return [f"--run: there is no program {words[0]}; a shell's command is --run 'sh -c \"...\"'"]
 
 
 async def run_command(words: Sequence[str], extra: Mapping[str, str]) -> int:
-    """Runs the command to its end. When cancelled, ends it and what it has started.
+    """Runs the command to its end. When cancelled, ends the command and its descendants.
 
-    The command stays in the foreground process group, so that one like `kvmesh chat` can read from
-    the terminal. On Linux it ends when this process dies.
+    The command stays in the foreground process group, so that for example `kvmesh chat` can read
+    from the terminal. On Linux it ends when this process dies.
 
     Args:
-        extra: environment beside that of this process.
+        extra: environment variables in addition to those of this process.
 
     Returns:
-        Its exit code; as shells say it 128 and the signal that ended it.
+        Its exit code; 128 plus the signal's number if a signal ended it, as in shells.
 
     Raises:
         ConfigError: the program cannot be run.

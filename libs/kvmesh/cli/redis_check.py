@@ -1,4 +1,4 @@
-"""What `kvmesh doctor` and `kvmesh up` ask a running Redis.
+"""The check of a running Redis by `kvmesh doctor` and `kvmesh up`.
 
 Tests: tests/unit/cli/test_stack_checks.py.
 """
@@ -22,10 +22,10 @@ _KEEPS_ALL = "noeviction"
 
 
 async def check_redis_server(url: str, timeout_s: float = 2.0) -> Finding:
-    """Whether the server answers, and is one that services can use.
+    """Checks whether the server answers, and whether services can use it.
 
     Args:
-        timeout_s: longest wait for a connection and for an answer.
+        timeout_s: maximum seconds for a connection and for an answer.
     """
     shown, password = without_password(url), environment("KVMESH_REDIS__PASSWORD") or None
     try:
@@ -46,7 +46,7 @@ async def check_redis_server(url: str, timeout_s: float = 2.0) -> Finding:
 
 
 def _judged(shown: str, info: Mapping[str, Any]) -> Finding:
-    """What a Redis says about itself, against what the services need of one."""
+    """Compares a Redis's version and settings with the services' requirements."""
     version = str(info.get("redis_version", "0"))
     if version_numbers(version) < _OLDEST_REDIS:
         return Finding.fail("redis", f"version {version}", "use 6.2 or newer")

@@ -1,4 +1,4 @@
-"""How commands reach the schedulers: flags, a live view of the fleet, operators' orders.
+"""Access of commands to the schedulers: flags, a live view of the fleet, operators' orders.
 
 Tests: tests/e2e/test_fleet_command.py.
 """
@@ -27,14 +27,14 @@ from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 FIRST_ANSWER_S = 10.0
-"""A scheduler that is there answers sooner, whatever is waited for afterwards."""
+"""Maximum seconds for a scheduler's first answer; a running scheduler answers sooner."""
 
 _UNSAID = logging.NullHandler()
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAccess:
-    """Where the schedulers are and how long to wait for them."""
+    """Addresses of the schedulers, credentials, and the seconds to wait for an answer."""
 
     targets: tuple[str, ...]
     mesh: MeshAccess
@@ -42,7 +42,7 @@ class SchedulerAccess:
 
 
 class NoAnswerError(KvMeshError):
-    """No scheduler answered, or what was waited for did not come."""
+    """No scheduler answered, or the awaited change did not happen in time."""
 
 
 def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
@@ -62,13 +62,13 @@ def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
 
 
 def _local_schedulers(state_dir: str) -> tuple[str, ...]:
-    """Schedulers of the stack that runs on this machine."""
+    """Returns the schedulers of the local stack."""
     members = local_stack(state_dir).get("members", [])
     return tuple(each["address"] for each in members if each["name"].startswith("scheduler"))
 
 
 class LiveFleet:
-    """The fleet, live, details included."""
+    """A live view of the fleet, including details."""
 
     def __init__(self, watch: FleetWatch, access: SchedulerAccess) -> None:
         self._watch = watch
@@ -79,7 +79,7 @@ class LiveFleet:
 
     @property
     def workers(self) -> tuple[FleetWorker, ...]:
-        """All workers, by name."""
+        """All workers, sorted by name."""
         return tuple(sorted(self._watch.workers, key=lambda each: each.info.worker_id))
 
     @property
@@ -89,11 +89,13 @@ class LiveFleet:
 
     @property
     def kvmanager_connected(self) -> bool | None:
-        """Whether that scheduler reaches its kvmanager; None if it has none, or does not say."""
+        """Whether that scheduler reaches its kvmanager; None if it has none or does not report
+        it.
+        """
         return self._watch.kvmanager_connected
 
     async def known(self) -> None:
-        """Waits until a scheduler has told of the fleet.
+        """Waits until a scheduler has sent the fleet.
 
         Raises:
             NoAnswerError: none did in time.
@@ -101,10 +103,10 @@ class LiveFleet:
         await self._wait(lambda _workers: True, min(self._access.timeout_s, FIRST_ANSWER_S))
 
     async def until(self, is_true: Callable[[tuple[FleetWorker, ...]], bool], what: str) -> None:
-        """Waits for a fact about the fleet.
+        """Waits until a condition on the fleet holds.
 
         Raises:
-            NoAnswerError: it did not become true in time.
+            NoAnswerError: it did not hold in time.
         """
         if not await self._wait(is_true, self._access.timeout_s):
             raise NoAnswerError(
@@ -114,7 +116,7 @@ class LiveFleet:
     async def _wait(
         self, is_true: Callable[[tuple[FleetWorker, ...]], bool], timeout_s: float
     ) -> bool:
-        """Waits for a fact about the fleet; False if it did not become true in time.
+        """Waits until a condition on the fleet holds; returns False if it did not in time.
 
         Raises:
             NoAnswerError: no scheduler is connected, or it refuses this process.
@@ -142,7 +144,7 @@ class LiveFleet:
         )
 
     async def order(self, request: OrderWorkerRequest) -> None:
-        """Gives an order to every scheduler; one that passes it on suffices.
+        """Sends an order to every scheduler; it is enough that one passes it on.
 
         Raises:
             NoAnswerError: none did; the message is that of the last one.
@@ -163,7 +165,7 @@ class LiveFleet:
 
 
 def _tls_hint(tls: TlsConfig) -> str:
-    """Why a scheduler that is there may look as if it were not."""
+    """Returns a hint that TLS may be the reason why a running scheduler does not answer."""
     if not tls.ca:
         return "; one with TLS wants --tls-ca, --tls-cert and --tls-key"
     return "; see that it uses TLS of this CA and accepts this certificate (server.callers)"
@@ -171,12 +173,12 @@ def _tls_hint(tls: TlsConfig) -> str:
 
 @asynccontextmanager
 async def live_fleet(access: SchedulerAccess, watcher: str) -> AsyncIterator[LiveFleet]:
-    """The fleet while the context lasts; complete from the start.
+    """Provides a live view of the fleet, complete from the start.
 
     Raises:
         NoAnswerError: no scheduler answered in time.
     """
-    # Commands say in a sentence what the watch logs; without a handler Python prints a bare word.
+    # Commands report these events themselves; without a handler Python would print the log's.
     logging.getLogger("kvmesh.rpc").addHandler(_UNSAID)
     watch = FleetWatch(access.targets, access.mesh, watcher, with_detail=True)
     view = LiveFleet(watch, access)

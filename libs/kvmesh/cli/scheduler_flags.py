@@ -1,4 +1,4 @@
-"""Flags of commands that ask the schedulers. Tests: tests/unit/cli/test_scheduler_access.py."""
+"""Flags of commands that call the schedulers. Tests: tests/unit/cli/test_scheduler_access.py."""
 
 from __future__ import annotations
 

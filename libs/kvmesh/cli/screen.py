@@ -10,5 +10,5 @@ PIPE_COLUMNS = 160
 
 
 def terminal() -> Console:
-    """Standard output; a pipe or a file has room for whole lines."""
+    """Returns a console on standard output; a pipe or file gets lines of `PIPE_COLUMNS`."""
     return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)

@@ -1,4 +1,4 @@
-"""`kvmesh simulate`: replays a trace or a made workload against one or more systems.
+"""`kvmesh simulate`: replays a trace or a synthetic workload on one or more systems.
 
 Tests: tests/unit/sim/test_report.py.
 """
@@ -47,11 +47,11 @@ example: kvmesh simulate --profile prfaas --system kvmesh,all_local \\
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs every system that was asked for and prints a table."""
+    """Runs every named system and prints a table."""
     arguments = _parser().parse_args(argv)
     profile = load_profile(arguments.profile)
     requests = _requests(arguments, profile)
-    # All of them first: a wrong name is told before the first run, not after it.
+    # All scenarios first: a wrong name is reported before the first run.
     names = list(dict.fromkeys(arguments.system.split(",")))
     scenarios = [(name, _scenario(arguments, profile, name, requests)) for name in names]
     runs: list[tuple[str, Result]] = []
@@ -74,7 +74,7 @@ def _simulated(scenario: Scenario, last_s: float, advance: Advance) -> Result:
     """Runs a scenario whose last request arrives at `last_s`."""
 
     def ended(now_s: float) -> None:
-        # The last answers end some time after the last request has come.
+        # The last answers end some time after the last request has arrived.
         advance(f"{now_s:,.0f} of {max(now_s, last_s):,.0f} s simulated")
 
     return simulate(scenario, ended)
@@ -163,11 +163,12 @@ def _scenario(
 
 
 def objectives(ttft_ms: float, tpot_ms: float, itl_ms: float = 0.0) -> Objectives:
-    """The limits of goodput.
+    """Returns the limits of goodput.
 
     Args:
-        ttft_ms: 0 keeps the limits by prompt length.
-        itl_ms: 0 is no limit.
+        ttft_ms: TTFT limit; 0 keeps the limits by prompt length.
+        tpot_ms: TPOT limit.
+        itl_ms: ITL limit; 0 is no limit.
     """
     limits = Objectives(tpot_s=tpot_ms / 1000, itl_s=itl_ms / 1000 if itl_ms else math.inf)
     if not ttft_ms:

@@ -1,4 +1,4 @@
-"""The local stack as a plan: which processes with which flags; pure.
+"""Plans a local stack: its processes and their flags. Pure.
 
 Tests: tests/unit/cli/test_stack.py.
 """
@@ -16,16 +16,16 @@ from kvmesh.core.launch import LaunchError, LaunchSpec
 from kvmesh.core.types import Endpoint, Role
 from kvmesh.engine.chat_template import read_chat_template
 
-# Clients first, then those who hold their work, then those who know about it.
+# Order of stopping: the gateway first, then workers, then the services that know about them.
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
 _USES_REDIS = ("kvmanager", "scheduler", "gateway")
 _REDIS_URL, _REDIS_PASSWORD = "KVMESH_REDIS__URL", "KVMESH_REDIS__PASSWORD"
 TRACES_PER_SECOND = 5
-"""Who tries something out finds every request's trace; under load they cost little."""
+"""Traces per second of each service: enough for every request of a trial, and cheap under load."""
 REMOTE = "remote"
-"""Name of the second cluster, and what the names of its workers begin with."""
+"""Name of the second cluster, and prefix of its workers' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class RemoteOptions:
     """A second cluster, which prefills long prompts and sends their KV home over a paced link.
 
     Attributes:
-        num_prefill: its workers.
-        link_mbit: megabits per second that leave it.
-        threshold_tokens: longer uncached prompts go there at first.
+        num_prefill: number of its workers.
+        link_mbit: its egress bandwidth in megabits per second.
+        threshold_tokens: initial threshold: uncached tokens above which prompts go there.
     """
 
     num_prefill: int
@@ -44,16 +44,16 @@ class RemoteOptions:
 
     @property
     def link_mb_s(self) -> float:
-        """Megabytes per second that leave it."""
+        """Its egress bandwidth in megabytes per second."""
         return self.link_mbit / 8
 
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A further model, with as many workers for prefill and decode as the stack's own.
+    """A further model, with as many prefill and decode workers as the stack's first model.
 
     Attributes:
-        names: that clients use; the first one is what its workers call it.
+        names: names that clients use; its workers use the first one.
     """
 
     names: tuple[str, ...]
@@ -64,17 +64,17 @@ class OtherModel:
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What to start.
+    """The stack to start.
 
     Attributes:
         others: further models.
-        remote: a second cluster; None for one.
-        redis_url: a server that runs already; empty starts one.
-        console_port: admin port of the gateway, which has the console; 0 takes a free one.
-        grpc_port: of the gateway; 0 takes a free one.
+        remote: the second cluster; None: there is only one cluster.
+        redis_url: URL of a running Redis; empty: the stack starts one.
+        console_port: admin port of the gateway, with the console; 0 picks a free one.
+        grpc_port: gRPC port of the gateway; 0 picks a free one.
         num_threads: computing threads of each engine.
-        drain_s: how long a service may finish running work when it is stopped.
-        num_spare: workers that wait for the place of one that is lost.
+        drain_s: seconds that a service may finish its work when it is stopped.
+        num_spare: number of spare workers, which replace lost ones.
         aliases: further names of the model, comma-separated.
         lora: see `read_adapters`; folders are absolute.
     """
@@ -104,14 +104,14 @@ class StackOptions:
 
     @property
     def num_workers(self) -> int:
-        """Engines on this machine."""
+        """Number of engines on this machine."""
         far = 0 if self.remote is None else self.remote.num_prefill
         pairs = (1 + len(self.others)) * (self.num_prefill + self.num_decode)
         return pairs + self.num_spare + far
 
     @property
     def fleets(self) -> tuple[StackOptions, ...]:
-        """The same for each model alone; spares, adapters and a second cluster are the first's."""
+        """The options of each model alone; the first has spares, adapters and second cluster."""
         own = replace(self, others=())
         bare = replace(own, remote=None, num_spare=0, aliases="", lora="")
         return (
@@ -131,10 +131,10 @@ class StackOptions:
 
 @dataclass(frozen=True, slots=True)
 class StackPaths:
-    """Where things are.
+    """Paths of a stack.
 
     Attributes:
-        root: checkout that holds `services`.
+        root: checkout that contains `services`.
         state: folder for logs, traces and the description of the running stack.
     """
 
@@ -154,10 +154,10 @@ class Member:
     """One process of the stack.
 
     Attributes:
-        probe: answers when the process is ready for work.
-        liveness: answers as long as the process lives, whatever becomes of its peers.
-        metrics_port: 0 if it has none.
-        launch: what it was started as, of a worker: others do its work while it is away.
+        probe: succeeds when the process is ready for work.
+        liveness: succeeds as long as the process lives, whatever the state of its peers.
+        metrics_port: port of its metrics; 0 if it has none.
+        launch: specification that a worker was started with; None for other services.
     """
 
     spec: ProcessSpec
@@ -168,12 +168,12 @@ class Member:
 
     @property
     def is_worker(self) -> bool:
-        """Whether others do its work while it is away."""
+        """Whether it is a worker: other workers do its work while it is down."""
         return self.launch is not None
 
 
 MakeWorker = Callable[[str, LaunchSpec], Member]
-"""The process of a worker of a name."""
+"""Function from a worker's name and specification to its process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +181,12 @@ class StackPlan:
     """All processes, in the order of starting.
 
     Attributes:
-        has_chat: the model has a chat template.
-        console: where the gateway's admin port is; None without one.
-        pool: where the kvmanager's admin port is; None without one.
-        secret_file: holds the mesh's secret.
-        launcher: where the scheduler asks for more workers and fewer; None if it cannot.
-        make_worker: plans one more.
+        has_chat: whether the model has a chat template.
+        console: address of the gateway's admin port; None without one.
+        pool: address of the kvmanager's admin port; None without one.
+        secret_file: path of the file with the mesh's secret.
+        launcher: address at which the scheduler asks for more or fewer workers; None without it.
+        make_worker: plans one more worker.
     """
 
     members: tuple[Member, ...]
@@ -208,11 +208,11 @@ class _Planner:
     next_port: Callable[[], int]
     env: Mapping[str, str]
     secrets: StackSecrets
-    # In the environment and not in flags, which every user of the machine can read.
+    # Passed in the environment, because every user of the machine can read flags.
     store: Mapping[str, str] = field(default_factory=dict)
 
     def stores(self) -> list[Member]:
-        """The Redis of this stack, if it does not use another one; those who use it are told."""
+        """Returns the Redis that the stack starts, if any; sets `store` for its users."""
         if self.options.redis_url:
             self.store = {_REDIS_URL: self.options.redis_url}
             return []
@@ -239,7 +239,7 @@ class _Planner:
         probe: Probe | None = None,
         port: int = 0,
     ) -> tuple[Member, Endpoint]:
-        """A service with the flags that all of them take, and its gRPC endpoint."""
+        """Returns a service with the flags common to all services, and its gRPC endpoint."""
         name = name or kind
         endpoint = Endpoint(_LOCAL, port or self.next_port())
         metrics_port = self.next_port()
@@ -274,13 +274,13 @@ class _Planner:
     def worker_flags(
         self, name: str, scheduler: Endpoint, kvmanager: Endpoint
     ) -> dict[str, object]:
-        """Flags of a worker of the stack's own model."""
+        """Returns the flags of a worker of the stack's first model."""
         return self.fleet_flags(self.options, name, scheduler, kvmanager)
 
     def fleet_flags(
         self, options: StackOptions, name: str, scheduler: Endpoint, kvmanager: Endpoint
     ) -> dict[str, object]:
-        """Flags of a worker of one model."""
+        """Returns the flags of a worker of one model."""
         return {
             "worker.id": name,
             "worker.cluster": _CLUSTER,
@@ -301,7 +301,7 @@ class _Planner:
     def worker(
         self, name: str, launch: LaunchSpec, scheduler: Endpoint, kvmanager: Endpoint
     ) -> Member:
-        """A worker of this cluster.
+        """Returns a worker of the first cluster.
 
         Raises:
             LaunchError: this stack has no such model.
@@ -321,10 +321,10 @@ class _Planner:
         return replace(self.service(kind, flags, name)[0], launch=launch)
 
     def home_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
-        """The workers that the stack begins with, but those of the second cluster.
+        """Returns the initial workers of the first cluster.
 
-        Numbers go on from model to model. Spares have the first model and take nothing until
-        somebody is lost.
+        Their numbers continue from model to model. Spares load the first model and get no requests
+        until a worker is lost.
         """
         members: list[Member] = []
         for number, fleet in enumerate(self.options.fleets):
@@ -345,7 +345,7 @@ class _Planner:
         return members
 
     def offload_flags(self) -> dict[str, object]:
-        """What the scheduler knows of the second cluster."""
+        """Returns the scheduler's flags about the second cluster."""
         remote = self.options.remote
         if remote is None:
             return {}
@@ -356,7 +356,10 @@ class _Planner:
         }
 
     def remote_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
-        """The second cluster: each worker has its share of the link, and no way around it."""
+        """Returns the workers of the second cluster, each with its share of the link's bandwidth.
+
+        They use TCP only, so that no faster channel bypasses the link.
+        """
         remote = self.options.remote
         if remote is None:
             return []
@@ -380,14 +383,14 @@ def plan_stack(
     env: Mapping[str, str],
     secrets: StackSecrets,
 ) -> StackPlan:
-    """The processes of a stack.
+    """Plans the processes of a stack.
 
     Args:
-        options: what to start.
-        paths: where things are.
-        next_port: gives a free port, another one each time.
+        options: the stack to start.
+        paths: its folders and programs.
+        next_port: returns a different free port each time.
         env: environment of all processes.
-        secrets: of the stack.
+        secrets: secrets of the stack.
     """
     planner = _Planner(options, paths, next_port, env, secrets)
     members = planner.stores()
@@ -432,10 +435,12 @@ def plan_stack(
 
 
 def engine_threads(cores: int, num_engines: int) -> int:
-    """Computing threads per engine; two spinning teams on one core cost a factor of ten."""
+    """Returns the computing threads per engine; two spinning teams on one core are ten times
+    slower.
+    """
     return max(1, cores // max(1, num_engines))
 
 
 def engine_environment(num_threads: int) -> dict[str, str]:
-    """Variables of all processes; how an engine's threads wait is the worker's own affair."""
+    """Returns the environment variables of all processes; workers set how engine threads wait."""
     return {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}

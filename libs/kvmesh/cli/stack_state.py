@@ -1,7 +1,7 @@
-"""The state folder of a local stack: who holds it, and what its launcher says about the stack.
+"""The state folder of a local stack: its lock, and the launcher's description of the stack.
 
-A lock, not a process id, tells whether a stack runs: the kernel drops it with its holder, and ids
-are used again. Tests: tests/unit/cli/test_stack_state.py.
+A lock, not a process id, says whether a stack runs: the kernel releases it when its holder ends,
+while process ids are reused. Tests: tests/unit/cli/test_stack_state.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvmesh.core.errors import ConfigError
 
 
 def is_checkout(folder: Path) -> bool:
-    """Whether a folder is the root of the repository, which holds the services."""
+    """Whether a folder is the root of the repository, which contains the services."""
     return (folder / "services" / "__init__.py").is_file() and (folder / "libs/kvmesh").is_dir()
 
 
 def find_checkout(source: Path) -> Path:
-    """Where services are run from: the root of the sources, if they are those of a checkout.
+    """Returns the folder that services run from: the checkout that contains these sources.
 
-    A wheel lies elsewhere: then it is the working folder.
+    For an installed wheel it is the working folder.
     """
     return source if is_checkout(source) else Path.cwd()
 
@@ -35,7 +35,7 @@ def find_checkout(source: Path) -> Path:
 CHECKOUT = find_checkout(Path(__file__).resolve().parents[3])
 
 DEFAULT_STATE = CHECKOUT / ".kvmesh"
-"""Folder of a stack that was not given another one."""
+"""State folder of a stack without `--state-dir`."""
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -46,10 +46,10 @@ _OWN_FOLDER = 0o700
 
 @contextmanager
 def hold_state(state: Path) -> Iterator[None]:
-    """Holds the folder, made if need be, for one stack.
+    """Locks the state folder for one stack; creates it if needed.
 
     Raises:
-        ConfigError: another stack holds it, or it cannot be written.
+        ConfigError: another stack holds the lock, or the folder cannot be written.
     """
     with _open_lock(state) as lock:
         try:
@@ -62,7 +62,7 @@ def hold_state(state: Path) -> Iterator[None]:
 def _open_lock(state: Path) -> TextIO:
     try:
         state.mkdir(mode=_OWN_FOLDER, parents=True, exist_ok=True)
-        if (state / _LOCK).exists():  # of an earlier stack: nothing but state is in it
+        if (state / _LOCK).exists():  # an earlier stack made it, so it contains only state
             state.chmod(_OWN_FOLDER)
         return (state / _LOCK).open("w")
     except OSError as error:
@@ -72,7 +72,7 @@ def _open_lock(state: Path) -> TextIO:
 
 
 def held_by_another(state: Path) -> str:
-    """What to say to who wants the folder of a running stack."""
+    """Returns the error message for a state folder that a running stack holds."""
     return (
         f"a stack runs already with {state}; stop it, or give this one its own --state-dir and "
         "--port"
@@ -86,25 +86,25 @@ def is_held(state: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no stack ever ran with it
+    except OSError:  # no stack has used this folder
         return False
     return False
 
 
 def write_description(state: Path, stack: dict[str, Any]) -> None:
-    """Tells other commands what runs where."""
+    """Writes the description of the running stack for other commands."""
     written = state / f"{_DESCRIPTION}.new"
     written.write_text(json.dumps(stack, indent=2) + "\n")
-    written.replace(state / _DESCRIPTION)  # whoever reads it meanwhile gets all of one
+    written.replace(state / _DESCRIPTION)  # atomic: a reader sees the old or the new file
 
 
 def remove_description(state: Path) -> None:
-    """To be called when the stack ends."""
+    """Removes the description when the stack ends."""
     (state / _DESCRIPTION).unlink(missing_ok=True)
 
 
 def read_description(state: Path) -> dict[str, Any] | None:
-    """What runs where; None if no stack runs or it has not started its processes yet."""
+    """Returns the description; None if no stack runs or its processes are not started yet."""
     if not is_held(state):
         return None
     try:
@@ -115,10 +115,10 @@ def read_description(state: Path) -> dict[str, Any] | None:
 
 
 def local_stack(state_dir: str) -> dict[str, Any]:
-    """What the stack that runs on this machine says; empty if none does.
+    """Returns the description of the stack that runs on this machine; empty if there is none.
 
     Args:
-        state_dir: as `kvmesh up` was given it; empty takes the default.
+        state_dir: `--state-dir` of `kvmesh up`; empty for the default.
     """
     return read_description(Path(state_dir) if state_dir else DEFAULT_STATE) or {}
 
@@ -136,7 +136,7 @@ def add_url_flag(parser: argparse.ArgumentParser, *, several: bool = False) -> N
 
 
 def no_gateway(url: str, error: Exception) -> str:
-    """What to say when nobody answers at a gateway's URL."""
+    """Returns the error message for a gateway's URL at which no server answers."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     hint = ca_hint(str(error)) or "start one with `kvmesh up`, or name another with --url"
     if "disconnected" in reason and url.startswith("http://"):
@@ -145,13 +145,13 @@ def no_gateway(url: str, error: Exception) -> str:
 
 
 def gateway_url(arguments: argparse.Namespace) -> str:
-    """Base URL of the gateway that is meant, without the `/v1` that OpenAI clients are given."""
+    """Returns the base URL of the gateway to use, without the `/v1` of OpenAI clients."""
     url: str = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
     return _base_url(url)
 
 
 def gateway_urls(arguments: argparse.Namespace) -> list[str]:
-    """Base URLs of all gateways that are meant, where `--url` may name several."""
+    """Returns the base URLs of all gateways to use; `--url` may name several."""
     given = [each.strip() for each in arguments.url.split(",") if each.strip()]
     return [_base_url(each) for each in given] or [gateway_url(arguments)]
 

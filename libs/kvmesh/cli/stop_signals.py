@@ -1,4 +1,4 @@
-"""Ctrl-C and other stop signals for a program with an event loop.
+"""Handles Ctrl-C and other stop signals for a program with an event loop.
 
 Tests: tests/e2e/test_interrupted_up.py.
 """
@@ -12,11 +12,10 @@ from types import FrameType
 
 
 class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP from its making to the end of the process.
+    """Counts SIGINT, SIGTERM and SIGHUP from its creation to the end of the process.
 
-    The handlers stay when the event loop has closed, so that a signal during the last moments
-    changes neither the output nor the exit code. A SIGHUP that is ignored, as under `nohup`,
-    stays ignored.
+    The handlers stay installed after the event loop has closed, so that a late signal changes
+    neither the output nor the exit code. An ignored SIGHUP, as under `nohup`, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def attach(self, on_repeat: Callable[[], None]) -> None:
-        """Tells the running loop from now on.
+        """Notifies the running event loop from now on.
 
         Args:
             on_repeat: called for each signal after the first.

@@ -1,4 +1,4 @@
-"""`kvmesh top`: workers and requests, live. Tests: tests/unit/cli/test_top.py, tests/e2e."""
+"""`kvmesh top`: shows workers and requests live. Tests: tests/unit/cli/test_top.py, tests/e2e."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvmesh.core.types import Role
 
 _BAR = 20
 _WIDE = 104
-"""Columns that the table needs with its bars."""
+"""Number of terminal columns that the table needs with its bars."""
 _SCRAPE_S = 2.0
 _ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "hybrid": "green", "spare": "dim"}
 
@@ -47,7 +47,7 @@ class GatewayTotals:
     """Counters of a gateway; all zero before the first scrape.
 
     Attributes:
-        ttft_sum_s, ttft_count: of the histogram of times to first token.
+        ttft_sum_s, ttft_count: sum and count of the TTFT histogram.
     """
 
     requests_open: float = 0.0
@@ -60,10 +60,10 @@ class GatewayTotals:
 
 @dataclass(frozen=True, slots=True)
 class GatewayRates:
-    """What a gateway did per second.
+    """Rates of a gateway, per second.
 
     Attributes:
-        ttft_s: mean over the requests that got their first token meanwhile; None without any.
+        ttft_s: mean TTFT of the requests that got their first token meanwhile; None without any.
     """
 
     requests_open: int
@@ -75,10 +75,13 @@ class GatewayRates:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One picture of the mesh.
+    """One snapshot of the mesh.
 
     Attributes:
-        gateway: None if it does not answer.
+        rates: rates of each worker.
+        gateway: rates of the gateway; None if it does not answer.
+        fresh: whether a scheduler is connected.
+        kvmanager_connected: whether the scheduler reaches its kvmanager; None: not known.
     """
 
     workers: tuple[FleetWorker, ...]
@@ -104,11 +107,11 @@ async def _run(arguments: argparse.Namespace) -> int:
     url = gateway_url(arguments)
     console = terminal()
     live = None if arguments.once or arguments.json else Live(console=console, screen=True)
-    # One CA for the schedulers and the gateway, where one is named.
+    # The named CA is for the schedulers and for the gateway.
     tls = trust(arguments.tls_ca)
     async with live_fleet(scheduler_access(arguments), "kvmesh top") as view:
         camera = Camera(view, url, tls)
-        first = await camera.frame()  # rates need two
+        first = await camera.frame()  # rates need two frames
         if live is not None:
             live.start()
             live.update(picture(first, console.width), refresh=True)
@@ -140,7 +143,7 @@ class Camera:
         self._before: tuple[float, GatewayTotals] | None = None
 
     async def frame(self) -> Frame:
-        """The mesh now."""
+        """Returns a snapshot of the mesh now."""
         text = await self._scrape()
         now = time.monotonic()
         workers = self._view.workers
@@ -164,7 +167,7 @@ class Camera:
 
 
 def gateway_totals(exposition: str) -> GatewayTotals:
-    """Reads a gateway's metrics."""
+    """Parses a gateway's metrics."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -180,7 +183,7 @@ def gateway_totals(exposition: str) -> GatewayTotals:
 
 
 def gateway_rates(before: GatewayTotals, now: GatewayTotals, elapsed_s: float) -> GatewayRates:
-    """Differences per second; all zero where no time has passed."""
+    """Returns the differences per second; all 0 if no time has passed."""
     first_tokens = now.ttft_count - before.ttft_count
     return GatewayRates(
         requests_open=int(now.requests_open),
@@ -192,7 +195,7 @@ def gateway_rates(before: GatewayTotals, now: GatewayTotals, elapsed_s: float) -
 
 
 def picture(frame: Frame, columns: int = _WIDE) -> Group:
-    """A frame for a terminal of so many columns; a narrow one gets no bars."""
+    """Returns a frame for a terminal of so many columns; a narrow one gets no bars."""
     return Group(_headline(frame), "", _workers(frame, with_bars=columns >= _WIDE))
 
 
@@ -219,7 +222,7 @@ def _headline(frame: Frame) -> Text:
 
 
 def _missing(workers: Sequence[FleetWorker]) -> str:
-    """Which workers it takes and are not there; the console's page says the same."""
+    """Returns which required workers are missing, in the words of the console's page."""
     roles = {each.info.role for each in workers if state_of(each) == "ready"}
     if not roles:
         return "no worker is ready"
@@ -257,7 +260,7 @@ def _workers(frame: Frame, *, with_bars: bool) -> Table:
 
 
 def bar(used: float, cached: float) -> Text:
-    """Shares of KV blocks as a bar: in use, cached but free to take, empty."""
+    """Returns a bar with the fractions of KV blocks in use, cached but free, and empty."""
     num_used = round(used * _BAR)
     num_cached = min(round(cached * _BAR), _BAR - num_used)
     text = Text("█" * num_used)
@@ -267,7 +270,7 @@ def bar(used: float, cached: float) -> Text:
 
 
 def as_json(frame: Frame) -> dict[str, Any]:
-    """A frame for programs."""
+    """Returns a frame as JSON values."""
     gateway = frame.gateway
     return {
         "fresh": frame.fresh,

@@ -22,7 +22,7 @@ exit code: 0; 1 if no scheduler answers; 2 wrong usage
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """Returns the parser with all flags."""
     made = new_parser("kvmesh top", "Workers and requests, live. Ctrl-C leaves.", _EPILOG)
     add_scheduler_flags(made, 5.0)
     add_url_flag(made)

@@ -1,4 +1,4 @@
-"""`kvmesh up`: a whole stack on this machine. Tests: tests/unit/cli/test_up.py."""
+"""`kvmesh up`: runs a whole stack on this machine. Tests: tests/unit/cli/test_up.py."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ from kvmesh.metadata.server_binary import find_redis_binary
 
 _LOCAL = "127.0.0.1"
 _PORTS_PER_MEMBER = 2
-_ADMIN_PORTS = 3  # and the launcher's
+_ADMIN_PORTS = 3  # including the launcher's
 _DRAIN_S = 5.0
 _GRACE_S = 10.0
 
 USAGE_ERROR = 2
-"""Something was wrong before any process was started."""
+"""Exit code if a problem was found before any process was started."""
 
 
 def _default_model() -> Path:
@@ -73,12 +73,12 @@ def _default_model() -> Path:
 
 
 def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) -> StackOptions:
-    """What to start, with all defaults filled in.
+    """Returns the stack to start, with all defaults filled in.
 
     Raises:
         ConfigError: no model was named and none is embedded, or adapters or other models are
             malformed.
-        CheckpointError: an adapter is not there.
+        CheckpointError: an adapter does not exist.
     """
     embedded = not arguments.model
     if embedded:
@@ -97,7 +97,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         host=arguments.host,
         http_port=arguments.port,
         engine=arguments.engine,
-        # Small enough that exactness costs nothing: the same tokens on every machine.
+        # The embedded model is small, so float32 is fast enough and gives equal tokens everywhere.
         dtype=arguments.dtype or ("float32" if embedded else "auto"),
         device=arguments.device,
         num_blocks=arguments.num_blocks,
@@ -121,7 +121,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
 
 
 def _other_models(arguments: argparse.Namespace, first: str) -> tuple[OtherModel, ...]:
-    """Models beside the first one, whose name and aliases they may not have."""
+    """Returns the further models; they may not use the first model's name or aliases."""
     named = named_values(arguments.other_models, "--other-models", "NAME=FOLDER")
     taken = {first, *(each.strip() for each in arguments.aliases.split(","))}
     if twice := sorted(taken & set(named)):
@@ -137,7 +137,7 @@ def _other_models(arguments: argparse.Namespace, first: str) -> tuple[OtherModel
 
 
 def _adapters(text: str, engine: str) -> str:
-    """The same with folders that hold wherever a worker starts."""
+    """Returns the adapters with absolute folders, valid wherever a worker starts."""
     if text and engine != "vllm":
         raise ConfigError("--lora: adapters are served by --engine vllm")
     return ",".join(f"{each.name}={each.folder}" for each in read_adapters(text))
@@ -146,16 +146,16 @@ def _adapters(text: str, engine: str) -> str:
 def _next_port(options: StackOptions) -> Callable[[], int]:
     num_members = options.num_workers + 4
     api = {options.http_port, options.grpc_port, options.console_port}
-    # All at once, so that they differ.
+    # All taken at once, so that they differ.
     count = _PORTS_PER_MEMBER * num_members + _ADMIN_PORTS + len(api)
     planned = (port for port in free_ports(_LOCAL, count) if port not in api)
-    # Those of workers that are started later.
+    # Then ports for workers that are started later.
     ports = itertools.chain(planned, (free_ports(_LOCAL, 1)[0] for _ in itertools.count()))
     return lambda: next(ports)
 
 
 def _with_free_ports(options: StackOptions) -> StackOptions:
-    """The same stack without ports beside the HTTP port that another program took meanwhile."""
+    """Replaces gRPC and console ports that another program took meanwhile by free ones."""
     grpc, console = (
         port if is_free(Endpoint(_LOCAL, port)) else 0
         for port in (options.grpc_port, options.console_port)
@@ -186,17 +186,17 @@ async def _run(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a stack.
+    """Runs a stack and returns the exit code.
 
-    Exit code 0 after Ctrl-C, 130 if that came before the stack was ready or its command had ended,
-    2 if something was wrong before any process was started, 1 if it could not start or a process
-    was given up; with `--run` else that of the command.
+    0 after Ctrl-C, 130 if Ctrl-C came before the stack was ready or its command had ended, 2 if a
+    problem was found before any process was started, 1 if it could not start or a process was given
+    up. With `--run` otherwise that of the command.
     """
     arguments = flags_parser().parse_args(argv)
     try:
         options, paths, notes = _planned(arguments)
         settings = LaunchSettings(
-            # What a command measures or tests must not hide that a process died.
+            # A measurement or test with --run must not hide that a process died.
             restart=not (arguments.no_restart or arguments.run),
             start_timeout_s=arguments.start_timeout,
             command=arguments.run,
@@ -213,11 +213,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, list[str]]:
-    """What to start and where, its model being here, and what to say of it.
+    """Returns the stack to start, its paths, and notes for the user; its models are local now.
 
     Raises:
-        ConfigError: why it cannot be started, a line each.
-        CheckpointError: the model is nowhere.
+        ConfigError: it cannot be started; one line per reason.
+        CheckpointError: the model was not found.
     """
     if not is_checkout(CHECKOUT):
         raise ConfigError(
@@ -232,7 +232,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, l
         raise ConfigError(held_by_another(state))
     room = Room(psutil.virtual_memory().available, free_disk_bytes(state))
     found = machine_problems(options, paths, room) + command_problems(arguments.run)
-    if not (found and is_hub_name(str(options.model))):  # nothing is downloaded in vain
+    if not (found and is_hub_name(str(options.model))):  # no useless download
         options = _with_folders(options)
         found += model_problems(options, room)
     if found:
@@ -243,10 +243,10 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, l
 
 
 def _with_folders(options: StackOptions) -> StackOptions:
-    """The same with models that are here.
+    """Returns the options with local folders of all models; downloads them if needed.
 
     Raises:
-        CheckpointError: a model is nowhere.
+        CheckpointError: a model was not found.
     """
 
     def folder(model: Path) -> Path:
@@ -258,7 +258,7 @@ def _with_folders(options: StackOptions) -> StackOptions:
 
 
 def _with_lengths(options: StackOptions) -> StackOptions:
-    """The same with the longest sequence that each model and its blocks allow."""
+    """Returns the options with the longest sequence that each model and its blocks allow."""
 
     def longest(model: Path) -> int:
         return min(_max_positions(options.engine, model), options.num_blocks * options.block_size)
@@ -270,7 +270,7 @@ def _with_lengths(options: StackOptions) -> StackOptions:
 
 
 def _max_positions(engine: str, model: Path) -> int:
-    """What a model was made for."""
+    """Returns the longest sequence that a model supports."""
     if engine == "vllm":
         return read_vllm_model(model).max_positions
     return load_model_config(model).max_position_embeddings
@@ -289,14 +289,14 @@ def _run_held(
 
 
 def _has_keys() -> bool:
-    """Whether the environment tells the gateway to ask for keys."""
+    """Whether the environment configures the gateway to require API keys."""
     in_redis = environment("KVMESH_ACCESS__TENANTS_IN_REDIS").lower() in ("true", "1", "yes", "on")
     names = ("API_KEYS", "API_KEYS_FILE", "TENANTS_FILE")
     return in_redis or any(environment(f"KVMESH_ACCESS__{name}") for name in names)
 
 
 def _prepare(state: Path) -> None:
-    """Makes the folders and drops the traces of the stack before; logs start over by themselves."""
+    """Creates the folders and removes earlier traces; logs start over by themselves."""
     for folder in (state / "logs", state / "traces"):
         folder.mkdir(parents=True, exist_ok=True)
     for trace in (state / "traces").glob("*.jsonl"):

@@ -17,11 +17,11 @@ from kvmesh.cli.flags import (
 
 BLOCK_SIZE = 16
 VLLM_BLOCK_SIZE = 32
-"""What its kernels on a CPU take."""
+"""Block size that vLLM's CPU kernels support."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags; `up.main` says what a value means that depends on others."""
+    """Returns the parser with all flags; `up.stack_options` fills in dependent defaults."""
     made = new_parser(
         "kvmesh up",
         "Starts Redis, kvmanager, scheduler, prefill and decode workers and a gateway on this\n"

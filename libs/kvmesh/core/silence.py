@@ -13,9 +13,9 @@ answer. Not every second counts:
   the machine slept.
 
 So a stopped process (state T), a dead lock and an event loop that spins or computes all count in
-full on a machine with a free core, and a healthy process beside busy ones is given the time that
-it did not have. A process hangs when `SILENT_S` have been counted for one question. Where the
-kernel tells nothing of threads, ten times as many seconds must pass.
+full on a machine with a free core, and a healthy process beside busy ones is not
+charged for the time in which it could not run. A process hangs when `SILENT_S` have been counted
+for one question. Where the kernel has no schedstat, ten times as many seconds must pass.
 Tests: tests/unit/core/test_silence.py.
 """
 

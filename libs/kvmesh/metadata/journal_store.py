@@ -1,7 +1,8 @@
-"""Streams that gateways serve, in Redis: what another gateway needs to go on with one.
+"""Journals of streams in Redis, from which another gateway can resume a stream.
 
-A stream is a list under `P stream:<key>`: its head, then records in the order of writing. It lives
-as long as the gateway that writes it may need it, and a short time after its end.
+A stream is a list under `P stream:<key>`: its head, then records in the order of writing. It is
+kept
+as long as the writing gateway may need it, and a short time after its end.
 Tests: tests/unit/gateway/request/test_journal.py, tests/integration/test_gateway_resume.py.
 """
 
@@ -43,16 +44,16 @@ return told
 _READ = "return redis.call('LRANGE', ARGV[1] .. 'stream:' .. ARGV[2], 0, -1)"
 
 MAX_WRITES = 128
-"""Lines of one script call: Redis does nothing else meanwhile."""
+"""Maximum number of lines per script call, because a script blocks Redis."""
 
 
 class Line(NamedTuple):
-    """Something to be written.
+    """A write to a stream.
 
     Attributes:
         word: `begin` a stream with its head, change its `head`, `add` a record, `end` it, or `drop`
             it.
-        life_s: the stream lives for so long from now on; None changes nothing.
+        life_s: seconds that the stream is kept from now on; None: unchanged.
     """
 
     word: str
@@ -65,7 +66,7 @@ class RedisJournalStore:
     """Writes and reads streams.
 
     Args:
-        client: closed by whoever made it.
+        client: closed by its creator, not by the store.
     """
 
     def __init__(self, client: RedisClient) -> None:

@@ -28,7 +28,7 @@ from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 LOG_LENGTH = 1024
-"""Changes that are kept for who follows; who is further behind takes a new picture."""
+"""Number of changes kept for followers; a follower further behind takes a new snapshot."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _SlotRecord:
 
 
 def _match_of(record: _SlotRecord, hashes: bytes, length: int) -> PrefixMatch:
-    """What one slot has of the `length` leading blocks that it holds."""
+    """Returns the match of one slot that holds `length` leading blocks: states, tiers counted."""
     held, publisher, found = record.held, record.publisher, list(islice(_split(hashes), length))
     if TELLS_STATES in held:
         saved = (end for end in range(length, 0, -1) if saved_state(found[end - 1]) in held)
@@ -64,7 +64,7 @@ class MemoryMetadataStore:
     """A `MetadataStore` in memory.
 
     Args:
-        lease_s: a slot lives this long after its last renewal.
+        lease_s: seconds that a slot lives after its last renewal.
     """
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
@@ -74,7 +74,7 @@ class MemoryMetadataStore:
         self._slots: dict[Slot, _SlotRecord] = {}
         self._slot_of: dict[WorkerId, Slot] = {}
         self._index: dict[tuple[str, BlockHash], set[Slot]] = {}
-        # Changes, and the number of the first of them; another store's positions mean nothing here.
+        # The last changes. Positions carry the log's name: those of another store are not valid.
         self._log: deque[SlotChange] = deque(maxlen=LOG_LENGTH)
         self._log_name = uuid.uuid4().hex
         self._num_logged = 0
@@ -82,7 +82,7 @@ class MemoryMetadataStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing at all is remembered."""
+        """Whether the store is empty."""
         return not (self._slots or self._slot_of or self._index)
 
     async def register(self, publisher: Publisher) -> Registration:

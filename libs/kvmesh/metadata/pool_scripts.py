@@ -2,9 +2,9 @@
 
 Keys, all under a prefix P as in scripts.py:
 
-    P pool:replicas              set: kvmanagers that told what they know of reads
-    P pool:knowledge:<replica>   what it told, with a TTL
-    P pool:orders:<worker>       list: orders for it that nobody has taken yet, with a TTL
+    P pool:replicas              set: kvmanagers that published their counts of reads
+    P pool:knowledge:<replica>   the counts that it published, with a TTL
+    P pool:orders:<worker>       list: orders that the worker has not taken yet, with a TTL
 
 Tests: tests/contract/test_pool_store.py.
 """
@@ -32,7 +32,7 @@ for _, replica in ipairs(redis.call('SMEMBERS', prefix .. 'pool:replicas')) do
 end
 return found
 """
-"""ARGV: prefix. Returns what each replica told."""
+"""ARGV: prefix. Returns the knowledge of each replica."""
 
 PUT_ORDERS = """
 local key = ARGV[1] .. 'pool:orders:' .. ARGV[2]

@@ -1,7 +1,7 @@
-"""What kvmanagers share about the pool: their knowledge of reads, orders on their way, one lease.
+"""State of the pool that kvmanagers share: their counts of reads, pending orders, and one lease.
 
-Everything in it is short-lived: it ends by itself, and losing it costs a plan or an order.
-Tests: tests/contract/test_pool_store.py runs against both homes.
+All of it is short-lived: it expires by itself, and losing it costs a plan or an order.
+Tests: tests/contract/test_pool_store.py runs against both implementations.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class PoolStore(Protocol):
     """Shared by all kvmanagers. Every method raises StoreUnavailableError."""
 
     async def put_knowledge(self, replica: str, knowledge: bytes, ttl_s: float) -> None:
-        """Replaces what a replica told before; `knowledge` is the caller's encoding."""
+        """Replaces a replica's knowledge of reads; `knowledge` is the caller's encoding."""
         ...
 
     async def all_knowledge(self) -> list[bytes]:
-        """What all replicas told whose time is not over."""
+        """Returns the knowledge of all replicas that has not expired."""
         ...
 
     async def put_orders(self, worker_id: WorkerId, orders: Sequence[bytes], ttl_s: float) -> None:
-        """Leaves orders for a worker; all that it has not taken end `ttl_s` from now."""
+        """Adds orders for a worker; all that it has not taken expire in `ttl_s` seconds."""
         ...
 
     async def take_orders(self, worker_ids: Sequence[WorkerId]) -> dict[WorkerId, list[bytes]]:
-        """Takes away the orders of these workers, oldest first; each order is given once."""
+        """Removes and returns the orders of these workers, oldest first."""
         ...
 
     async def may_plan(self, replica: str, ttl_s: float) -> bool:
-        """Takes or prolongs the lease to plan; False while another replica has it."""
+        """Takes or renews the lease to plan; False while another replica holds it."""
         ...
 
     async def end_plan(self, replica: str) -> None:

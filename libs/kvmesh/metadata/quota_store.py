@@ -1,9 +1,11 @@
 """Tenants' usage in Redis, shared by all gateways: one script admits, one settles.
 
 Keys, under a prefix P: `P quota:<tenant>` is a hash with `requests` and `tokens`, each the time
-(ms) when all that was used is paid for; `P open:<tenant>` is a hash from gateway to `count:until`,
-the requests it has open and when that claim ends if it is not renewed. The arithmetic is that of
-`policy/quota.py`. Tests: tests/contract/test_quota.py.
+(ms)
+at which all usage is paid for. `P open:<tenant>` is a hash from gateway to `count:until`: the
+number
+of requests that the gateway has open, and when that claim ends without renewal. The arithmetic is
+that of `policy/quota.py`. Tests: tests/contract/test_quota.py.
 """
 
 from __future__ import annotations
@@ -91,9 +93,9 @@ class RedisQuotaStore:
 
     Args:
         client: closed with the store.
-        owner: name of this gateway, another one for each process and life.
+        owner: name of this gateway, unique for each process and restart.
         burst_s: see `policy.quota.Rate`.
-        lease_s: a gateway that settles nothing for this long has no requests open any more.
+        lease_s: seconds without a settlement after which a gateway's open requests no longer count.
     """
 
     def __init__(self, client: RedisClient, owner: str, burst_s: float, lease_s: float) -> None:
@@ -105,10 +107,10 @@ class RedisQuotaStore:
     async def acquire(
         self, tenant: str, limits: TenantLimits, num_open: int
     ) -> QuotaRefusal | None:
-        """Counts one more request, or says which limit is used up.
+        """Counts one more request; returns the limit that is used up, or None.
 
         Args:
-            num_open: this gateway's requests of the tenant, the new one among them.
+            num_open: this gateway's requests of the tenant, including the new one.
 
         Raises:
             StoreUnavailableError: Redis did not answer; the request may have been counted.
@@ -128,7 +130,7 @@ class RedisQuotaStore:
     async def settle(
         self, tenant: str, limits: TenantLimits, num_open: int, num_tokens: int
     ) -> None:
-        """Charges tokens that were used, and says how many requests are open here now.
+        """Charges used tokens, and updates the number of this gateway's open requests.
 
         Raises:
             StoreUnavailableError: Redis did not answer; the tokens may have been charged.

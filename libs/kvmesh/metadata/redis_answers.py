@@ -1,6 +1,6 @@
-"""Reading what Redis answers: what makes no sense is a store that failed, not an error of ours.
+"""Parses Redis's answers; a malformed answer counts as a failed store.
 
-Something else may listen at its address, or somebody else may write under its keys.
+Another program may listen at its address, or another client may write its keys.
 Tests: tests/integration/test_redis_hostile.py.
 """
 
@@ -15,10 +15,10 @@ from kvmesh.metadata.store import StoreUnavailableError
 
 @contextlib.contextmanager
 def understanding() -> Iterator[None]:
-    """Around the reading of an answer.
+    """Context in which an answer is parsed.
 
     Raises:
-        StoreUnavailableError: it has another form than its script gives.
+        StoreUnavailableError: the answer has not the form that its script returns.
     """
     try:
         yield
@@ -27,10 +27,10 @@ def understanding() -> Iterator[None]:
 
 
 def bytes_of(answer: Any) -> bytes:
-    """A string.
+    """Returns an answer that must be a string.
 
     Raises:
-        StoreUnavailableError: it is none.
+        StoreUnavailableError: it is no string.
     """
     if not isinstance(answer, bytes):
         raise StoreUnavailableError(f"Redis answered with {type(answer).__name__}, not a string")
@@ -38,10 +38,10 @@ def bytes_of(answer: Any) -> bytes:
 
 
 def strings_of(answer: Any) -> list[bytes]:
-    """A list of strings.
+    """Returns an answer that must be a list of strings.
 
     Raises:
-        StoreUnavailableError: it is none.
+        StoreUnavailableError: it is no list of strings.
     """
     if not isinstance(answer, list):
         raise StoreUnavailableError(f"Redis answered with {type(answer).__name__}, not a list")

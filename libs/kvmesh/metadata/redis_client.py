@@ -31,15 +31,16 @@ from kvmesh.metadata.store import StoreUnavailableError
 Argument = bytes | str | int
 
 MAX_CONNECTIONS = 64
-"""Callers keep fewer calls than this in flight; one more waits for `timeout_s`."""
+"""Maximum number of connections; a call beyond it waits for one, at most `timeout_s` seconds."""
 
 
 LONGEST_WAIT_S = 1.0
-"""For an entry of a stream: longer, and nobody would notice soon that Redis lost its memory."""
+"""Maximum seconds of one wait for an entry of a stream, so that a loss of Redis's data is noticed
+soon."""
 
 
 def milliseconds(seconds: float) -> int:
-    """A time to live as scripts take it: whole, and not 0, which Redis refuses."""
+    """Returns a time to live in whole milliseconds, at least 1, because Redis refuses 0."""
     return max(1, round(seconds * 1000))
 
 
@@ -55,7 +56,7 @@ class RedisConfig:
 
 
 def _password(config: RedisConfig) -> str:
-    """The configured password; empty without one."""
+    """Returns the configured password; empty if there is none."""
     if not config.password_file:
         return config.password
     try:
@@ -68,7 +69,13 @@ def _password(config: RedisConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Connections to one server."""
+    """Connections to one Redis server.
+
+    Attributes:
+        client: connection pool for calls.
+        patient: connection pool for waits for a stream's entry.
+        lines: pipelined connection for frequent scripts.
+    """
 
     client: redis.Redis
     patient: redis.Redis
@@ -76,16 +83,16 @@ class _Node:
 
 
 def tagged(prefix: str) -> str:
-    """A key prefix with a hash tag: all keys are in one slot of a cluster, on one of its nodes."""
+    """Returns a key prefix with a hash tag, which keeps all keys on one node of a Redis Cluster."""
     return prefix if "{" in prefix else f"{{{prefix}}}"
 
 
 class RedisClient:
-    """Runs scripts; one per process. Of a Redis Cluster it finds the node that has its keys.
+    """Runs scripts; one per process. In a Redis Cluster it finds the node that has its keys.
 
     Raises:
-        ConfigError: the URL cannot be parsed, or the password's file cannot be read. Whether Redis
-            is there shows at the first call.
+        ConfigError: the URL cannot be parsed, or the password's file cannot be read. An unreachable
+            Redis fails only at the first call.
     """
 
     def __init__(self, config: RedisConfig) -> None:
@@ -109,8 +116,8 @@ class RedisClient:
         return _Node(client, patient, lines)
 
     def _connections(self, url: str, longest_s: float) -> redis.Redis:
-        """Connections on which an answer may take so long."""
-        # No retries here: the caller's breaker decides when to ask again.
+        """Returns a connection pool whose answers may take `longest_s` seconds."""
+        # No retries here: the caller's circuit breaker decides when to retry.
         pool = redis.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
@@ -135,7 +142,7 @@ class RedisClient:
         )
 
     async def ask(self, script: str, *arguments: Argument) -> Any:
-        """As `run`, for scripts that every request needs: all on one connection, one after another.
+        """Runs a script that every request needs, pipelined on one connection; see `run`.
 
         Raises:
             StoreUnavailableError: Redis cannot be reached, is too slow, or refused.
@@ -159,12 +166,12 @@ class RedisClient:
         if not isinstance(reply, hiredis.ReplyError):
             return reply
         if str(reply).startswith(("NOSCRIPT", "MOVED")):
-            return await self.run(script, *arguments)  # which loads it, or goes there
+            return await self.run(script, *arguments)  # which loads the script, or follows the move
         raise StoreUnavailableError(str(reply))
 
     async def wait_for_entry(self, stream: str, after: str, wait_s: float) -> None:
-        """Returns when a stream has an entry after `after`, or later; at the latest after `wait_s`,
-        and after `LONGEST_WAIT_S`.
+        """Waits until a stream has an entry after `after`, for `wait_s` or `LONGEST_WAIT_S` at
+        most.
 
         Raises:
             StoreUnavailableError: Redis cannot be reached, or refused.
@@ -174,7 +181,7 @@ class RedisClient:
         await self._call(lambda node: node.patient.xread({key: after}, count=1, block=block))
 
     async def _call(self, call: Callable[[_Node], Awaitable[Any]]) -> Any:
-        """Asks the node that has our keys: of a cluster, another one says which that is."""
+        """Calls the node that has our keys; in a cluster another node may redirect to it."""
         node = self._node
         try:
             try:
@@ -189,17 +196,17 @@ class RedisClient:
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
     def _go_to(self, node: _Node, host: str, port: int) -> _Node:
-        if node is self._node:  # nobody else has gone there meanwhile
+        if node is self._node:  # no other call has switched the node meanwhile
             where = urlsplit(self._config.url)
             login, at, _ = where.netloc.rpartition("@")
-            host = host or str(where.hostname)  # of a node that does not know its own name
+            host = host or str(where.hostname)  # empty if the node does not know its own address
             netloc = f"{login}{at}[{host}]:{port}" if ":" in host else f"{login}{at}{host}:{port}"
             self._leave(node)
             self._node = self._open(urlunsplit(where._replace(netloc=netloc)))
         return self._node
 
     def _go_back(self, node: _Node) -> None:
-        """A node that does not answer may have given our keys away: the first one knows."""
+        """Returns to the first node after an error: the keys may have moved, and it knows where."""
         if node is self._node and node is not self._first:
             self._leave(node)
             self._node = self._first

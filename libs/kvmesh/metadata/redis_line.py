@@ -1,7 +1,7 @@
 """One pipelined Redis connection for scripts that every request needs.
 
-A pool gives each call a connection of its own and checks around it, 250 us of processor time; here
-questions that are ready together go out together and answers come back in order, for a tenth.
+A pool gives each call its own connection with checks, which costs 250 us of CPU time. This pipeline
+sends all pending commands together and reads the answers in order, for a tenth of that.
 Tests: tests/integration/test_redis_line.py, tests/contract/test_metadata_store.py.
 """
 
@@ -21,36 +21,36 @@ from kvmesh.metadata.store import StoreUnavailableError
 Argument = bytes | str | int
 
 _pack = cast("Callable[[tuple[Argument, ...]], bytes]", hiredis.pack_command)
-"""Its own type asks for a tuple of one."""
+"""Cast, because hiredis declares a tuple of one element."""
 
 
 class RedisLine(asyncio.Protocol):
-    """A connection; ends for good at the first thing that goes wrong.
+    """A connection that ends for good at the first error.
 
     Attributes:
-        is_open: whether it can be asked.
+        is_open: whether it accepts commands.
     """
 
     def __init__(self) -> None:
         self.is_open = False
         self._transport: asyncio.Transport | None = None
         self._reader = hiredis.Reader()
-        # A caller that gave up leaves its place behind: its answer still comes.
+        # A caller that gave up keeps its place in the queue, because its answer still arrives.
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._progress_at = 0.0
 
     def is_stuck(self, longest_s: float) -> bool:
-        """Whether it owes an answer and has said nothing for so long."""
+        """Whether it owes an answer and received nothing for `longest_s` seconds."""
         now = asyncio.get_running_loop().time()
         return bool(self._waiting) and now - self._progress_at > longest_s
 
     @property
     def num_waiting(self) -> int:
-        """Questions without an answer."""
+        """Number of commands without an answer."""
         return len(self._waiting)
 
     async def ask(self, *words: Argument) -> Any:
-        """Sends a command and waits for its answer, an error included.
+        """Sends a command and returns its answer, which may be an error reply.
 
         Raises:
             StoreUnavailableError: the connection ended first.
@@ -66,14 +66,14 @@ class RedisLine(asyncio.Protocol):
         return await answer
 
     def close(self) -> None:
-        """Ends it. May be called again."""
+        """Closes the connection. May be called again."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        # Not a subclass under uvloop, but all that is needed of one.
+        # uvloop's transport is no subclass, but has the methods that are needed.
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +86,7 @@ class RedisLine(asyncio.Protocol):
                 if not answer.done():
                     answer.set_result(reply)
         except (hiredis.ProtocolError, IndexError):
-            self.close()  # that was no answer of Redis, or one too many
+            self.close()  # no answer in Redis's protocol, or one too many
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -103,9 +103,9 @@ class RedisLines:
     """Opens lines to one Redis, one at a time.
 
     Args:
-        url: only redis:// can be reached this way.
-        password: if it is not part of the URL.
-        timeout_s: longest time that opening may take, or that a line may owe an answer.
+        url: only redis:// URLs are supported.
+        password: password, if it is not part of the URL.
+        timeout_s: maximum seconds to open a line, or for a line to owe an answer.
     """
 
     def __init__(self, url: str, password: str, timeout_s: float) -> None:
@@ -120,10 +120,10 @@ class RedisLines:
         self._opening = asyncio.Lock()
 
     async def line(self) -> RedisLine:
-        """The open line; a new one if there is none.
+        """Returns the open line; opens one if there is none.
 
         Raises:
-            StoreUnavailableError: Redis cannot be reached, or lets nobody in.
+            StoreUnavailableError: Redis cannot be reached, or refuses the login.
         """
         if self._line is not None and self._line.is_open:
             if not self._line.is_stuck(self._timeout_s):
@@ -135,7 +135,7 @@ class RedisLines:
             return self._line
 
     def close(self) -> None:
-        """Ends the line. May be called again."""
+        """Closes the line. May be called again."""
         if self._line is not None:
             self._line.close()
 
@@ -166,5 +166,5 @@ def _login(username: str | None, password: str) -> tuple[Argument, ...]:
 
 
 def script_name(script: str) -> str:
-    """The name under which Redis keeps a script that it ran."""
+    """Returns the name (SHA-1) under which Redis caches a script that it ran."""
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()

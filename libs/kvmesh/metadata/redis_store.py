@@ -1,7 +1,7 @@
 """Block metadata in Redis: shared by all kvmanager replicas, rebuilt from the workers if lost.
 
-Any Redis or Valkey from 6.2 on, a cluster too, with `maxmemory-policy noeviction`: a Redis that
-evicts keys makes the index wrong without anyone noticing. Key layout: scripts.py.
+It needs Redis or Valkey 6.2 or newer, a cluster too, with `maxmemory-policy noeviction`: a Redis
+that evicts keys makes the index wrong unnoticed. Key layout: scripts.py.
 Tests: tests/contract/test_metadata_store.py.
 """
 
@@ -18,13 +18,13 @@ from kvmesh.metadata.redis_client import RedisClient, milliseconds
 from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 APPLY_SLICE_BLOCKS = 256
-"""Blocks changed by one script call: about 1 ms in which Redis answers nobody else."""
+"""Maximum number of blocks changed by one script call, which blocks Redis for about 1 ms."""
 
 HELD_PAGE_BLOCKS = 1024
-"""Blocks of a page of what a slot holds, about."""
+"""Approximate number of blocks in a page of a slot's blocks."""
 
 LOG_PAGE = 64
-"""Entries of the log that are read at once: at most 256 KiB."""
+"""Maximum number of log entries read at once: at most 256 KiB."""
 
 
 def _publisher(worker: bytes, incarnation: bytes, cluster: bytes, namespace: bytes) -> Publisher:
@@ -34,7 +34,7 @@ def _publisher(worker: bytes, incarnation: bytes, cluster: bytes, namespace: byt
 
 
 def _change(fields: list[bytes]) -> SlotChange:
-    """An entry of the log: names and values in turn."""
+    """Parses an entry of the log, which alternates names and values."""
     told = dict(zip(fields[::2], fields[1::2], strict=True))
     state = told.get(b"state")
     publisher = None
@@ -51,7 +51,7 @@ def _change(fields: list[bytes]) -> SlotChange:
 
 
 def apply_slices(stored: bytes, removed: bytes) -> Iterator[tuple[bytes, bytes, bool]]:
-    """Cuts a batch into (stored, removed, is the last) slices; one empty slice if it is empty."""
+    """Yields a batch in slices (stored, removed, is the last); an empty batch is one slice."""
     step = APPLY_SLICE_BLOCKS * BLOCK_HASH_BYTES
     slices = [(stored[at : at + step], b"") for at in range(0, len(stored), step)]
     slices += [(b"", removed[at : at + step]) for at in range(0, len(removed), step)]
@@ -65,7 +65,7 @@ class RedisMetadataStore:
 
     Args:
         client: closed with the store.
-        lease_s: a slot lives this long after its last renewal.
+        lease_s: seconds that a slot lives after its last renewal.
     """
 
     def __init__(self, client: RedisClient, lease_s: float) -> None:
@@ -120,8 +120,8 @@ class RedisMetadataStore:
     ) -> ApplyResult:
         """See `MetadataStore.apply_events`.
 
-        A large batch takes several calls. One that fails half way leaves the sequence number
-        where it was, so that the next batch is a GAP and a snapshot makes the index exact again.
+        A large batch takes several calls. If one fails, the sequence number stays unchanged, so
+        that the next batch is a GAP and a snapshot makes the index exact again.
         """
         for added, gone, final in apply_slices(stored, removed):
             result = await self._client.ask(
@@ -162,7 +162,8 @@ class RedisMetadataStore:
     async def sweep(self, max_blocks: int) -> int:
         """See `MetadataStore.sweep`.
 
-        Each answer ends a slot or removes a block: no store can keep it busy without end.
+        Each answer must end a slot or remove a block, so that a faulty Redis cannot cause an
+        endless loop.
         """
         removed = 0
         for slot in strings_of(await self._client.run(scripts.DEAD_SLOTS)):

@@ -1,18 +1,19 @@
 """Lua scripts of the Redis stores. Each runs as one atomic step inside Redis.
 
-Keys, all under a prefix P, whose braces keep them in one slot of a Redis Cluster, so that a script
-may build them itself:
+Keys, all under a prefix P. Its braces keep them in one slot of a Redis Cluster, so that a script
+may
+build them itself:
 
     P held:<slot>         set: block hashes that the slot holds
                           (and the other names of `core/block_names.py`)
     P slot:<slot>         hash: worker, incarnation, cluster, namespace, sequence, live
     P lease:<slot>        exists, with a TTL, while the slot's lease lasts
-    P slots               set: every slot that is not swept yet
+    P slots               set: all slots that are not swept yet
     P workers             hash: worker id -> its live slot
     P log                 stream: the last changes of slots, see `_LOG`
 
-Nothing is kept by hash: schedulers have indexes of their own, which they make of this, and a lookup
-here looks into each worker's set (docs/adr/0039-no-index-in-redis.md).
+There is no index by hash: schedulers build their own from the log, and a lookup here reads each
+worker's set (docs/adr/0039-no-index-in-redis.md).
 Tests: tests/contract/test_metadata_store.py.
 """
 
@@ -22,10 +23,10 @@ from kvmesh.core.block_names import DISK_TURN, HOST_TURN, STATE_TURN, TELLS_STAT
 from kvmesh.core.slots import SLOT_WIDTH
 
 LOG_LENGTH = 8192
-"""Entries of the log at least; each has at most 256 hashes, 4 KiB."""
+"""Minimum number of entries kept in the log; each has at most 256 hashes, 4 KiB."""
 
-# An id has the time in it: a Redis that lost its memory, or has an older one back, knows no entry
-# by the id of one that it lost.
+# An entry's id contains the time, so a Redis that lost its data or restored old data does not have
+# an entry with the id of a lost one.
 _LOG = f"""
 local function log(prefix, slot, ...)
   return redis.call('XADD', prefix .. 'log', 'MAXLEN', '~', {LOG_LENGTH}, '*', 'slot', slot, ...)
@@ -37,7 +38,7 @@ local function ended(prefix, slot)
 end
 """
 
-# Slots count microseconds, so that an emptied Redis does not hand out old numbers again.
+# Slot numbers are times in microseconds, so that an emptied Redis does not reuse old numbers.
 _OPEN = (
     _LOG
     + f"""
@@ -160,10 +161,11 @@ return 1
 """ARGV: prefix, slot."""
 
 MOST_MATCHED = 64
-"""Workers that a lookup tells of: of more, those that seem to hold most."""
+"""Maximum number of workers that a lookup returns; if more match, those that seem to hold most."""
 
 PROBES = 8
-"""Blocks of a prompt by which that is seen, the first and the last among them."""
+"""Number of a prompt's blocks that are probed to estimate that, including the first and the
+last."""
 
 MATCH = f"""
 local prefix, namespace, hashes = unpack(ARGV)
@@ -245,8 +247,9 @@ for _, holder in ipairs(holders) do
 end
 return found
 """
-"""ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length, of these in host
-memory, on disk} of each."""
+"""ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length, blocks of these
+in
+host memory, blocks of these on disk} of each match."""
 
 DEAD_SLOTS = (
     _LOG
@@ -278,7 +281,8 @@ if redis.call('HGET', prefix .. 'workers', facts[2]) == slot then
 end
 return {#hashes, 1}
 """
-"""ARGV: prefix, slot, most blocks to remove. Returns {blocks removed, 1 if done with it}."""
+"""ARGV: prefix, slot, maximum of blocks to remove. Returns {blocks removed, 1 if the slot is
+gone}."""
 
 STATISTICS = """
 local prefix = ARGV[1]
@@ -307,13 +311,13 @@ for _, slot in ipairs(redis.call('SMEMBERS', prefix .. 'slots')) do
 end
 return found
 """
-"""ARGV: prefix. Returns {slot, worker, incarnation, cluster, namespace, live} of each."""
+"""ARGV: prefix. Returns {slot, worker, incarnation, cluster, namespace, live} of each slot."""
 
 HELD = """
 local page = redis.call('SSCAN', ARGV[1] .. 'held:' .. ARGV[2], ARGV[3], 'COUNT', ARGV[4])
 return {page[1], table.concat(page[2])}
 """
-"""ARGV: prefix, slot, cursor, about how many. Returns {next cursor, hashes}."""
+"""ARGV: prefix, slot, cursor, approximate page size. Returns {next cursor, hashes}."""
 
 LOG_END = (
     _LOG
@@ -322,17 +326,18 @@ local last = redis.call('XREVRANGE', ARGV[1] .. 'log', '+', '-', 'COUNT', 1)
 return last[1] and last[1][1] or log(ARGV[1], '')
 """
 )
-"""ARGV: prefix. Returns the id of the last entry; in an empty log of one about no slot."""
+"""ARGV: prefix. Returns the id of the last entry; in an empty log it adds one about no slot."""
 
 LOG_AFTER = """
 local key, id, count = ARGV[1] .. 'log', ARGV[2], ARGV[3]
 if #redis.call('XRANGE', key, id, id) == 0 then return false end
 return redis.call('XRANGE', key, '(' .. id, '+', 'COUNT', count)
 """
-"""ARGV: prefix, id of the entry before, most entries. Nothing if the log has no such entry, else
-{id, {name, value, ...}} of each."""
+"""ARGV: prefix, id of the entry before, maximum of entries. Returns nil if the log has no such
+entry,
+else {id, {name, value, ...}} of each later entry."""
 
-# Writes, since a full or read-only Redis still answers PING.
+# Writes a key, because a full or read-only Redis still answers PING.
 PROBE = """
 local key = ARGV[1] .. 'probe'
 redis.call('SET', key, '1')
@@ -355,7 +360,7 @@ for _, worker in ipairs(redis.call('SMEMBERS', prefix .. 'worker_ids')) do
 end
 return found
 """
-"""ARGV: prefix. Returns worker ids and infos in turn."""
+"""ARGV: prefix. Returns worker ids and infos alternately."""
 
 PUT_WORKER = """
 local prefix, worker, info, ttl_ms = unpack(ARGV)
@@ -383,7 +388,7 @@ return 1
 LIST_GROUPS = """
 return redis.call('HGETALL', ARGV[1] .. 'groups')
 """
-"""ARGV: prefix. Returns scenarios and wishes in turn."""
+"""ARGV: prefix. Returns scenarios and wishes alternately."""
 
 REMOVE_GROUP = """
 local prefix, scenario = unpack(ARGV)
@@ -400,7 +405,7 @@ if holder and holder ~= owner then return 0 end
 redis.call('SET', key, owner, 'PX', ttl_ms)
 return 1
 """
-"""ARGV: prefix, lease, owner, ttl ms. Returns 1 if it is the owner's."""
+"""ARGV: prefix, lease, owner, ttl ms. Returns 1 if the owner holds it now."""
 
 RELEASE_LEASE = """
 local prefix, name, owner = unpack(ARGV)

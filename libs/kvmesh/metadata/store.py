@@ -1,7 +1,7 @@
-"""The contracts of durable control-plane state: where blocks are, and which workers there are.
+"""Interfaces of the control plane's durable state: the blocks of each worker, and the fleet.
 
-`MetadataStore` belongs to the kvmanager, `FleetStore` to the scheduler. Both have a Redis home
-(`redis_store.py`, `redis_fleet.py`) and an in-memory twin (`memory_store.py`).
+The kvmanager owns `MetadataStore`, the scheduler `FleetStore`. Both have a Redis implementation
+(`redis_store.py`, `redis_fleet.py`) and one in memory (`memory_store.py`).
 Tests: tests/contract/test_metadata_store.py runs against all of them.
 """
 
@@ -24,13 +24,13 @@ class StoreUnavailableError(KvMeshError):
 
 
 class ApplyResult(enum.Enum):
-    """What became of a batch of block events or a part of a snapshot."""
+    """Result of applying a batch of block events or a part of a snapshot."""
 
     APPLIED = "applied"
     GAP = "gap"
-    """A batch before it is missing; nothing was changed."""
+    """An earlier batch is missing; nothing was changed."""
     UNKNOWN = "unknown"
-    """The slot's lease is over or the store lost its memory; nothing was changed."""
+    """The slot's lease has ended or the store lost its data; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +43,32 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Live publishers, and the names that hold of their blocks; one of two publishers is two."""
+    """Number of live publishers, and of the names that they hold, counted per publisher."""
 
     num_publishers: int
     num_blocks: int
 
 
 class MetadataStore(Protocol):
-    """Which worker holds which blocks.
+    """The blocks that each worker holds.
 
-    A slot is `live` (lookups see it, events change it) or `loading` (a snapshot is coming in). A
-    slot whose lease ended is neither: lookups stop seeing it at once, `sweep` removes the rest.
-    Hashes and the other names that hold of blocks (`core/block_names.py`) travel joined, 16 bytes
-    each; the caller has checked the length. Only `match` looks at what a name means. Every method
-    raises StoreUnavailableError.
+    A slot is `live` (lookups read it, events change it) or `loading` (a snapshot is arriving). A
+    slot whose lease ended is neither: lookups skip it at once, and `sweep` removes its blocks.
+    Hashes and the other names of blocks (`core/block_names.py`) are passed joined, 16 bytes each;
+    the caller has checked the length. Only `match` reads the meaning of a name. Every method raises
+    StoreUnavailableError.
     """
 
     async def register(self, publisher: Publisher) -> Registration:
         """Opens or reopens the live slot of a publisher.
 
-        The same incarnation with a lease gets the slot it had. Otherwise the slot is new, empty
-        and at sequence 0, and a slot of an earlier life ends.
+        The same incarnation with a lease keeps its slot. Otherwise the slot is new, empty and at
+        sequence 0, and the slot of an earlier incarnation ends.
         """
         ...
 
     async def begin_snapshot(self, publisher: Publisher) -> Slot:
-        """Opens a loading slot beside the live one, which lookups go on using."""
+        """Opens a loading slot beside the live one, which lookups still use."""
         ...
 
     async def apply_snapshot_part(
@@ -76,8 +76,7 @@ class MetadataStore(Protocol):
     ) -> ApplyResult:
         """Adds blocks to a loading slot and renews its lease.
 
-        The last part makes it live at `sequence` and ends the worker's slot before it, in one
-        step.
+        The last part makes it live at `sequence` and ends the worker's previous slot, atomically.
         """
         ...
 
@@ -86,12 +85,12 @@ class MetadataStore(Protocol):
     ) -> ApplyResult:
         """Applies a batch, `stored` first, to a live slot and renews its lease.
 
-        A GAP unless `sequence` is one more than that of the batch before.
+        Returns GAP unless `sequence` is one more than that of the previous batch.
         """
         ...
 
     async def renew(self, slot: Slot, sequence: int) -> bool:
-        """Renews the lease of a live slot; False if it has none or is at another sequence."""
+        """Renews a live slot's lease; False if it has none or is at another sequence."""
         ...
 
     async def forget(self, slot: Slot) -> None:
@@ -99,48 +98,48 @@ class MetadataStore(Protocol):
         ...
 
     async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
-        """What live workers can resume from, at least one leading block; longest first.
+        """Returns the live workers that hold at least one leading block, longest match first.
 
-        Of many workers a store may leave out those that seem to hold less than others.
+        If many workers match, a store may leave out those that seem to hold less.
         """
         ...
 
     async def sweep(self, max_blocks: int) -> int:
-        """Removes at most about `max_blocks` entries of slots without a lease; how many it did.
+        """Removes about `max_blocks` entries at most of slots without a lease; returns how many.
 
-        Slots that ended without a word are ended in the log, too.
+        It also logs the end of slots whose lease expired.
         """
         ...
 
-    # Who follows the store takes `position`, then a picture of it (`slots`, of each its `held`),
-    # then `changes_after` that position. The picture may be of any moment since: the changes are
-    # of sets, so whoever takes them in order has in the end what the store has.
+    # A follower reads `position`, then a snapshot of the store (`slots`, and `held` of each slot),
+    # then `changes_after` that position. The snapshot may be of any moment since: changes are set
+    # operations, so a follower that applies them in order ends with the store's content.
 
     async def position(self) -> str:
-        """Where the log ends now."""
+        """Returns the position of the log's end."""
         ...
 
     async def slots(self) -> list[SlotChange]:
-        """All slots with a lease, without what they hold."""
+        """Returns all slots with a lease, without their blocks."""
         ...
 
     async def held(self, slot: Slot, cursor: int) -> tuple[int, bytes]:
-        """A page of what a slot holds, joined, and the cursor of the next page; 0 begins and ends.
+        """Returns the cursor of the next page, and a page of a slot's blocks, joined.
 
-        A block may come twice.
+        Cursor 0 begins and ends. A block may occur twice.
         """
         ...
 
     async def changes_after(self, position: str, wait_s: float) -> SlotChanges | None:
-        """What happened next, or nothing if that takes longer than about `wait_s`.
+        """Returns the next changes; none of them if none happens within about `wait_s` seconds.
 
-        None if the log does not know the position: it is too old, or of a store that has lost its
-        memory.
+        None if the log does not know the position, because it is too old or the store lost its
+        data.
         """
         ...
 
     async def statistics(self) -> StoreStatistics:
-        """Counts, for metrics."""
+        """Returns counts for metrics."""
         ...
 
     async def probe(self) -> None:
@@ -156,27 +155,27 @@ class FleetStore(Protocol):
     """Workers, groups and leases of the scheduler. Every method raises StoreUnavailableError."""
 
     async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
-        """Remembers a worker for `ttl_s` seconds; `info` is the caller's encoding."""
+        """Stores a worker for `ttl_s` seconds; `info` is the caller's encoding."""
         ...
 
     async def list_workers(self) -> dict[WorkerId, bytes]:
-        """All workers whose time is not over."""
+        """Returns all workers that have not expired."""
         ...
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """Forgets a worker; nothing happens if it is unknown."""
+        """Removes a worker, if it is stored."""
         ...
 
     async def put_group(self, scenario: str, wish: bytes) -> None:
-        """Remembers what a group is to be; `wish` is the caller's encoding."""
+        """Stores the wanted state of a group; `wish` is the caller's encoding."""
         ...
 
     async def list_groups(self) -> dict[str, bytes]:
-        """All groups that were wished for, by scenario."""
+        """Returns the wanted states of all groups, by scenario."""
         ...
 
     async def remove_group(self, scenario: str) -> None:
-        """Forgets a group; nothing happens if it is unknown."""
+        """Removes a group, if it is stored."""
         ...
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
@@ -184,7 +183,7 @@ class FleetStore(Protocol):
         ...
 
     async def release_lease(self, name: str, owner: str) -> None:
-        """Gives a lease back; nothing happens if the owner does not hold it."""
+        """Releases a lease, if the owner holds it."""
         ...
 
     async def close(self) -> None:

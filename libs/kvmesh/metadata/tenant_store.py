@@ -1,4 +1,4 @@
-"""Where the tenant directory lies: a file, or Redis. Both replace it in one step.
+"""Stores of the tenant directory: a file, or Redis. Both replace it atomically.
 
 Tests: tests/contract/test_tenant_store.py.
 """
@@ -32,7 +32,7 @@ class TenantStore(Protocol):
     """A document that is read often and replaced seldom. Raises StoreUnavailableError."""
 
     async def read(self) -> bytes:
-        """The document; empty if there is none."""
+        """Returns the document; empty if there is none."""
         ...
 
     async def replace(self, old: bytes, new: bytes) -> bool:
@@ -45,7 +45,7 @@ class TenantStore(Protocol):
 
 
 class FileTenantStore:
-    """The directory in a file that its owner alone may read."""
+    """The directory in a file that only its owner may read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,7 +75,7 @@ class FileTenantStore:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if self._read() != old:
                     return False
-                # Made with mode 0600; a reader sees the old file or the new one, never half of it.
+                # Created with mode 0600. A reader sees the old file or the new one, never a part.
                 handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
                 try:
                     with os.fdopen(handle, "wb") as file:

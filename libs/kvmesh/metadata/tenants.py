@@ -1,7 +1,7 @@
 """The tenant directory: tenants, their limits, and digests of their API keys. One JSON document.
 
-Keys are 256 random bits, so one SHA-256 is enough: there is nothing to guess from a list.
-Lives in a file or in Redis (`tenant_store.py`). Tests: tests/unit/metadata/test_tenants.py.
+Keys are 256 random bits, so one SHA-256 is enough: no list of likely keys helps an attacker. The
+document is in a file or in Redis (`tenant_store.py`). Tests: tests/unit/metadata/test_tenants.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Directory:
     keys: Mapping[str, KeyRecord] = field(default_factory=dict)
 
     def tenant_of(self, digest: str) -> Tenant | None:
-        """Whose key this is; None if it is nobody's."""
-        # A dict may be asked: how long it takes says something about a digest, not about a key.
+        """Returns the tenant that owns a key; None if the key is unknown."""
+        # A dict lookup is safe: its timing reveals something about a digest, not about a key.
         record = self.keys.get(digest)
         if record is None:
             return None
@@ -65,7 +65,7 @@ class Directory:
         return Tenant(name, self.tenants[name], is_known=True, namespace=name)
 
     def with_tenant(self, name: str, limits: TenantLimits) -> Directory:
-        """A directory in which the tenant has these limits.
+        """Returns a directory in which the tenant has these limits.
 
         Raises:
             DirectoryError: the name or a limit is not allowed.
@@ -76,12 +76,12 @@ class Directory:
         return dataclasses.replace(self, tenants={**self.tenants, name: limits})
 
     def with_key(self, record: KeyRecord) -> Directory:
-        """A directory with one more key; its tenant must be there."""
+        """Returns a directory with one more key, whose tenant must exist."""
         assert record.tenant in self.tenants, f"{record.tenant} is not in the directory"
         return dataclasses.replace(self, keys={**self.keys, record.digest: record})
 
     def without_key(self, key_id: str) -> Directory:
-        """A directory without a key.
+        """Returns a directory without a key.
 
         Raises:
             DirectoryError: no key, or more than one, has this id.
@@ -95,12 +95,12 @@ class Directory:
 
 
 def digest_of(key: str) -> str:
-    """What is stored instead of a key."""
+    """Returns the digest that is stored instead of a key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def directory_to_json(directory: Directory) -> bytes:
-    """The document, readable by people."""
+    """Returns the directory as a JSON document that people can read."""
     document = {
         "tenants": {
             name: dataclasses.asdict(limits) for name, limits in sorted(directory.tenants.items())
@@ -114,10 +114,10 @@ def directory_to_json(directory: Directory) -> bytes:
 
 
 def directory_from_json(raw: bytes) -> Directory:
-    """The directory in a document.
+    """Returns the directory in a JSON document.
 
     Raises:
-        DirectoryError: it is not one.
+        DirectoryError: the document is no tenant directory.
     """
     try:
         document = json.loads(raw)

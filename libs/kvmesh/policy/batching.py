@@ -41,8 +41,8 @@ def plan_batch(
 
     Args:
         remaining: per sequence, oldest first, the number of tokens without KV; 1 is a decode step.
-        beside_decode: most prompt tokens of a step in which some sequence decodes; None: as many
-            as the budget leaves.
+        beside_decode: maximum number of prompt tokens in a step in which a sequence decodes; None:
+            as many as the budget leaves.
 
     Returns:
         One entry per sequence that takes part, in the order of the list. Decode comes first, so a

@@ -16,7 +16,7 @@ class LinkView:
         goodput_bytes_s: KV bytes per second while any transfer was in flight; 0 is not known yet.
         rtt_s: smoothed round-trip time in seconds; 0 is not known.
         retransmits: TCP segments retransmitted since start.
-        queued_bytes: bytes to send that are not acknowledged yet.
+        queued_bytes: bytes of transfers that were requested and have not ended.
         transferred_bytes: bytes sent since start.
     """
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside decode when requests limit the gap between tokens.
+"""Limits the prompt tokens of a step beside decode, for requests with a limit on the gap of tokens.
 
 A step that computes a part of a prompt delays the next token of every sequence that decodes in it.
 A request may name the longest time between two of its tokens (inter-token latency, ITL). The prompt

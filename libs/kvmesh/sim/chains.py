@@ -1,5 +1,5 @@
-"""Prompts that several simulated workers compute: what `runtime/prompt_chain.py` does, in virtual
-time. Tests: tests/unit/sim/test_chains.py.
+"""Prompts that several simulated workers compute together, as in `runtime/prompt_chain.py`, in
+virtual time. Tests: tests/unit/sim/test_chains.py.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 
 _MESSAGES = 2
-"""Offer and answer."""
+"""Number of messages to ask a worker for a part: offer and answer."""
 
 
 class Chains:
-    """All prompts of a run that several workers compute.
+    """All chained prompts of a run.
 
-    What a part leaves in its worker's prefix cache is not modelled.
+    The blocks that a part leaves in its worker's prefix cache are not modelled.
 
     Attributes:
-        tokens: that workers computed for others.
+        tokens: number of tokens that workers computed for others.
     """
 
     def __init__(self, events: EventQueue, fleet: SimFleet, profile: Profile) -> None:
@@ -36,7 +36,7 @@ class Chains:
         self.tokens = 0
 
     def begin(self, worker: SimWorker, sequence: SimSequence, source: PrefixSource) -> None:
-        """Lets others compute the beginning of a prompt, if all of them are free."""
+        """Lets other workers compute the beginning of a prompt, if all of them are free."""
         parts = upstream_parts(source)
         helpers = [self._fleet.workers[each.worker_id] for each in parts]
         if not all(each.is_free for each in helpers):
@@ -52,7 +52,7 @@ class Chains:
         for helper, end_s, (begin, end) in zip(helpers, ends, pairwise(cuts), strict=False):
             helper.begin_part(end - begin)
             self._events.after(end_s, partial(self._ended, helper, end - begin))
-        # What it waits for its first layers, and for others that take longer, comes first.
+        # The last worker first waits for its first layers, and for slower parts before it.
         wait_s = max(ends[-1] - works[-1], 0.0)
         self._events.after(wait_s, partial(self._came, worker, sequence, helpers, cuts[-2]))
 

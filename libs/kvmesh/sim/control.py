@@ -1,6 +1,6 @@
-"""The slow loops of a simulation: threshold, role switches, reallocation.
+"""The control loops of a simulation: threshold, role switches, reallocation.
 
-Each gathers what its policy reads and carries out what it returns.
+Each collects its policy's inputs and carries out the policy's decision.
 Tests: tests/unit/sim/test_control.py.
 """
 
@@ -58,17 +58,17 @@ class Control:
         self._num_new = 0
         self._carried = 0.0
         self._sending = SendingMeter()
-        # Bandwidth that a failure takes away is found out as it is in a service: by what leaves.
+        # As in the service, a loss of bandwidth shows only in the bytes that leave.
         self._offload = ThresholdLoop(self._start_threshold(), fleet.between.bytes_per_s)
 
     @property
     def offload(self) -> OffloadState:
-        """What the choice of cluster reads."""
+        """Inputs of the choice of cluster."""
         return OffloadState(REMOTE, self.threshold_tokens, self._offload.has_room)
 
     @property
     def threshold_tokens(self) -> float:
-        """Longer uncached prompts go to the offload cluster."""
+        """Uncached tokens above which prompts go to the offload cluster."""
         return self._offload.threshold.tokens
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class Control:
             self._every(REALLOCATE_S, self._reallocate)
 
     def note_prompt(self, request: SimRequest) -> None:
-        """Takes a prompt into the online distribution of uncached lengths."""
+        """Adds a prompt to the online distribution of uncached lengths."""
         uncached = request.num_tokens - request.cached_tokens
         self._allocation.note_prompt(uncached, request.trace.output_tokens)
         self._num_new += 1
@@ -101,7 +101,7 @@ class Control:
     # --- threshold ---------------------------------------------------------------------------
 
     def _start_threshold(self) -> Threshold:
-        """From the lengths of the workload, as profiling before the start would give them."""
+        """Returns the best threshold for the workload's lengths, as offline profiling would."""
         offload = self._scenario.system.offload
         if offload is Offload.ALL:
             return Threshold(0.0, 0.0)
@@ -123,7 +123,7 @@ class Control:
             )
             for each in self._remote()
         }
-        # Who holds a reservation waits for prefill; the others wait for decode, wherever they go.
+        # A request with a reservation waits for prefill; any other waits for decode.
         waiting = Counter(
             request.remote for request, each in self._desk.searching.items() if each.has_reservation
         )
@@ -218,7 +218,7 @@ class Control:
         self._fleet.workers[giver].set_role(role)
         return True
 
-    # --- what is read ------------------------------------------------------------------------
+    # --- inputs of the policies --------------------------------------------------------------
 
     def _waiting(self) -> Waiting:
         held = sum(each.has_reservation for each in self._desk.searching.values())
@@ -239,10 +239,10 @@ class Control:
 
 
 def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
-    """The indicators of a worker; what a real one measures of its engine is modelled.
+    """Returns the indicators of a worker; those that a real engine measures are modelled.
 
     Args:
-        waiting: this worker's even share of what waits at the gateways.
+        waiting: requests that wait for this worker: its equal share of those at the gateways.
     """
     load = worker.load()
     is_prefill = worker.info.role is Role.PREFILL

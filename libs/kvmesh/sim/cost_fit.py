@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 COVERAGE = 0.9
-"""Share of fresh measurements that a `Fit.prediction_error` promises to hold."""
+"""Fraction of new measurements within `Fit.prediction_error` of the prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
-    """Seconds of a prompt.
+    """Measured seconds of a prompt.
 
     Attributes:
-        tokens: computed.
-        cached: positions before them.
+        tokens: number of computed tokens.
+        cached: number of cached positions before them.
         seconds: median of the runs.
-        runs: seconds of each, one of every round; empty where only the median is known.
+        runs: seconds of each run, one per round; empty where only the median is known.
     """
 
     tokens: int
@@ -36,7 +36,7 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """Seconds of one step of `batch` sequences with `context` positions each.
+    """Measured seconds of one step of `batch` sequences with `context` positions each.
 
     Attributes:
         seconds, runs: see `PrefillSample`.
@@ -50,15 +50,15 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A sum of terms.
+    """A fitted sum of terms.
 
     Attributes:
-        coefficients: of the terms, none negative.
-        errors: standard errors of them; 0 for a term that was left out.
-        relative_error: root mean square of prediction over measurement, less one, at the samples
-            that were fitted; a fresh measurement is farther off.
-        prediction_error: a fresh run is within this share of the prediction, in `COVERAGE` of
-            cases (`prediction_error`); None where too few samples were there to hold one out.
+        coefficients: coefficients of the terms, none negative.
+        errors: their standard errors; 0 for a term that was left out.
+        relative_error: root mean square of prediction / measurement - 1 at the fitted samples; a
+            new measurement deviates more.
+        prediction_error: relative distance from the prediction within which a new run lies in
+            `COVERAGE` of cases (see `prediction_error`); None with too few samples to hold one out.
     """
 
     coefficients: tuple[float, ...]
@@ -68,21 +68,23 @@ class Fit:
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> Fit:
-    """`c0 + c1 * tokens + c2 * tokens * (2 * cached + tokens)`: the last counts attended pairs
-    twice, so that without a cached prefix this is the quadratic of `tokens`.
+    """Fits `c0 + c1 * tokens + c2 * tokens * (2 * cached + tokens)`.
+
+    The last term counts attended pairs twice, so that it is `tokens` squared without a cached
+    prefix.
 
     Raises:
-        ValueError: fewer samples than terms.
+        ValueError: there are fewer samples than terms.
     """
     rows = [[1.0, each.tokens, each.tokens * (2 * each.cached + each.tokens)] for each in samples]
     return _fit_runs(rows, samples)
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Fit:
-    """`c0 + c1 * batch + c2 * batch * context`.
+    """Fits `c0 + c1 * batch + c2 * batch * context`.
 
     Raises:
-        ValueError: fewer samples than terms.
+        ValueError: there are fewer samples than terms.
     """
     rows = [[1.0, each.batch, each.batch * each.context] for each in samples]
     return _fit_runs(rows, samples)
@@ -91,19 +93,19 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Fit:
 def prediction_error(
     rows: Sequence[Sequence[float]], rounds: Sequence[Sequence[float]]
 ) -> float | None:
-    """How far a fresh run is from what a fit says, as a share of that, in `COVERAGE` of cases.
+    """Returns the relative error of a fit's predictions that holds in `COVERAGE` of cases.
 
-    Each run is predicted by a fit to the medians of the other rounds at the other points. So what
-    the terms do not describe, the noise of one run, and the drift from round to round are in it;
-    drift that takes longer than all rounds is not.
+    Each run is predicted by a fit to the medians of the other rounds at the other points. So the
+    error includes the misfit of the terms, the noise of one run and the drift between rounds, but
+    not drift that takes longer than all rounds.
 
     Args:
         rows: terms of each point.
-        rounds: of each, the seconds at every point.
+        rounds: for each round, the seconds at every point.
 
     Returns:
-        A quantile of held-out errors, moved up for their number; None where a point is not to spare
-        or no runs are known.
+        A quantile of the held-out errors, corrected upwards for their number; None if there are too
+        few points to hold one out, or no runs.
 
     Source: cross-conformal prediction, arXiv 1208.0806.
     """
@@ -117,7 +119,7 @@ def prediction_error(
             kept = [index for index in range(len(rows)) if index != point]
             fit = fit_terms([rows[index] for index in kept], [medians[index] for index in kept])
             predicted = sum(c * term for c, term in zip(fit.coefficients, row, strict=True))
-            # A fit without a term that this point alone has can say nothing of it.
+            # A term that only this point has is missing in the fit, which then says nothing.
             errors.append(abs(runs[point] / predicted - 1.0) if predicted > 0 else math.inf)
     place = min(math.ceil((len(errors) + 1) * COVERAGE), len(errors)) - 1
     found = sorted(errors)[place]
@@ -133,12 +135,12 @@ def _fit_runs(
 
 
 def fit_terms(rows: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
-    """Least squares of relative errors; terms whose coefficient would be negative are left out.
+    """Fits terms by least squares of relative errors, leaving out negative coefficients.
 
-    Relative, because the shortest and the longest sample matter alike.
+    Relative errors give short and long samples equal weight.
 
     Raises:
-        ValueError: fewer samples than terms.
+        ValueError: there are fewer samples than terms.
     """
     terms = np.asarray(rows, dtype=np.float64) / np.asarray(values)[:, None]
     number = terms.shape[1]
@@ -165,7 +167,7 @@ def fit_terms(rows: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
 
 
 def _solve(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    # Columns are scaled, or squares of lengths would drown the rest.
+    # Columns are scaled; squares of lengths would dominate otherwise.
     scale = np.abs(terms).max(axis=0)
     found = np.linalg.lstsq(terms / scale, np.ones(len(terms)), rcond=None)[0]
     return np.asarray(found / scale)

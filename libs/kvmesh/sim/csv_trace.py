@@ -1,13 +1,13 @@
-"""Request traces that were published as CSV: arrival times and lengths, without prompts.
+"""Reads request traces published as CSV, with arrival times and lengths but without prompts.
 
 | trace | columns |
 |---|---|
 | Azure LLM inference 2023 and 2024 | `TIMESTAMP`, `ContextTokens`, `GeneratedTokens` |
 | BurstGPT | `Timestamp` (seconds), `Request tokens`, `Response tokens`; others are ignored |
 
-Neither says which prompts share a prefix, so none do here: every block of every prompt is its own.
-Rows without prompt or answer tokens are requests that failed when the trace was recorded; they are
-left out. Tests: tests/unit/sim/test_csv_trace.py.
+The traces do not say which prompts share a prefix, so every block is unique here. Rows without
+prompt or answer tokens are requests that failed during the recording; they are skipped.
+Tests: tests/unit/sim/test_csv_trace.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvmesh.sim.trace_request import TraceRequest, num_blocks
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Where a published trace says what.
+    """Column names of a published trace.
 
     Attributes:
-        seconds: reads the text of an arrival time.
+        seconds: parses the text of an arrival time.
     """
 
     arrival: str
@@ -38,7 +38,7 @@ class _Columns:
 
 
 def _since_epoch(text: str) -> float:
-    """Seconds of a date with up to seven digits of a second; without a zone it is UTC."""
+    """Returns the epoch seconds of a date with up to seven decimals; without a zone it is UTC."""
     day, _, fraction = text.partition(".")
     digits = "".join(itertools.takewhile(str.isdigit, fraction))
     moment = datetime.fromisoformat(day + fraction[len(digits) :])
@@ -54,10 +54,10 @@ _KNOWN = (
 
 
 def read_csv(lines: Iterable[str], where: str) -> Iterator[TraceRequest]:
-    """The requests of a trace in the order of its rows, with the arrival times of the file.
+    """Yields the requests of a trace in the order of its rows, with the file's arrival times.
 
     Args:
-        where: the file, for messages.
+        where: name of the file, for messages.
 
     Raises:
         ConfigError: the columns are those of no known trace, or a row is wrong.

@@ -9,11 +9,11 @@ import heapq
 from collections.abc import Callable, Iterator
 
 Action = Callable[[], object]
-"""Its result is not used."""
+"""Callback of an event; its result is ignored."""
 
 
 class Timer:
-    """An event that was scheduled; `cancel` makes it not happen."""
+    """A scheduled event that can be cancelled."""
 
     __slots__ = ("action",)
 
@@ -21,12 +21,12 @@ class Timer:
         self.action: Action | None = action
 
     def cancel(self) -> None:
-        """Drops the event; may be called again, and after it happened."""
+        """Cancels the event; may be called again, also after it happened."""
         self.action = None
 
 
 class EventQueue:
-    """Events in order of time; those of one moment in the order in which they were scheduled."""
+    """Events in order of time; events of one moment in the order of scheduling."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
@@ -37,11 +37,11 @@ class EventQueue:
         self.num_events = 0
 
     def now(self) -> float:
-        """Virtual seconds since the start (`core.clock.Clock`)."""
+        """Returns the virtual seconds since the start (`core.clock.Clock`)."""
         return self._now
 
     def at(self, time: float, action: Action) -> Timer:
-        """Schedules an action; a moment in the past is now."""
+        """Schedules an action; a time in the past counts as now."""
         timer = Timer(action)
         self._num_scheduled = number = self._num_scheduled + 1
         heapq.heappush(self._heap, (time if time > self._now else self._now, number, timer))
@@ -52,17 +52,17 @@ class EventQueue:
         return self.at(self._now + delay, action)
 
     def feed(self, events: Iterator[tuple[float, Action]]) -> None:
-        """Takes events that are known from the start, in order of time, one by one as time passes:
-        a million of them in the queue would make every other one slower.
+        """Adds events that are known from the start, in order of time.
 
-        At one moment they come before what was scheduled. Only one feed at a time.
+        They are read one by one as time passes, because a million of them in the queue would slow
+        it down. They come before scheduled events of the same time. Only one feed at a time.
         """
         assert self._fed is None, "the last feed is not at its end"
         self._feed = events
         self._fed = next(events, None)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Lets events happen until the condition holds or none are left."""
+        """Runs events until the condition holds or none are left."""
         heap = self._heap
         while (heap or self._fed is not None) and not until():
             fed = self._fed

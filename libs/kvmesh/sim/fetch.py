@@ -1,5 +1,5 @@
-"""Prefixes on their way between simulated workers: what `runtime/prefix_fetch.py` does, in virtual
-time. Tests: tests/unit/sim/test_fetch.py.
+"""Prefix fetches between simulated workers, as in `runtime/prefix_fetch.py`, in virtual time.
+Tests: tests/unit/sim/test_fetch.py.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 
 _MESSAGES = 3
-"""Lease, its answer, and the request for the bytes."""
+"""Number of messages of a fetch: the lease, its answer, and the request for the bytes."""
 
 _TYPICAL_TOKENS = 8192
-"""A prompt whose mean costs stand for all in what routes see."""
+"""Prompt length whose mean costs per token routes use for all prompts."""
 
 
 def profile_pace(profile: Profile) -> FetchPace:
-    """What a scheduler would measure of a fleet with this profile."""
+    """Returns the times that a scheduler would measure in a fleet with this profile."""
     device, links = profile.devices[profile.plan.local], profile.links
     token_bytes = profile.kv_bytes(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
     return FetchPace(
@@ -38,10 +38,10 @@ class Fetches:
     """All fetches of a run.
 
     Args:
-        stretch: by how much the next transfer takes longer than its bytes.
+        stretch: returns the random factor on the size of the next transfer.
 
     Attributes:
-        tokens: that came from other workers.
+        tokens: number of tokens fetched from other workers.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Fetches:
         self.tokens = 0
 
     def begin(self, worker: SimWorker, sequence: SimSequence, source: PrefixSource) -> None:
-        """Brings what the source holds; then the worker computes the rest."""
+        """Fetches the prefix that the source holds; then the worker computes the rest."""
         holder = self._fleet.workers[source.worker_id]
         have = sequence.num_cached // TRACE_BLOCK
         hashes = sequence.request.reusable_hashes
@@ -89,6 +89,6 @@ class Fetches:
         holder.take_back(lent)
         if sequence.gone:
             return
-        # Of a holder that died meanwhile nothing counts: it may have died before the last byte.
+        # Nothing counts if the holder died meanwhile: perhaps before the last byte.
         self.tokens += len(lent) * TRACE_BLOCK if holder.alive else 0
         worker.go_on(sequence, held if holder.alive else 0)

@@ -1,4 +1,4 @@
-"""Typed access to parsed JSON; a wrong entry is named by its path.
+"""Typed access to parsed JSON; errors name the path of the wrong entry.
 
 Tests: tests/unit/sim/test_profile.py.
 """
@@ -17,49 +17,49 @@ class Fields:
     """An object of a JSON document.
 
     Attributes:
-        path: where it stands, for messages.
+        path: its path in the document, for messages.
     """
 
     data: Mapping[str, Any]
     path: str
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry."""
+        """Whether the object has an entry `key`."""
         return key in self.data
 
     def child(self, key: str) -> Fields:
-        """An object within this one."""
+        """Returns an object within this one."""
         return Fields(self._get(key, dict), f"{self.path}.{key}")
 
     def children(self, key: str) -> dict[str, Fields]:
-        """The objects of an object, by name."""
+        """Returns the objects within an object, by name."""
         inside = self.child(key)
         return {name: inside.child(name) for name in inside.data}
 
     def number(self, key: str, least: float = 0.0) -> float:
-        """A number of at least `least`."""
+        """Returns a number of at least `least`."""
         value = self._get(key, (int, float))
         if isinstance(value, bool) or value < least:
             raise ConfigError(f"{self.path}.{key}: {value!r} is not a number of at least {least}")
         return float(value)
 
     def count(self, key: str, least: int = 0) -> int:
-        """A whole number of at least `least`."""
+        """Returns a whole number of at least `least`."""
         value = self.number(key, least)
         if value != int(value):
             raise ConfigError(f"{self.path}.{key}: {value!r} is not a whole number")
         return int(value)
 
     def text(self, key: str) -> str:
-        """A string."""
+        """Returns a string."""
         return str(self._get(key, str))
 
     def array(self, key: str) -> list[Any]:
-        """An array, of entries that the caller checks."""
+        """Returns an array, whose entries the caller checks."""
         return list(self._get(key, list))
 
     def only(self, *keys: str) -> None:
-        """Raises ConfigError when there is an entry of another name."""
+        """Raises ConfigError if there is an entry with another name."""
         unknown = sorted(set(self.data) - set(keys))
         if unknown:
             raise ConfigError(f"{self.path}: unknown {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""The workers of a simulation, what routes see of them, and the links between them.
+"""The workers of a simulation, the views that routes get of them, and the links between them.
 
 Tests: tests/unit/sim/test_fleet.py.
 """
@@ -38,7 +38,7 @@ REMOTE = "remote"
 """Name of the offload cluster."""
 
 LOST_AFTER_S = 3.0
-"""A dead worker stays in the view for the length of its lease."""
+"""Seconds for which a dead worker stays in the view: the length of its lease."""
 
 _LAYOUT = KvLayout("simulated", "bfloat16", TRACE_BLOCK, 32, 1, 1)
 _NOWHERE = Endpoint("simulated", 0)
@@ -46,7 +46,7 @@ _NOWHERE = Endpoint("simulated", 0)
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Workers that are alike."""
+    """Identical workers."""
 
     cluster: str
     device: str
@@ -55,10 +55,10 @@ class WorkerGroup:
 
 
 def parse_fleet(text: str) -> tuple[WorkerGroup, ...]:
-    """Reads `CLUSTER:DEVICE:ROLE:COUNT,...`.
+    """Parses `CLUSTER:DEVICE:ROLE:COUNT,...`.
 
     Raises:
-        ConfigError: a part is wrong.
+        ConfigError: an entry is wrong.
     """
     groups: list[WorkerGroup] = []
     for part in text.split(","):
@@ -75,16 +75,16 @@ def parse_fleet(text: str) -> tuple[WorkerGroup, ...]:
 
 
 class SimFleet:
-    """Workers by id, with the view that decisions get.
+    """Workers by id, with the view that decisions read.
 
     Args:
-        report_interval_s: age of the loads in the view; 0 shows them as they are.
-        order: for fleets too large to look at whole.
-        grouped: a cluster is the P/D group of the scenario that it is named after.
+        report_interval_s: seconds between two load reports; 0 shows loads without delay.
+        order: index for fleets that are too large to look at whole.
+        grouped: whether each cluster is the P/D group of the scenario with its name.
 
     Attributes:
-        openings: grows whenever a worker may accept what it refused before.
-        host: of all workers; None where each has one of its own.
+        openings: counter that grows whenever a worker may accept a request that it refused before.
+        host: the host that all workers share; None if each has its own.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SimFleet:
         self.between = SharedLink(events, links.between_bytes_per_s)
 
     def build(self, groups: tuple[WorkerGroup, ...]) -> None:
-        """Starts all workers.
+        """Starts all workers of the groups.
 
         Raises:
             ConfigError: a device is not in the profile.
@@ -159,7 +159,7 @@ class SimFleet:
         self.openings += 1
 
     def restart(self, worker_id: WorkerId) -> None:
-        """Brings a dead worker back, empty."""
+        """Restarts a dead worker with empty caches."""
         dead = self.workers[worker_id]
         if not dead.alive:
             self._start(
@@ -167,7 +167,7 @@ class SimFleet:
             )
 
     def forget(self, dead: SimWorker) -> None:
-        """Takes a dead worker out of the index now, and out of the view when its lease ends."""
+        """Removes a dead worker from the index now, and from the view when its lease ends."""
         self.index.remove(dead.info.worker_id)
         self._events.after(LOST_AFTER_S, lambda: self._expire(dead))
 
@@ -179,12 +179,12 @@ class SimFleet:
             self._view = None
 
     def note_change(self, worker: SimWorker) -> None:
-        """A worker's load or cache is another."""
+        """Records that a worker's load or cache has changed."""
         self._changed.add(worker.info.worker_id)
         self.index.note_change(worker.info.worker_id)
 
     def view(self) -> FleetView:
-        """What a decision sees now."""
+        """Returns the fleet as a decision sees it now."""
         due = self._report_interval_s == 0 or self._events.now() >= self._next_report
         if due and self._changed:
             for worker_id in self._changed & self._views.keys():
@@ -206,7 +206,9 @@ class SimFleet:
         return dataclasses.replace(self._view, num_routes=self._num_routes)
 
     def view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
-        """What a route for this query sees now; of a large fleet only the part that matters."""
+        """Returns the fleet as a route for this query sees it; of a large fleet only a
+        shortlist.
+        """
         if self._order is None or len(self.workers) <= SMALL_FLEET:
             return self.view()
         # Sorted, since the index draws a random number for each.
@@ -228,7 +230,7 @@ class SimFleet:
             self._count(plan, 1)
 
     def withdraw(self, request_id: RequestId) -> None:
-        """Its last plan counts no more: it asks again, and goes somewhere else."""
+        """Removes the load of a request's last plan, because the request asks for another."""
         plan = self._routed.pop(request_id, None)
         if plan is not None:
             self._count(plan, -1)
@@ -239,7 +241,7 @@ class SimFleet:
         for candidate, prefill, decode in ((first, change, 0), (second, 0, change)):
             seen = self._views.get(candidate.worker_id)
             if seen is None or seen.info.incarnation != candidate.incarnation:
-                continue  # gone, or in another life
+                continue  # gone, or another incarnation
             self._views[candidate.worker_id] = dataclasses.replace(
                 seen,
                 prefill_in_flight=seen.prefill_in_flight + prefill,
@@ -250,18 +252,18 @@ class SimFleet:
 
     @property
     def message_s(self) -> float:
-        """Time of a control message now."""
+        """Seconds that a control message takes now."""
         latency = self._profile.links.latency_s
         return latency if self.host is None else latency * self.host.message_stretch
 
     def link(self, source: SimWorker, target: SimWorker) -> SharedLink:
-        """The link that KV between two workers takes."""
+        """Returns the link that carries KV between two workers."""
         if source.info.cluster != target.info.cluster:
             return self.between
         return self._own_links[source.info.worker_id]
 
     def living(self) -> list[SimWorker]:
-        """Workers that are up."""
+        """Returns the workers that are alive."""
         return [worker for worker in self.workers.values() if worker.alive]
 
 

@@ -1,4 +1,4 @@
-"""Times between the tokens of all answers of a run, as a histogram.
+"""Histogram of the times between tokens of all answers of a run.
 
 Tests: tests/unit/sim/test_gaps.py.
 """
@@ -9,26 +9,26 @@ import math
 from collections import Counter
 
 _PER_E_FOLD = 50
-"""Bins of 2 % each: a run has millions of tokens."""
+"""Number of bins per factor e, so bins of 2 %: a run has too many tokens to keep each time."""
 
 
 class Gaps:
-    """How often which time passed between one token of an answer and the next."""
+    """Counts of the times between one token of an answer and the next."""
 
     def __init__(self) -> None:
         self._bins: Counter[int] = Counter()
 
     def add(self, seconds: float, count: int) -> None:
-        """So many answers waited so long for their next token."""
+        """Adds `count` gaps of so many seconds."""
         if count and seconds > 0.0:
             self._bins[math.floor(math.log(seconds) * _PER_E_FOLD)] += count
 
     def merge(self, others: Gaps) -> None:
-        """Takes the counts of others into account."""
+        """Adds the counts of another histogram."""
         self._bins.update(others._bins)
 
     def percentile(self, percent: float) -> float:
-        """Seconds within 2 %; NaN without any token."""
+        """Returns a percentile in seconds, within 2 %; NaN without gaps."""
         left = sum(self._bins.values()) * percent / 100
         if not left:
             return math.nan

@@ -1,5 +1,6 @@
-"""Requests that are decided together, in virtual time: `policy/gathering.py` says which and when,
-as in the scheduler; a lookup takes no time, so those of one moment always are.
+"""Joint decisions in virtual time. As in the scheduler, `policy/gathering.py` says which requests
+are
+decided together, and when. Lookups take no time, so requests of one moment are always together.
 
 Tests: tests/unit/sim/test_joint.py.
 """
@@ -22,7 +23,7 @@ class Waiting:
     """A request that waits for its route.
 
     Attributes:
-        matches: leading blocks of the query that each worker holds.
+        matches: number of the query's leading blocks that each worker holds.
     """
 
     request: SimRequest
@@ -32,11 +33,11 @@ class Waiting:
 
 
 class JointDecisions:
-    """Those that wait for each other.
+    """Requests that wait for each other's decision.
 
     Args:
-        hold_s: how long one should wait for others.
-        decide: decides on several and answers them.
+        hold_s: returns the seconds that a request should wait for others.
+        decide: decides about several requests and answers them.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class JointDecisions:
         self._timer = Timer(self._go_on)
 
     def take(self, waiting: Waiting) -> None:
-        """Takes a request in; `decide` has it now or later."""
+        """Adds a request; `decide` gets it now or later."""
         seat = self._gathering.arrive()
         self._events.after(0.0, partial(self._looked_up, seat, waiting))
 

@@ -15,7 +15,8 @@ class SharedLink:
     """Processor sharing: n transfers get one n-th of the bandwidth each.
 
     `_served` counts the bytes that a transfer would have got since the start. A transfer of `size`
-    bytes that begins at `_served` = s is done when it reaches s + size, whatever comes and goes.
+    bytes that begins at `_served` = s ends when `_served` reaches s + size, whichever other
+    transfers begin and end.
     """
 
     def __init__(self, events: EventQueue, bytes_per_s: float) -> None:
@@ -31,12 +32,12 @@ class SharedLink:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth now."""
+        """Present bandwidth."""
         return self._bytes_per_s
 
     @property
     def bytes_left(self) -> float:
-        """Bytes on the link that have not arrived."""
+        """Bytes of all transfers that have not arrived yet."""
         self._advance()
         return sum(max(target - self._served, 0.0) for target, _, _ in self._active)
 
@@ -48,13 +49,13 @@ class SharedLink:
         self._plan()
 
     def set_bandwidth(self, bytes_per_s: float) -> None:
-        """Changes the bandwidth for what is left of all transfers."""
+        """Changes the bandwidth for the rest of all transfers."""
         self._advance()
         self._bytes_per_s = bytes_per_s
         self._plan()
 
     def use_until_now(self) -> tuple[float, float]:
-        """Bytes carried and seconds in use since the start."""
+        """Returns the bytes carried and the seconds in use since the start."""
         self._advance()
         return self.bytes_total, self.busy_s
 
@@ -79,7 +80,7 @@ class SharedLink:
     def _first_done(self) -> None:
         self._advance()
         target, _, done = heapq.heappop(self._active)
-        # Rounding must not leave a rest that time cannot resolve.
+        # Rounding must not leave a remainder too small for the clock to resolve.
         self._served = max(self._served, target)
         self._plan()
         done()

@@ -36,11 +36,11 @@ from kvmesh.sim.worker import SimWorker
 
 @dataclass(eq=False, slots=True)
 class Placed:
-    """A request on its workers.
+    """A request that has its workers.
 
     Attributes:
-        decode: the reservation.
-        prefill: the same sequence if the decode worker computes the prompt itself.
+        decode: the reserved sequence on the decode worker.
+        prefill: the sequence that computes the prompt; the same as `decode` when aggregated.
     """
 
     request: SimRequest
@@ -55,21 +55,21 @@ def _no_fetch(worker: SimWorker, sequence: SimSequence, _source: PrefixSource) -
 
 
 Answer = Callable[[RoutePlan | Refusal], None]
-"""Takes what the scheduler decided."""
+"""Callback for the scheduler's decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What every search uses.
+    """Shared state and callbacks of all searches of a gateway.
 
     Attributes:
-        route: asks the scheduler, which answers at once or in a while; the workers are to be
-            avoided.
-        placed, refused: take the search's end.
-        fetch: brings a prefix to a worker before it computes.
+        route: asks the scheduler, which answers at once or later; its second argument is the
+            workers to avoid.
+        placed, refused: called at the end of a search.
+        fetch: fetches a prefix to a worker before it computes.
         searching: requests that look for workers now.
-        connections: of the gateway; some policies offer in their order, not the plan's.
-        lanes: of the gateway's requests that wait.
+        connections: the gateway's connections; some policies offer in their order, not the plan's.
+        lanes: turns of the gateway's waiting requests.
     """
 
     events: EventQueue
@@ -85,10 +85,9 @@ class Desk:
 
 
 class Placing:
-    """One search, from `start` to a placement or a refusal.
+    """One search for workers, from `start` to a placement or a refusal.
 
-    A message to a worker and its answer take their time: a slot that is given back stays empty
-    until the next one who looks has come by.
+    Messages to workers take time, so a freed slot stays empty until the next search asks for it.
     """
 
     def __init__(self, desk: Desk, request: SimRequest, avoid: frozenset[WorkerId]) -> None:
@@ -98,7 +97,7 @@ class Placing:
         self._started_at = desk.events.now()
         self._failed = avoid
         self._refused: dict[WorkerId, float] = {}
-        self._asked: set[WorkerId] = set()  # of this plan, in vain
+        self._asked: set[WorkerId] = set()  # workers of this plan that refused
         self._reserved: tuple[SimWorker, SimSequence] | None = None
         self._plan: RoutePlan | None = None
         self._plan_rounds = 0
@@ -111,14 +110,14 @@ class Placing:
 
     @property
     def has_reservation(self) -> bool:
-        """It waits for a prefill worker; else for a decode worker."""
+        """Whether the request waits for a prefill worker; else it waits for a decode worker."""
         return self._reserved is not None
 
     def start(self) -> None:
-        """Begins to ask."""
+        """Starts the search."""
         self._desk.searching[self._request] = self
         self._turns.enter(self._request)
-        # The message that brought it here counts the way to the workers.
+        # The time until the first offer arrives was counted before.
         if self._is_my_turn():
             self._round()
 
@@ -137,13 +136,13 @@ class Placing:
         self._end(self._last)
 
     def _go_on(self) -> None:
-        """After a pause."""
+        """Continues after a pause."""
         if not self._ends_now() and self._is_my_turn():
             self._ask_again()
 
     def _ask_again(self) -> None:
         now = self._desk.events.now()
-        # To the scheduler and back comes before the way to the workers.
+        # A new plan adds the round trip to the scheduler.
         messages = 3 if self._needs_plan(now) else 1
         arrives = now + messages * self._desk.fleet.message_s
         self._desk.events.at(min(arrives, self._request.deadline_s), self._round)
@@ -161,7 +160,7 @@ class Placing:
             return
         now = self._desk.events.now()
         self._num_refused = 0
-        # Everybody was asked; while nobody has more room than then, the answers are the same.
+        # All workers were asked; until one has more room than then, the answers are the same.
         if self._desk.fleet.openings == self._tried_at_opening:
             self._spend(self._asked)
             self._pause()
@@ -201,10 +200,10 @@ class Placing:
     def _pause(self) -> None:
         desk = self._desk
         self._turns.missed(self._request)
-        # All together ask at the same rate, whether few look for workers at a time or all do.
+        # The total rate of offers is the same whether a few requests look at a time or all.
         longest = backoff_s(self._num_rounds, self._turns.num_looking) * self._turns.share
         self._num_rounds += 1
-        # One is asked after the other; the way to the first is behind us.
+        # Workers are asked one after the other; the message to the first was counted before.
         answers = max(2 * self._num_refused - 1, 0) * desk.fleet.message_s
         wait = answers + longest * desk.rng.uniform(0.5, 1.0)
         desk.events.at(min(desk.events.now() + wait, self._request.deadline_s), self._go_on)
@@ -273,7 +272,7 @@ class Placing:
         self._spend((name,))
 
     def _spend(self, names: Collection[WorkerId]) -> None:
-        """Asking in vain takes time, and cores where they are shared."""
+        """Counts refused offers: they take time, and core time on a shared host."""
         self._num_refused += len(names)
         host = self._desk.fleet.host
         if host is not None:

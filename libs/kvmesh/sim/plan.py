@@ -1,4 +1,4 @@
-"""The planner: searches threshold and split, and says what it found.
+"""The planner: searches threshold and split (PrfaaS 3.4.2), and reports the optimum.
 
 Tests: tests/unit/sim/test_plan.py.
 """
@@ -29,7 +29,7 @@ class Plan:
     Attributes:
         points: the whole grid, split by split.
         best: its optimum.
-        lengths: of uncached prompt tokens.
+        lengths: distribution of uncached prompt tokens.
     """
 
     points: list[OperatingPoint]
@@ -39,7 +39,7 @@ class Plan:
 
 
 def splits(hardware: Hardware) -> range:
-    """Numbers of local prefill instances that a plan may have."""
+    """Returns the numbers of local prefill instances that a plan may have."""
     return range(hardware.num_local + 1)
 
 
@@ -70,7 +70,7 @@ def make_plan(
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values; an endless threshold is null."""
+    """Returns the plan as JSON values; an infinite threshold is null."""
     best = plan.best
     threshold = best.threshold_tokens
     return {
@@ -92,7 +92,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as a table to read."""
+    """Returns the plan as a table for people."""
     best = plan.best
     threshold = best.threshold_tokens
     shown = "never remote" if math.isinf(threshold) else f"{threshold:,.0f} tokens"

@@ -21,11 +21,12 @@ from kvmesh.sim.simulation import Result
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What is drawn of one run.
+    """The plotted data of one run.
 
     Attributes:
         ttfts, tpots: seconds, sorted.
-        spread: coefficient of variation of prefill work, by sample; so are the others.
+        times: time of each sample; the lists below have one value per sample.
+        spread: coefficient of variation of prefill work.
     """
 
     label: str
@@ -39,7 +40,7 @@ class Series:
 
     @classmethod
     def of(cls, label: str, result: Result) -> Series:
-        """The series of a finished run."""
+        """Returns the series of a finished run."""
         samples = result.samples
         return cls(
             label,
@@ -54,7 +55,7 @@ class Series:
 
 
 def draw(runs: Sequence[Series]) -> Figure:
-    """Latency distributions of all runs, and their timelines."""
+    """Draws the latency distributions and the timelines of all runs."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     axes = figure.subplots(2, 3)
     for run in runs:
@@ -82,7 +83,7 @@ def _distribution(axes: Axes, values: list[float], label: str) -> None:
 
 
 def png(runs: Sequence[Series]) -> bytes:
-    """The plots as a PNG file."""
+    """Returns the plots as a PNG file."""
     buffer = io.BytesIO()
     draw(runs).savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()

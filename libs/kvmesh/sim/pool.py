@@ -1,4 +1,4 @@
-"""The prefix caches of all workers, without engines: who serves which reads, and what is found.
+"""Simulates the prefix caches of all workers without engines: hits, reads per worker and copies.
 
 Compares one pool of segments (TokenLake 4) with caches per worker behind a cache-aware router.
 Tests: tests/unit/sim/test_pool.py.
@@ -22,27 +22,27 @@ from kvmesh.sim.requests import block_hash
 from kvmesh.sim.trace_request import TraceRequest
 
 WINDOW_S = 30.0
-"""Loads are compared, and copies planned, over windows of this length."""
+"""Seconds of the windows over which loads are compared and copies planned."""
 
 FADE = 0.5
-"""What a count keeps from one window to the next."""
+"""Factor on all counts from one window to the next."""
 
 EVICT_SHARE = 16
-"""Evictions make room for one in so many of a worker's segments at once."""
+"""An eviction frees one in so many of a worker's segments at once."""
 
 ROUTER_THRESHOLD = 0.5
-"""Share of a prompt that must be cached on a worker for the router to prefer it."""
+"""Fraction of a prompt that must be cached on a worker for the router to prefer it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What is compared.
+    """Settings of one run.
 
     Attributes:
-        capacity: segments per worker.
-        blocks: per segment.
-        replicate: copy heavy hitters of overloaded workers.
-        pooled: one pool; else every worker has a cache of its own.
+        capacity: number of segments that a worker can hold.
+        blocks: number of blocks per segment.
+        replicate: whether heavy hitters of overloaded workers are copied.
+        pooled: whether there is one pool; else every worker has its own cache.
     """
 
     num_workers: int
@@ -54,12 +54,12 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class PoolResult:
-    """What was found, and how evenly it was read.
+    """Hits of one run, and how evenly reads were spread.
 
     Attributes:
-        cvs: coefficient of variation of reads per worker, window by window.
-        chances: what it would be if each read fell on any worker alike.
-        most_copies: of any segment at any time.
+        cvs: coefficient of variation of reads per worker in each window.
+        chances: its value in each window if each read went to a random worker.
+        most_copies: largest number of copies of any segment at any time.
     """
 
     segments: int = 0
@@ -71,17 +71,17 @@ class PoolResult:
 
     @property
     def hit_rate(self) -> float:
-        """Share of whole prompt segments that were cached."""
+        """Fraction of whole prompt segments that were cached."""
         return self.hits / self.segments if self.segments else 0.0
 
     @property
     def mean_cv(self) -> float:
-        """Mean of the windows after the first, in which the pool is empty."""
+        """Mean of `cvs` without the first window, in which the pool is empty."""
         return mean(self.cvs[1:])
 
     @property
     def chance_cv(self) -> float:
-        """As `mean_cv`, of reads that fall on workers by equal chances."""
+        """Mean of `chances` without the first window."""
         return mean(self.chances[1:])
 
 
@@ -95,12 +95,12 @@ def run_pool(requests: Iterable[TraceRequest], settings: PoolSettings, seed: int
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One prompt's way through the caches.
+    """Result of reading one prompt from the caches.
 
     Attributes:
-        holders: of the segments that were found, in order.
-        stored: where the others were put.
-        owner: the worker whose own cache it is; None for a pool.
+        holders: worker that each found segment was read from, in order.
+        stored: worker that each missing segment was stored on.
+        owner: the worker whose own cache was read; None for a pool.
     """
 
     holders: tuple[WorkerId, ...]
@@ -112,10 +112,10 @@ class SegmentPool:
     """One pool, or a cache for each worker.
 
     Args:
-        seed: of the choice among copies.
+        seed: of the random choice among copies.
 
     Attributes:
-        workers: all of them.
+        workers: names of all workers.
     """
 
     def __init__(self, settings: PoolSettings, seed: int) -> None:
@@ -123,7 +123,7 @@ class SegmentPool:
         self._settings = settings
         self._rng = random.Random(seed)
         self.workers = [WorkerId(f"w{index}") for index in range(settings.num_workers)]
-        # Apart, a worker's cache is a tree of its own.
+        # Without a pool each worker's cache is a separate tree.
         trees = 1 if settings.pooled else settings.num_workers
         self._trees = [SegmentTree() for _ in range(trees)]
         self._held = dict.fromkeys(self.workers, 0)
@@ -132,7 +132,7 @@ class SegmentPool:
         self._window_end = WINDOW_S
 
     def read(self, request: TraceRequest) -> Read:
-        """One prompt: reads what is there, stores the rest."""
+        """Reads the cached segments of a prompt and stores the rest."""
         while request.arrival_s >= self._window_end:
             self._end_window()
         hashes = [block_hash(each) for each in request.full_ids]
@@ -154,13 +154,15 @@ class SegmentPool:
             self._loads[copy] += 1
             holders.append(copy)
         if owner is not None:
-            # A router knows what it has sent to a worker, not what was found there.
+            # A router knows the prompts that it sent to a worker, not the hits there.
             self._loads[owner] += len(names) - len(found)
         stored = self._store(tree, owner, names, found, request.arrival_s)
         return Read(tuple(holders), tuple(stored), owner)
 
     def _route(self, names: tuple[BlockHash, ...]) -> int:
-        """The longest prefix if it is long enough, else the least loaded worker."""
+        """Returns the worker with the longest prefix if it is long enough, else the least
+        loaded.
+        """
         matches = [len(tree.match(names)) for tree in self._trees]
         best = max(range(len(matches)), key=lambda index: matches[index])
         if names and matches[best] / len(names) > ROUTER_THRESHOLD:
@@ -175,14 +177,14 @@ class SegmentPool:
         found: list[Segment],
         now: float,
     ) -> list[WorkerId]:
-        """Puts what was not found into the pool; returns where it went."""
+        """Stores the segments that were not found; returns the workers that store them."""
         stored: list[WorkerId] = []
         pinned = set(names)
         parent = found[-1] if found else None
         for name, index in striped_homes(names, len(self.workers), len(found)):
             holder = owner or self.workers[index]
             if not self._make_room(tree, holder, pinned):
-                break  # what follows could not be read without this one
+                break  # later segments could not be read without this one
             parent = tree.add(name, parent, holder, now)
             parent.accesses += 1
             self._held[holder] += 1
@@ -203,7 +205,7 @@ class SegmentPool:
     def _end_window(self) -> None:
         if any(self._reads.values()):
             self.result.cvs.append(coefficient_of_variation([*self._reads.values()]))
-            # Of a multinomial distribution over so many workers.
+            # The coefficient of variation of a multinomial distribution over the workers.
             total, others = sum(self._reads.values()), len(self.workers) - 1
             self.result.chances.append(math.sqrt(others / total))
         if self._settings.pooled and self._settings.replicate:
@@ -222,7 +224,7 @@ class SegmentPool:
             segment = tree.get(copy.segment)
             if segment is None or not self._make_room(tree, copy.target, {copy.segment}):
                 continue
-            # Making room may have dropped it, since it was not pinned elsewhere.
+            # Making room may have dropped the segment, since its other copies were not pinned.
             if tree.get(copy.segment) is segment:
                 tree.add(copy.segment, segment.parent, copy.target, now)
                 self._held[copy.target] += 1

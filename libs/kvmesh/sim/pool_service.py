@@ -1,9 +1,9 @@
-"""Prefill over one pool of segments, in time: TokenLake's plans against a router over own caches.
+"""Simulates prefill over one pool of segments (TokenLake), or over per-worker caches and a router.
 
-With a pool, whoever is free plans what waits, the most urgent first: the dynamic program forms
-batches and their degrees of parallelism, and a matching chooses the workers that have to send
-least. Without one a prompt goes to the worker of its longest prefix and waits there. Decode is not
-modelled.
+With a pool, each free worker starts a plan of the most urgent waiting prompts. The dynamic program
+forms batches and their degrees of parallelism, and a matching chooses the workers that send the
+fewest bytes. Without a pool, a prompt goes to the worker with its longest prefix and waits there.
+Decode is not modelled.
 Source: TokenLake 5, 6. Tests: tests/unit/sim/test_pool_service.py.
 """
 
@@ -25,31 +25,32 @@ from kvmesh.sim.profile import Profile
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 SLO_FACTOR = 10.0
-"""A first token within so many times that of an idle device without a cache (TokenLake 7)."""
+"""TTFT limit as a multiple of the TTFT on an idle device without a cache (TokenLake 7)."""
 
 IN_TIME = 0.9
-"""Share of the requests that must be in time for a rate to be served."""
+"""Fraction of the requests that must be in time for a rate to count as served."""
 
 MAX_PLANNED = 6
-"""Prompts that one plan takes; the program's cost grows with the square."""
+"""Maximum number of prompts in one plan; the dynamic program's cost grows with its square."""
 
 PARALLEL_LOSS = 0.05
-"""What every further worker of a batch costs, as a share of the batch's time."""
+"""Cost of each further worker of a batch, as a fraction of the batch's time."""
 
 HIDDEN_SIZE = 4096
 MEMORY_BYTES_PER_S = 2.0e12
 FLOPS = 3.12e14
-"""Of Llama-2-7B on A100, as in `profiles/tokenlake.json`."""
+"""Values of Llama-2-7B on an A100, as in `profiles/tokenlake.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """What is compared.
+    """Settings of one run.
 
     Attributes:
-        capacity: segments per worker.
-        blocks: per segment.
-        pooled: one pool and elastic plans; else a cache and a queue for each worker.
+        capacity: number of segments that a worker can hold.
+        blocks: number of blocks per segment.
+        pooled: whether there is one pool with elastic plans; else each worker has its own cache
+            and queue.
     """
 
     num_workers: int
@@ -60,11 +61,12 @@ class ServiceSettings:
 
 @dataclass(slots=True)
 class ServiceResult:
-    """What was achieved.
+    """Results of one run.
 
     Attributes:
-        late: first tokens beyond the objective.
-        sent, worst_sent: bytes per layer that travelled, and that would with the worst workers.
+        late: number of first tokens after their limit.
+        sent, worst_sent: bytes per layer that were sent, and that the worst choice of workers would
+            send.
     """
 
     ttfts: list[float] = field(default_factory=list)
@@ -77,17 +79,17 @@ class ServiceResult:
 
     @property
     def in_time(self) -> float:
-        """Share of the prompts that kept the objective."""
+        """Fraction of the prompts that kept the TTFT limit."""
         return 1.0 - self.late / len(self.ttfts)
 
     @property
     def hit_rate(self) -> float:
-        """Share of whole prompt segments that were cached."""
+        """Fraction of whole prompt segments that were cached."""
         return self.hits / self.segments if self.segments else 0.0
 
     @property
     def sent_share(self) -> float:
-        """Bytes that travelled over those of the worst choice of workers."""
+        """Bytes sent as a fraction of those of the worst choice of workers."""
         return self.sent / self.worst_sent if self.worst_sent else 0.0
 
     @property
@@ -96,7 +98,7 @@ class ServiceResult:
         return coefficient_of_variation([*self.computed.values()])
 
     def ttft_s(self, percent: float) -> float:
-        """A percentile of the time to the first token."""
+        """Returns a percentile of the time to first token in seconds."""
         return percentile(self.ttfts, percent)
 
 
@@ -147,7 +149,7 @@ class _Service:
         self.events.at(request.arrival_s, lambda: self.arrive(request))
 
     def arrive(self, request: TraceRequest) -> None:
-        """The request is here."""
+        """Handles an arriving request; subclasses implement it."""
         raise AssertionError("a form of service says what happens then")
 
     def _left(self, request: TraceRequest, num_hits: int) -> int:
@@ -165,7 +167,7 @@ class _Service:
 
 
 class _Routed(_Service):
-    """A cache and a queue for each worker, and a router that follows prefixes."""
+    """Service with a cache and a queue per worker, and a router that follows prefixes."""
 
     def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
         super().__init__(profile, settings, seed)
@@ -184,7 +186,7 @@ class _Routed(_Service):
 
 
 class _Elastic(_Service):
-    """Free workers take what waits, in batches of as many workers as pay."""
+    """Service with one pool: free workers take waiting prompts in batches of several workers."""
 
     def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
         super().__init__(profile, settings, seed)
@@ -233,7 +235,7 @@ class _Elastic(_Service):
             self._start(group, [chosen[each.request_id] for each in batch.prompts], duration)
 
     def _traffic(self, batch: Batch, reads: Mapping[RequestId, Read]) -> list[BatchTraffic]:
-        """What each worker of a batch reads from others and puts there."""
+        """Returns the reads and writes of each worker of a batch (TokenLake 5)."""
         names = [each.request_id for each in batch.prompts]
         queried = frozenset(holder for name in names for holder in reads[name].holders)
         stored: Counter[WorkerId] = Counter()
@@ -244,7 +246,7 @@ class _Elastic(_Service):
         return [BatchTraffic(queried, puts)] * batch.num_workers
 
     def _slack(self, request: TraceRequest) -> float:
-        """Seconds until it is too late to begin, with all workers."""
+        """Returns the seconds until it is too late to begin, even with all workers."""
         fastest = self._prefill_s(request.input_tokens) / self._settings.num_workers
         return self._slo_left(request) - fastest
 

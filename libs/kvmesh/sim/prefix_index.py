@@ -1,4 +1,4 @@
-"""Who holds which blocks, kept from the workers' block events as the kvmanager does.
+"""Index of the workers that hold each block, built from their block events as in the kvmanager.
 
 Tests: tests/unit/sim/test_prefix_index.py.
 """
@@ -13,7 +13,7 @@ from kvmesh.policy.holders import Holders
 
 
 class PrefixIndex:
-    """Holders by block hash; a set of workers is an integer with their bits."""
+    """Holders by block hash; a set of workers is an integer with one bit per worker."""
 
     def __init__(self) -> None:
         self._holders: dict[BlockHash, int] = {}
@@ -23,21 +23,21 @@ class PrefixIndex:
         self._places: dict[WorkerId, int] = {}
 
     def add(self, worker_id: WorkerId, pool: BlockPool) -> None:
-        """Follows a worker's pool; it is new and empty."""
+        """Adds a worker with a new, empty pool."""
         self._pools[worker_id] = pool
 
     def remove(self, worker_id: WorkerId) -> None:
-        """Forgets a worker that is gone."""
+        """Removes a worker that is gone."""
         self._take_events(worker_id)
         for block_hash in self._pools.pop(worker_id).held_hashes():
             self._discard(block_hash, 1 << self._places[worker_id])
 
     def note_change(self, worker_id: WorkerId) -> None:
-        """The worker's pool may have events."""
+        """Records that the worker's pool may have events."""
         self._changed.add(worker_id)
 
     def match(self, hashes: Sequence[BlockHash]) -> Holders:
-        """Leading blocks held by each worker; those that hold none are left out."""
+        """Returns the number of leading blocks that each worker holds, without zeros."""
         for worker_id in self._changed:
             self._take_events(worker_id)
         self._changed.clear()
@@ -71,7 +71,7 @@ class PrefixIndex:
             self._discard(block_hash, bit)
 
     def _place_all(self) -> None:
-        """Gives every worker its place by name, and moves the bits of those that had one."""
+        """Assigns every worker's bit by name order, and moves the bits in all sets."""
         before = self._names
         self._names = sorted({*before, *self._pools})
         self._places = {name: place for place, name in enumerate(self._names)}

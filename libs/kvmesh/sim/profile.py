@@ -1,4 +1,4 @@
-"""Measured costs of a model on its hardware; `profile_file.py` reads them.
+"""Measured costs of a model on its hardware; `profile_file.py` reads them from JSON.
 
 Tests: tests/unit/sim/test_profile.py.
 """
@@ -15,12 +15,12 @@ BITS_PER_GBPS = 1e9
 
 
 def gbps(value: float) -> float:
-    """Gbit/s in bytes per second."""
+    """Returns Gbit/s as bytes per second."""
     return value * BITS_PER_GBPS / 8
 
 
 _SHORT, _LONG = 4096, 32_768
-"""Two prompts whose times tell how much of them is attention."""
+"""Two prompt lengths whose times give attention's part of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class DecodeCost:
     per_token: float
 
     def step_s(self, num_sequences: float, context_tokens: float) -> float:
-        """Time of one step of a batch."""
+        """Returns the seconds of one step of a batch."""
         return self.constant + self.per_sequence * num_sequences + self.per_token * context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One instance of a kind of hardware.
+    """One instance of a type of hardware.
 
     Attributes:
-        prefill_s: of so many uncached tokens.
-        num_blocks: KV blocks that it holds, of 512 tokens as in traces.
+        prefill_s: seconds to prefill so many uncached tokens.
+        num_blocks: number of KV blocks that it holds, of 512 tokens as in traces.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Device:
 
     @property
     def pair_share(self) -> float:
-        """Attention to one position, as a share of a token's other work; never 0."""
+        """Work of attention to one position, as a fraction of a token's other work; never 0."""
         short, long = (self.prefill_s(length) / length for length in (_SHORT, _LONG))
         square = max((long - short) / (_LONG - _SHORT), 0.0)
         linear = max(short - square * _SHORT, 1e-12)
@@ -63,12 +63,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Ways of KV between instances.
+    """Links between instances.
 
     Attributes:
-        inside_bytes_per_s: of each instance, inside its cluster.
-        between_bytes_per_s: from one cluster to another, shared by all its instances.
-        latency_s: of a control message.
+        inside_bytes_per_s: bandwidth of each instance inside its cluster.
+        between_bytes_per_s: bandwidth between the clusters, shared by all instances.
+        latency_s: seconds of a control message.
     """
 
     inside_bytes_per_s: float
@@ -78,7 +78,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class PlanDefaults:
-    """What `kvmesh plan` starts from.
+    """Defaults of `kvmesh plan`.
 
     Attributes:
         remote, local: names of devices.
@@ -99,10 +99,10 @@ class Front:
     """Processor time that gateway, scheduler and client take on the host of the workers.
 
     Attributes:
-        cores: of the host.
-        request_s: of a request, its tokens apart.
-        token_s: of a token on its way to the client.
-        ask_s: of a worker that is asked and refuses; who waits asks again and again.
+        cores: number of cores of the host.
+        request_s: seconds per request, without its tokens.
+        token_s: seconds per token sent to the client.
+        ask_s: seconds per refused offer; a waiting request makes many.
     """
 
     cores: float
@@ -113,12 +113,12 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Time that a worker takes for what is no step, while its next step waits.
+    """Time of a worker's event loop outside steps, during which its next step waits.
 
     Attributes:
-        prompt_s: of a prompt that it takes and hands over.
-        decode_s: of a request that it reserves for and decodes, its steps apart.
-        ask_s: of a request that it refuses.
+        prompt_s: seconds per prompt that it accepts and hands off.
+        decode_s: seconds per request that it reserves for and decodes, without its steps.
+        ask_s: seconds per request that it refuses.
     """
 
     prompt_s: float
@@ -128,14 +128,13 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What it costs workers to be on one host and share its cores.
+    """Costs of workers that share the cores of one host.
 
     Attributes:
-        prefill: a chunk of a prompt takes so many times as long for each other worker that
-            computes.
-        decode: a decode step does.
-        front: what else computes there; None is nothing that matters.
-        loop: of each worker; None is nothing that matters.
+        prefill: factor on the time of a prompt's chunk for each other computing worker.
+        decode: factor on the time of a decode step, likewise.
+        front: processor time of gateway, scheduler and client there; None: negligible.
+        loop: time of each worker's event loop; None: negligible.
     """
 
     prefill: float
@@ -149,7 +148,7 @@ class Profile:
     """A model on its hardware.
 
     Attributes:
-        sharing: of all workers, which are on one host then; None gives each a host of its own.
+        sharing: costs of sharing one host, if all workers are on one; None: each has its own.
     """
 
     name: str
@@ -162,7 +161,7 @@ class Profile:
 
     @property
     def serving(self) -> ServingProfile:
-        """The throughput model's view."""
+        """The same costs in the form of the throughput model (PrfaaS 3.4.1)."""
         return ServingProfile(
             remote_prefill_s=self.devices[self.plan.remote].prefill_s,
             local_prefill_s=self.devices[self.plan.local].prefill_s,

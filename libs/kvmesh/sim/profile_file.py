@@ -1,4 +1,4 @@
-"""Profiles from JSON, checked: those that come with the package, and those of `kvmesh profile`.
+"""Reads and checks profiles in JSON: those shipped with the package, and those of `kvmesh profile`.
 
 Tests: tests/unit/sim/test_profile.py.
 """
@@ -27,7 +27,7 @@ from kvmesh.sim.profile import (
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Returns the names of the profiles that come with the package."""
     folder = resources.files("kvmesh.sim.profiles")
     return sorted(
         e.name.removesuffix(".json") for e in folder.iterdir() if e.name.endswith(".json")
@@ -38,7 +38,7 @@ def load_profile(name_or_path: str) -> Profile:
     """Reads a shipped profile by name, or any other by path.
 
     Raises:
-        ConfigError: there is none, or an entry is wrong.
+        ConfigError: there is no such profile, or an entry is wrong.
     """
     if name_or_path in shipped_profiles():
         raw = resources.files("kvmesh.sim.profiles").joinpath(f"{name_or_path}.json").read_bytes()
@@ -61,7 +61,7 @@ def load_profile(name_or_path: str) -> Profile:
 
 def parse_profile(fields: Fields) -> Profile:
     """Checks a parsed profile; raises ConfigError with the path of a wrong entry."""
-    # `measured` is what `kvmesh profile` fitted the costs to, for people.
+    # `measured` holds the measurements behind the costs of `kvmesh profile`, for people.
     known = ("name", "description", "kv_bytes", "devices", "links", "plan", "sharing", "measured")
     fields.only(*known)
     devices = {name: _device(name, each) for name, each in fields.children("devices").items()}

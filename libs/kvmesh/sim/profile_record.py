@@ -1,4 +1,4 @@
-"""A measured profile as the JSON that `load_profile` reads, and its plot.
+"""Writes a measured profile as the JSON that `load_profile` reads, and plots it.
 
 Tests: tests/integration/test_profile_command.py.
 """
@@ -22,13 +22,13 @@ _SECONDS_OF_MESSAGE = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured on one machine.
+    """Measurements on one machine.
 
     Attributes:
-        kv_bytes: per group and in `total`, (tokens, bytes) that a handoff moves.
-        kv_tokens: positions that the blocks hold.
-        link_bytes_per_s: of the data channel's network path on this host.
-        memory_bytes_per_s: of reading.
+        kv_bytes: pairs of tokens and bytes that a handoff moves, per layer group and in `total`.
+        kv_tokens: number of positions that the blocks hold.
+        link_bytes_per_s: bandwidth of the data channel's network path on this host.
+        memory_bytes_per_s: memory bandwidth of reads.
     """
 
     model: str
@@ -42,10 +42,10 @@ class Measured:
 
 
 def profile_record(measured: Measured) -> dict[str, Any]:
-    """The profile of one device in all roles.
+    """Returns the profile with one device in all roles, as JSON values.
 
     Raises:
-        ValueError: too few samples.
+        ValueError: there are too few samples.
     """
     prefill, decode = fit_prefill(measured.prefill), fit_decode(measured.decode)
     lengths = sorted({each.tokens for each in measured.prefill})

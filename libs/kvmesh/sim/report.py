@@ -20,16 +20,17 @@ from kvmesh.sim.simulation import Result, Sample
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one run achieved.
+    """Results of one run in numbers.
 
     Attributes:
-        success: share of requests whose first token came in time and that finished.
-        goodput: per second, of requests that kept both objectives.
-        hit_rate: share of prompt tokens found in a prefix cache.
-        itl_p99_s: of the times between tokens of all answers.
+        success: fraction of requests whose first token came in time and that finished.
+        goodput: requests per second that kept both limits.
+        itl_p99_s: 99th percentile of the times between tokens of all answers.
+        hit_rate: fraction of prompt tokens found in a prefix cache.
         cv: mean over time of the coefficient of variation of computed tokens per prefill worker.
-        link_use: mean share of the bandwidth between the clusters.
-        refusals: by reason.
+        link_use: mean utilisation of the link between the clusters.
+        remote_share: fraction of requests prefilled in the offload cluster.
+        refusals: number of refusals by reason.
     """
 
     system: str
@@ -51,14 +52,14 @@ class Summary:
 
 
 def summarize(result: Result) -> Summary:
-    """The numbers of one run."""
+    """Returns the numbers of one run."""
     requests = result.requests
     ttfts = [each.ttft_s for each in requests if each.ttft_s is not None]
     tpots = [each.tpot_s for each in requests if each.tpot_s is not None]
     limit = result.scenario.objectives.tpot_s
     done = [each for each in requests if each.outcome is Outcome.DONE]
     good = [each for each in done if each.tpot_s is None or each.tpot_s <= limit]
-    # Goodput counts over the time of arrivals, or a long last answer would lower it.
+    # Goodput is counted over the time of arrivals; a long last answer would lower it otherwise.
     arrivals = max(each.arrival_s for each in requests) - min(each.arrival_s for each in requests)
     prompt_tokens = sum(each.trace.input_tokens for each in requests)
     count = len(requests)
@@ -87,7 +88,7 @@ def _refusal(request: SimRequest) -> str:
 
 
 def mean_cv(samples: Sequence[Sample]) -> float:
-    """How unevenly prefill work is spread, mean over the samples in which there was any."""
+    """Returns the coefficient of variation of prefill work, averaged over samples with any."""
     found = [
         coefficient_of_variation(list(sample.computed_tokens.values()))
         for sample in samples
@@ -97,7 +98,7 @@ def mean_cv(samples: Sequence[Sample]) -> float:
 
 
 def summary_record(result: Result) -> dict[str, Any]:
-    """One run as JSON values: summary, reasons, timelines."""
+    """Returns one run as JSON values: summary, reasons, timelines."""
     return {
         "summary": {key: _finite(value) for key, value in asdict(summarize(result)).items()},
         "seed": result.scenario.seed,
@@ -132,7 +133,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 
 def table(rows: Sequence[tuple[str, Summary]]) -> str:
-    """One line per run, times in seconds; a Markdown table that reads well as text."""
+    """Returns a Markdown table with one line per run, times in seconds."""
     head = ["run", *(title for title, _, _ in _COLUMNS), "refused"]
     lines = [head]
     for label, summary in rows:
@@ -150,7 +151,7 @@ def table(rows: Sequence[tuple[str, Summary]]) -> str:
 
 
 def csv_table(rows: Sequence[tuple[str, Summary]]) -> str:
-    """One line per run with every number of its summary; units are in the names."""
+    """Returns CSV with one line per run and every number of its summary; names have the units."""
     out = io.StringIO()
     names = [each.name for each in fields(Summary) if each.name not in ("system", "refusals")]
     lines = csv.writer(out, lineterminator="\n")

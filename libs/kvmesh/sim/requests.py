@@ -1,4 +1,4 @@
-"""A request in the simulator: what it asks for, where it is, and what became of it.
+"""A request in the simulator: its trace, its state and its outcome.
 
 Tests: tests/unit/sim/test_simulation.py.
 """
@@ -18,11 +18,11 @@ class Outcome(enum.Enum):
     DONE = "done"
     REFUSED = "refused"
     LATE = "late"
-    """The first token came after the time that the request could wait."""
+    """The first token came after the TTFT limit."""
 
 
 def block_hash(hash_id: int) -> BlockHash:
-    """The name of a trace's block."""
+    """Returns the hash that stands for a trace's block."""
     return BlockHash(hash_id.to_bytes(16, "little"))
 
 
@@ -31,13 +31,13 @@ class SimRequest:
     """One request from arrival to its last token.
 
     Attributes:
-        hashes: of the prompt's full blocks.
-        deadline_s: the first token must have come by then.
-        generated: tokens that the client has.
+        hashes: hashes of the prompt's full blocks.
+        deadline_s: time by which the first token must come.
+        generated: number of tokens that the client has.
         cached_tokens: prompt tokens that the first prefill did not compute.
-        remote: prefilled in the other cluster.
-        attempt: grows when the request moves after a failure.
-        has_first: the first token of this attempt is out.
+        remote: whether it is prefilled in the offload cluster.
+        attempt: number of moves after failures.
+        has_first: whether the first token of this attempt was sampled.
     """
 
     request_id: RequestId
@@ -63,7 +63,7 @@ class SimRequest:
     def from_trace(
         cls, index: int, trace: TraceRequest, arrival_s: float, ttft_limit_s: float
     ) -> SimRequest:
-        """A request that arrives now."""
+        """Returns a request of the trace that arrives now."""
         return cls(
             request_id=RequestId(f"r{index}"),
             trace=trace,
@@ -84,17 +84,17 @@ class SimRequest:
 
     @property
     def reusable_hashes(self) -> tuple[BlockHash, ...]:
-        """Blocks that a cache may serve; the last token is always computed."""
+        """Hashes of the blocks that a cache may serve; the last token is always computed."""
         return self.hashes[: (self.num_tokens - 1) // TRACE_BLOCK]
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token."""
+        """Time to first token in seconds; None before it."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None without such tokens."""
+        """Mean seconds per token after the first; None without such tokens."""
         if self.finished_s is None or self.first_token_s is None or self.trace.output_tokens < 2:
             return None
         return (self.finished_s - self.first_token_s) / (self.trace.output_tokens - 1)
@@ -105,19 +105,19 @@ class SimSequence:
     """A request's tokens and blocks on one worker.
 
     Attributes:
-        order: age on this worker.
-        left: tokens that are still to be generated.
-        num_tokens: tokens of the sequence, generated ones included.
-        num_computed: leading tokens whose KV is here.
-        num_cached: of these, found in the prefix cache.
-        num_sealed: leading blocks that are in the prefix cache.
-        hold_after_first: the worker only prefills; KV is taken by another one.
-        has_first: the prompt is computed and its first token is out.
-        reservation: of the handoff table, while KV is awaited.
-        gone: released, or lost with its worker.
-        settled_at: while it decodes, the step of its worker up to which the numbers here count.
+        order: arrival number on this worker; smaller is older.
+        left: number of tokens still to generate.
+        num_tokens: tokens of the sequence, including generated ones.
+        num_computed: number of leading tokens whose KV is here.
+        num_cached: number of these that were found in the prefix cache.
+        num_sealed: number of leading blocks that are in the prefix cache.
+        hold_after_first: whether the worker only prefills and another one takes the KV.
+        has_first: whether the prompt is computed and its first token was sampled.
+        reservation: id in the handoff table, while KV is awaited.
+        gone: whether it was released, or lost with its worker.
+        settled_at: while it decodes, its worker's step up to which these numbers are current.
         due_at: while it decodes, the step at which it ends or needs a block.
-        decodes_from: the step of its worker before its first one of decode.
+        decodes_from: its worker's step before its first decode step.
     """
 
     request: SimRequest
@@ -138,16 +138,16 @@ class SimSequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens without KV; 1 is a decode step."""
+        """Number of tokens without KV; 1 is a decode step."""
         return self.num_tokens - self.num_computed
 
     def fill(self, blocks: list[int], num_cached: int) -> None:
-        """Takes blocks over, the first `num_cached` of them with KV."""
+        """Sets the blocks, the first `num_cached` of them with KV."""
         self.blocks = blocks
         self.num_cached = self.num_computed = num_cached * TRACE_BLOCK
         self.num_sealed = num_cached
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Returns the number of blocks that hold so many tokens."""
     return -(-num_tokens // TRACE_BLOCK)

@@ -1,5 +1,5 @@
-"""The scheduler of a simulation: it makes the service's decisions (`services/scheduler/router.py`)
-on the simulated fleet, alone or on several requests together.
+"""The scheduler of a simulation: makes the service's decisions (`services/scheduler/router.py`) on
+the simulated fleet, for one request or for several together.
 
 Tests: tests/unit/sim/test_simulation.py, tests/unit/sim/test_joint.py.
 """
@@ -27,16 +27,17 @@ from kvmesh.sim.scenario import Scenario, accepted_tpot_s
 from kvmesh.sim.trace_request import TRACE_BLOCK
 
 Decide = Callable[[], RoutePlan | Refusal]
-"""A decision that is to be made now."""
+"""Function that makes one decision."""
 
 
 class SimRouter:
-    """Answers who is to run a request.
+    """Answers which workers run a request.
 
     Args:
-        offload: reads what the choice of cluster goes by.
-        reasons: decisions are counted here.
-        around: makes the decisions on single requests, to time them, say; None: just that.
+        offload: returns the inputs of the choice of cluster.
+        reasons: counter of the decisions' reasons.
+        around: wraps the decisions about single requests, for example to time them; None: no
+            wrapper.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class SimRouter:
         self._joint = JointDecisions(events, self._hold_s, self._route_together)
 
     def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
-        """Answers at once, or when it has been decided on several requests.
+        """Answers at once, or after a joint decision about several requests.
 
         Args:
-            avoid: workers that failed or refused.
+            avoid: workers that failed or refused the request.
         """
-        self._fleet.withdraw(request.request_id)  # it asks again: its last plan came to nothing
+        self._fleet.withdraw(request.request_id)  # it asks again, so its last plan failed
         if self._system.joint is None:
             decide = partial(self._route, request, avoid)
             answer(decide() if self._around is None else self._around(decide))
@@ -91,7 +92,7 @@ class SimRouter:
         return self._routed(request, plan)
 
     def _first_token_s(self, query: RouteQuery, plan: RoutePlan) -> float:
-        """When the worker that a plan prefers would have the first token, by what it has to do."""
+        """Returns the predicted time of the first token on a plan's first prefill worker."""
         best = plan.prefill[0]
         views = self._fleet.view().workers
         worker = next(each for each in views if each.worker_id == best.worker_id)
@@ -100,7 +101,7 @@ class SimRouter:
         return self._events.now() + (ahead + own) * self._pace.token_s
 
     def _route_together(self, gathered: Sequence[Waiting]) -> None:
-        # By name, as the scheduler does: the order of arrival decides nothing.
+        # Sorted by id, as in the scheduler: the order of arrival does not matter.
         waiting = sorted(gathered, key=lambda each: each.query.request_id)
         asks = [self._ask_of(each) for each in waiting]
         plans = decide_jointly(self._system, asks, self._events.now(), self._offload)
@@ -122,12 +123,12 @@ class SimRouter:
 
     def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         seen = self._fleet.view_for(query, matches)
-        # Field by field: `dataclasses.replace` would be a part of a decision's time.
+        # Built directly: `dataclasses.replace` would take a part of a decision's time.
         reads = self._reads.among(seen.workers, matches)
         return FleetView(seen.workers, seen.version, seen.num_routes, self._pace, reads)
 
     def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:
-        """Counts a decision, and the plan as load of its workers."""
+        """Counts a decision's reasons, and its plan as load of its workers."""
         if plan.group is not None:
             self._reasons[f"group: {plan.group.reason.value}"] += 1
         if plan.choice is not None:

@@ -1,4 +1,4 @@
-"""What a simulation runs: fleet, system, requests, failures, objectives.
+"""Inputs of a simulation: fleet, system, requests, failures, objectives.
 
 Tests: tests/unit/sim/test_scenario.py.
 """
@@ -19,7 +19,7 @@ from kvmesh.sim.trace_request import TraceRequest
 
 
 class FailureKind(enum.Enum):
-    """What happens at a moment of the schedule."""
+    """Kind of a scheduled failure."""
 
     KILL = "kill"
     RESTART = "restart"
@@ -28,11 +28,11 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An entry of the schedule.
+    """An entry of the failure schedule.
 
     Attributes:
-        index: of the worker, in order of the fleet; for KILL and RESTART.
-        factor: of the bandwidth between the clusters from now on; for LINK.
+        index: index of the worker in the fleet's order; for KILL and RESTART.
+        factor: factor on the bandwidth between the clusters from then on; for LINK.
     """
 
     at_s: float
@@ -42,10 +42,10 @@ class Failure:
 
 
 def parse_failures(text: str) -> tuple[Failure, ...]:
-    """Reads `10:kill:0,20:restart:0,30:link:0.33`.
+    """Parses a schedule such as `10:kill:0,20:restart:0,30:link:0.33`.
 
     Raises:
-        ConfigError: a part is wrong.
+        ConfigError: an entry is wrong.
     """
     failures: list[Failure] = []
     for part in filter(None, text.split(",")):
@@ -67,13 +67,13 @@ def parse_failures(text: str) -> tuple[Failure, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request must keep to count as goodput.
+    """Limits that a request must keep to count as goodput.
 
     Attributes:
         timeouts: longest time to the first token by prompt length; later ones are failures.
         tpot_s: longest mean time per token.
-        itl_s: longest time between two tokens that workers are told of; infinite for none. It does
-            not count for goodput.
+        itl_s: ITL limit in seconds that workers know; infinite for none. It does not count for
+            goodput.
     """
 
     timeouts: tuple[TimeoutTier, ...] = (TimeoutTier(8192, 5.0), TimeoutTier(1 << 62, 30.0))
@@ -86,11 +86,11 @@ class Scenario:
     """One run.
 
     Attributes:
-        requests: by arrival; of a session in a closed loop only the first arrival counts.
-        closed_loop: the next turn of a session comes `think_s` after the answer.
+        requests: sorted by arrival; in a closed loop only the first arrival of a session counts.
+        closed_loop: whether the next turn of a session arrives `think_s` after the answer.
         jitter: of transfers; 0.1 makes them up to 10 % longer.
-        sample_s: interval of the timelines.
-        chains: workers compute parts of long prompts for each other.
+        sample_s: seconds between two samples of the timelines.
+        chains: whether workers compute parts of long prompts for each other.
     """
 
     profile: Profile
@@ -108,11 +108,14 @@ class Scenario:
 
 
 def accepted_tpot_s(scenario: Scenario) -> float:
-    """Longest mean time per token that the system is told of; infinite where it knows none."""
+    """Returns the TPOT limit that the system knows: the smaller of the TPOT and the ITL limit.
+
+    In seconds; infinite if the system ignores limits.
+    """
     limits = scenario.objectives
     return min(limits.tpot_s, limits.itl_s) if scenario.system.knows_tpot else math.inf
 
 
 def accepted_itl_s(scenario: Scenario) -> float:
-    """Longest time between two tokens that the system is told of; infinite where it knows none."""
+    """Returns the ITL limit that the system knows, in seconds; infinite if it ignores limits."""
     return scenario.objectives.itl_s if scenario.system.knows_tpot else math.inf

@@ -1,6 +1,6 @@
-"""Runs a scenario: requests arrive, are placed, computed, handed over and decoded, in virtual time.
+"""Runs a scenario in virtual time: requests arrive, are placed, prefilled, handed off and decoded.
 
-Decisions and bookkeeping are the services'; only step times and links are modelled.
+Decisions and bookkeeping are the services' own code; only step times and links are modelled.
 Tests: tests/unit/sim/test_simulation.py.
 """
 
@@ -41,11 +41,12 @@ from kvmesh.sim.worker import SimWorker, WorkerRules
 
 @dataclass(eq=False, slots=True)
 class _Handoff:
-    """KV on its way from prefill to decode.
+    """A request's KV transfer from prefill to decode.
 
     Attributes:
-        sent_blocks: of the prompt, those cached at the decode worker included.
-        write_id: of the transfer in progress.
+        sent_blocks: number of the prompt's blocks sent so far, including those cached at the decode
+            worker.
+        write_id: id of the transfer in progress; None: there is none.
     """
 
     placed: Placed
@@ -58,10 +59,11 @@ class Sample:
     """One moment of the timelines.
 
     Attributes:
-        computed_tokens: prompt tokens since the last sample, by living worker that prefills.
-        link_use: of the link between the clusters since the last sample, 0..1.
-        roles: living workers by role.
-        searching: requests that look for workers.
+        computed_tokens: prompt tokens computed since the last sample by each live worker that
+            prefills.
+        link_use: utilisation of the link between the clusters since the last sample, 0..1.
+        roles: number of live workers by role.
+        searching: number of requests that look for workers.
     """
 
     at_s: float
@@ -74,12 +76,12 @@ class Sample:
 
 @dataclass(slots=True)
 class Result:
-    """What became of a scenario.
+    """Results of a scenario.
 
     Attributes:
-        reasons: how often each decision was made for each reason.
+        reasons: number of decisions for each reason.
         finished_s: virtual time of the end.
-        gaps: between tokens, of the workers that are there at the end.
+        gaps: times between tokens, from the workers that exist at the end.
     """
 
     scenario: Scenario
@@ -96,7 +98,7 @@ def simulate(scenario: Scenario, ended: Callable[[float], object] | None = None)
     """Runs a scenario to the end of its last request; equal scenarios give equal results.
 
     Args:
-        ended: called with the virtual time for each request that has an outcome.
+        ended: called with the virtual time when a request has its outcome.
 
     Raises:
         ConfigError: the fleet does not fit the profile.
@@ -111,10 +113,10 @@ def _index(system: System, rng: random.Random) -> FleetIndex | None:
 
 
 class Simulation:
-    """The parts of one run, and the way of a request through them (`WorkerListener`).
+    """The parts of one run, and the path of a request through them (`WorkerListener`).
 
     Args:
-        around: makes the decisions on single requests, to time them, say.
+        around: wraps the decisions about single requests, for example to time them.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class Simulation:
         self._link_seen = 0.0
 
     def run(self) -> Result:
-        """Lets time pass until every request has an outcome."""
+        """Runs events until every request has an outcome."""
         first = sorted(self._first_arrivals(), key=lambda trace: trace.arrival_s)
         self._num_open = len(first)
         self.events.feed((trace.arrival_s, partial(self._arrive, trace)) for trace in first)
@@ -184,7 +186,7 @@ class Simulation:
             self.events.at(failure.at_s, partial(self._fail, failure))
         self.control.start()
         self.events.after(self.scenario.sample_s, self._sample)
-        # A run makes many objects and no cycles; looking for some would take a fifth of the time.
+        # A run makes many objects and no cycles; garbage collection would take a fifth of its time.
         was_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -217,14 +219,14 @@ class Simulation:
         self.result.requests.append(request)
         if self.fleet.host is not None:
             self.fleet.host.note_request()
-        # To the scheduler and on to the workers.
+        # One message to the scheduler and one to the workers.
         self.events.after(2 * self.fleet.message_s, Placing(self._desk, request, frozenset()).start)
 
     def _bring(self, worker: SimWorker, sequence: SimSequence, source: PrefixSource) -> None:
         way = self.chains if source.computes else self.fetches
         way.begin(worker, sequence, source)
 
-    # --- the way of a request ----------------------------------------------------------------
+    # --- the path of a request ---------------------------------------------------------------
 
     def _placed(self, placed: Placed) -> None:
         request = placed.request
@@ -235,11 +237,11 @@ class Simulation:
         if placed.prefill is not placed.decode:
             self._handoffs[placed.prefill] = _Handoff(placed, 0)
         if self.scenario.system.queue_offers:
-            # A gateway that holds requests back gives up at the deadline; so does a worker's queue.
+            # A worker's queue gives up a prompt at the deadline, as a gateway does.
             self.events.at(request.deadline_s, partial(self._give_up, placed))
 
     def _give_up(self, placed: Placed) -> None:
-        """Ends a request of whose prompt nothing is computed."""
+        """Ends a request if none of its prompt is computed yet."""
         prefill, request = placed.prefill, placed.request
         if prefill.gone or prefill.has_first or prefill.num_computed > prefill.num_cached:
             return
@@ -257,7 +259,7 @@ class Simulation:
         self.fleet.openings += 1
 
     def on_chunk(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """See `WorkerListener`; one transfer at a time carries what is computed by then."""
+        """See `WorkerListener`; one transfer at a time carries all blocks computed by then."""
         handoff = self._handoffs[sequence]
         if handoff.write_id is not None:
             return
@@ -379,7 +381,7 @@ class Simulation:
                     self._move(request, worker)
 
     def _move(self, request: SimRequest, dead: SimWorker) -> None:
-        """Places a request anew: prompt and tokens so far are prefilled elsewhere."""
+        """Places a request again: its prompt and tokens so far are prefilled on other workers."""
         placed = self._placements.pop(request)
         self._hang_up(placed)
         self._release(placed)

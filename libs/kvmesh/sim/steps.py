@@ -1,7 +1,7 @@
 """The step loop of a simulated worker: batches, block growth, preemption, modelled times.
 
-Sequences follow the rules of `engine/core.py`. Steps of decode alone are taken many at a time,
-until a sequence ends, needs a block, or somebody joins or leaves.
+Sequences follow the rules of `engine/core.py`. Consecutive pure decode steps are simulated as one
+run, until a sequence ends, needs a block, joins or leaves.
 Tests: tests/unit/sim/test_worker.py.
 """
 
@@ -29,31 +29,32 @@ from kvmesh.sim.trace_request import TRACE_BLOCK
 
 
 class StepListener(Protocol):
-    """Who is told what steps bring about; called when the step is over."""
+    """Callbacks for the results of a step, called when the step ends."""
 
     def chunk_computed(self, sequence: SimSequence) -> None:
-        """A part of a prompt is computed, the rest follows."""
+        """Called when a chunk of a prompt is computed and others follow."""
         ...
 
     def first_token(self, sequence: SimSequence) -> None:
-        """A prompt is computed and its first token is out."""
+        """Called when a prompt is computed and its first token is sampled."""
         ...
 
     def finished(self, sequence: SimSequence) -> None:
-        """The last token is out."""
+        """Called after the last token."""
         ...
 
     def readmitted(self) -> None:
-        """Preempted sequences have blocks again."""
+        """Called when a preempted sequence gets blocks again."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTokens:
-    """Tokens per step.
+    """Token budget of a step.
 
     Attributes:
-        mixed: of a step in which some sequence decodes; the services' default.
+        alone: for a step without decode.
+        mixed: for a step in which a sequence decodes; the services' default.
     """
 
     alone: int = 4096
@@ -64,8 +65,8 @@ class _Run:
     """Decode steps in progress, of one batch: each takes `growth_s` more than the one before.
 
     Attributes:
-        started_at: where the first of `num_steps` began.
-        first_s: of it.
+        started_at: start time of the first of `num_steps` steps.
+        first_s: seconds of the first step.
     """
 
     __slots__ = ("first_s", "growth_s", "num_steps", "started_at")
@@ -77,31 +78,33 @@ class _Run:
         self.num_steps = num_steps
 
     def seconds(self, count: int) -> float:
-        """Of the first `count` steps together."""
+        """Returns the seconds of the first `count` steps together."""
         return count * (self.first_s + self.growth_s * (count - 1) / 2)
 
     def num_over(self, now: float) -> int:
-        """Steps that were over before now; the last one is not, whose end is an event."""
+        """Returns the steps that ended before `now`, without the last one, whose end is an
+        event.
+        """
         elapsed = now - self.started_at
         if elapsed <= self.first_s:
             return 0
-        # Solves `seconds(count) == elapsed`; this form of it holds where nothing grows.
+        # Solves `seconds(count) == elapsed`, in a form that also holds for a growth of 0.
         half = self.first_s - self.growth_s / 2
         count = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth_s * elapsed))
         return min(max(math.ceil(count - 1e-9) - 1, 0), self.num_steps - 1)
 
     def take(self, count: int) -> None:
-        """The first `count` steps are counted elsewhere from now on."""
+        """Removes the first `count` steps, which the caller has counted."""
         self.started_at += self.seconds(count)
         self.first_s += self.growth_s * count
         self.num_steps -= count
 
 
 def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list[int], int] | None:
-    """Blocks of a prompt and room to grow, and how many of them are cached.
+    """Takes the blocks of a prompt, with room for `growth` more tokens.
 
     Returns:
-        None when too few blocks are free.
+        The blocks, and how many of them are cached; None if too few blocks are free.
     """
     cached = pool.match(request.reusable_hashes)
     pool.acquire(cached)
@@ -118,9 +121,9 @@ class StepLoop:
     """Sequences that compute on one worker, oldest first.
 
     Attributes:
-        computed_tokens: since the start, without decode steps.
+        computed_tokens: tokens computed since the start, without decode steps.
         busy_s: seconds spent in steps.
-        gaps: between tokens; the time until a decode worker takes over counts as one of its own.
+        gaps: times between tokens; the time until a decode worker takes over is one of them.
     """
 
     def __init__(
@@ -160,14 +163,14 @@ class StepLoop:
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that lost their blocks and wait for new ones."""
+        """Number of sequences that lost their blocks and wait for new ones."""
         return len(self._preempted)
 
     def room(self, limit_s: float, awaited: Sequence[int]) -> PaceRoom:
-        """What is left for requests with limits on their time per token.
+        """Returns the room for requests with a TPOT limit.
 
         Args:
-            limit_s: of every sequence here.
+            limit_s: TPOT limit of every sequence here, in seconds.
             awaited: tokens of each sequence that will decode here and does not yet.
         """
         self._catch_up()
@@ -186,7 +189,7 @@ class StepLoop:
         return PaceRoom(pace, context, limit_s if context else math.inf, spare)
 
     def join(self, sequence: SimSequence) -> None:
-        """Computes what the sequence has no KV for, from the next step on."""
+        """Computes the sequence's tokens without KV, from the next step on."""
         self._interrupt()
         self._running.append(sequence)
         self._prompts.append(sequence)
@@ -194,7 +197,7 @@ class StepLoop:
             self._next_step()
 
     def leave(self, sequence: SimSequence) -> None:
-        """Stops computing a sequence, if it does."""
+        """Stops computing a sequence, if it is running or preempted."""
         if sequence in self._running:
             self._interrupt()
             self._drop(sequence)
@@ -202,7 +205,7 @@ class StepLoop:
             self._preempted.remove(sequence)
 
     def resume(self) -> None:
-        """Blocks were given back: preempted sequences may go on."""
+        """Lets preempted sequences continue after blocks were released."""
         if not self._preempted:
             return
         if self._in_step:
@@ -211,17 +214,17 @@ class StepLoop:
             self._next_step()
 
     def note_work(self, seconds: float) -> None:
-        """The worker has something else to do: its next step waits, if it is busy at all."""
+        """Delays the next step by other work of the worker's process; ignored if it is idle."""
         if seconds and self._in_step:
             self._other_work_s += seconds
             self._interrupt()
 
     def others_changed(self) -> None:
-        """See `Sharer`: decode steps take another time from the next one on."""
+        """See `Sharer`: the time of decode steps changes from the next one on."""
         self._interrupt()
 
     def stop(self) -> None:
-        """Ends everything, as the death of the worker does; whole steps of a run count."""
+        """Drops all sequences, as when the worker dies; the completed steps of a run count."""
         if self._host is not None:
             self._host.note(self, is_busy=False)
         if self._timer is not None:
@@ -238,7 +241,7 @@ class StepLoop:
         self._decoding.clear()
 
     def _interrupt(self) -> None:
-        """Ends a run of decode steps at the end of the step in progress."""
+        """Shortens a run of decode steps to the step in progress."""
         self._catch_up()
         run = self._run
         if run is not None and run.num_steps > 1:
@@ -248,7 +251,7 @@ class StepLoop:
             self._timer = self._events.at(run.started_at + run.first_s, self._end_run)
 
     def _catch_up(self) -> None:
-        """Counts the steps of a run that are over."""
+        """Counts the completed steps of the run."""
         run = self._run
         if run is not None:
             count = run.num_over(self._events.now())
@@ -257,7 +260,7 @@ class StepLoop:
                 run.take(count)
 
     def _count(self, run: _Run, count: int) -> None:
-        """The first steps of a run are over."""
+        """Counts the first `count` steps of a run as completed."""
         decoding = self._decoding
         self.busy_s += run.seconds(count)
         now, growth = (decoding.context, run.first_s), (decoding.count, run.growth_s)
@@ -286,7 +289,7 @@ class StepLoop:
                     self.gaps.add(self._events.now() - each.request.first_token_s, 1)
                 self._decoding.start(each)
         for sequence in self._decoding.take_due():
-            # One that was preempted for an older one is no longer running.
+            # A sequence that was preempted for an older one is no longer running.
             if sequence.settled_at is not None and self._grow(sequence):
                 self._decoding.await_due(sequence)
         self._in_step = bool(self._running)
@@ -327,7 +330,7 @@ class StepLoop:
             if tokens > 1:
                 duration += self._chunk_s(sequence, tokens)
             else:
-                # The last token of a prompt is a decode step like any other.
+                # The last token of a prompt counts as a decode step.
                 count += 1
                 context += sequence.num_tokens
         if self._itl_s < math.inf and duration:
@@ -344,9 +347,9 @@ class StepLoop:
         return alone if self._host is None else alone * self._host.decode_stretch(self)
 
     def _chunk_s(self, sequence: SimSequence, count: int) -> float:
-        """Time of a part of a prompt; what every prompt costs at least comes with its first part.
+        """Returns the seconds of a chunk; the first one includes the fixed cost of a prompt.
 
-        The profile's time is that of the uncached tokens, as in PrfaaS 3.4.1.
+        The profile gives the time of the uncached tokens, as in PrfaaS 3.4.1.
         """
         before = sequence.num_computed - sequence.num_cached
         alone = self._device.prefill_s(before + count)
@@ -402,7 +405,7 @@ class StepLoop:
         self._listener.finished(sequence)
 
     def seal(self, sequence: SimSequence) -> None:
-        """Makes computed blocks of the prompt shareable; generated text is known to nobody else."""
+        """Puts computed prompt blocks into the prefix cache; no other prompt has the answer's."""
         hashes = sequence.request.hashes
         full = min(sequence.num_computed // TRACE_BLOCK, len(hashes))
         if full <= sequence.num_sealed:
@@ -414,13 +417,13 @@ class StepLoop:
     # --- blocks ------------------------------------------------------------------------------
 
     def _grow(self, sequence: SimSequence) -> bool:
-        """Room for the next token; False if the sequence itself had to make room."""
+        """Adds a block for the next token if needed; False if the sequence itself was preempted."""
         self._decoding.settle(sequence)
         while (missing := blocks_for(sequence.num_tokens) - len(sequence.blocks)) > 0:
             try:
                 sequence.blocks += self._pool.allocate(missing, after=sequence.blocks[-1])
             except OutOfBlocksError:
-                # The youngest one, which may be the one that asks.
+                # Preempts the youngest sequence, which may be this one.
                 victim = self._running[-1]
                 self._preempt(victim)
                 if victim is sequence:

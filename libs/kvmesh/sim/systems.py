@@ -1,4 +1,4 @@
-"""Whole systems to compare: compositions of policies, and how their workers admit.
+"""Complete systems to compare: compositions of policies, and the admission of their workers.
 
 Tests: tests/unit/sim/test_systems.py.
 """
@@ -16,14 +16,14 @@ __all__ = ["SYSTEMS", "Offload", "System"]
 
 @dataclass(frozen=True, slots=True)
 class System(Composition):
-    """A composition, and what it expects of workers and loads.
+    """A composition with its workers' admission and the age of their loads.
 
     Attributes:
-        queue_offers: workers queue prompts instead of rejecting them.
-        report_interval_s: age of the loads that routes see; 0 is at once.
-        grouped: a cluster is the group of the scenario that it is named after.
-        rejects_early: who would have its first token too late by what is known when it comes is
-            refused at once.
+        queue_offers: whether workers queue prompts instead of rejecting them.
+        report_interval_s: seconds between two load reports; 0 is without delay.
+        grouped: whether each cluster is the group of the scenario with its name.
+        rejects_early: whether a request is refused at arrival if its predicted first token is too
+            late.
     """
 
     queue_offers: bool = False
@@ -44,8 +44,8 @@ _EXPECTS: dict[str, dict[str, Any]] = {
     "cache_aware": {"queue_offers": True},
     "cache_centric": {"rejects_early": True},
 }
-"""Baselines whose workers have a queue, as in the systems that they stand for; Mooncake's brings
-prefixes to workers without one."""
+"""Settings of the baselines. Workers have a queue where those of the original system do. Mooncake's
+(`cache_centric`) have none and reject early."""
 
 
 def _system(composition: Composition) -> System:
@@ -55,6 +55,6 @@ def _system(composition: Composition) -> System:
 
 
 SYSTEMS: dict[str, System] = {name: _system(each) for name, each in COMPOSITIONS.items()}
-"""The policies that a scheduler's config can name, in a fleet; P/D-Serve's has groups."""
+"""A system for each policy that a scheduler's config can name; P/D-Serve's has groups."""
 
 SYSTEMS["pdserve"] = dataclasses.replace(SYSTEMS["pdserve"], grouped=True)

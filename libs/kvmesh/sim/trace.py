@@ -1,9 +1,10 @@
-"""Request traces: who arrives when, how long, and which prefixes are shared.
+"""Reads request traces: arrival times, lengths and shared prefixes.
 
-Published CSV files are read by `csv_trace`. All others have one JSON object per line, gzip or
-plain: `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained id per block of 512 tokens), and
-for sessions `session`, `turn`, `think_ms`; a `scenario` where groups serve one each. Mooncake's
-traces have other names for the first three; both are read.
+`csv_trace` reads published CSV files. All other files have one JSON object per line, gzip or plain:
+`t_ms`, `input_len`, `output_len`, `hash_ids` (one chained id per block of 512 tokens). Sessions
+also
+have `session`, `turn` and `think_ms`; requests of a group's scenario have `scenario`. Mooncake's
+names of the first three are read too.
 Tests: tests/unit/sim/test_trace.py.
 """
 
@@ -30,7 +31,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """Reads a trace, ordered by arrival.
 
     Args:
-        limit: read only this many requests.
+        limit: maximum number of requests to read; None: all.
 
     Raises:
         ConfigError: the file cannot be read or a line is wrong.
@@ -52,7 +53,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     requests.sort(key=lambda request: request.arrival_s)
     if is_json:
         return requests
-    # CSV traces have dates, or seconds since a moment of their own.
+    # CSV traces have dates, or seconds since their own start.
     start_s = requests[0].arrival_s
     return [replace(each, arrival_s=each.arrival_s - start_s) for each in requests]
 
@@ -91,7 +92,7 @@ def _our_name(key: str) -> str:
 
 
 def matched_blocks(requests: Iterable[TraceRequest]) -> Iterator[tuple[TraceRequest, int]]:
-    """Each request with the leading blocks that an endless cache would hold by then."""
+    """Yields each request with the number of leading blocks that an infinite cache would hold."""
     seen: set[int] = set()
     for request in requests:
         hits = next(
@@ -103,7 +104,7 @@ def matched_blocks(requests: Iterable[TraceRequest]) -> Iterator[tuple[TraceRequ
 
 
 def uncached_lengths(requests: Iterable[TraceRequest]) -> LengthDistribution:
-    """Tokens left to compute with an endless cache: what the threshold search needs."""
+    """Returns the distribution of uncached lengths with an infinite cache, for the search."""
     return LengthDistribution(
         max(request.input_tokens - hits * TRACE_BLOCK, 1)
         for request, hits in matched_blocks(requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRACE_BLOCK = 512
-"""Prompt tokens per hash id."""
+"""Number of prompt tokens per hash id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +13,13 @@ class TraceRequest:
     """One request.
 
     Attributes:
-        arrival_s: from the start.
-        hash_ids: equal id means equal block and equal prefix; the last one may be partial.
-        session: empty if the request stands alone.
-        scenario: whose request it is, where that matters.
-        think_s: pause of the client after the answer before, for closed-loop replay.
+        arrival_s: seconds from the start of the trace.
+        hash_ids: one id per block; equal ids mean equal blocks and prefixes. The last block may be
+            partial.
+        session: name of its session; empty if it has none.
+        turn: its number in the session.
+        think_s: seconds that the client pauses after the previous answer, for closed-loop replay.
+        scenario: its scenario; empty where groups do not matter.
     """
 
     arrival_s: float
@@ -36,5 +38,5 @@ class TraceRequest:
 
 
 def num_blocks(tokens: int) -> int:
-    """Blocks of a prompt, the last of them perhaps partial."""
+    """Returns the number of blocks of a prompt, including a partial last one."""
     return -(-tokens // TRACE_BLOCK)

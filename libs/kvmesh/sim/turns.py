@@ -1,7 +1,9 @@
-"""Whose turn it is to look for workers, in virtual time: `services/gateway/request/turnstile.py`.
+"""Decides in virtual time which waiting request may look for workers, as the gateway's
+`services/gateway/request/turnstile.py` does.
 
-As long as nobody looks in vain everybody looks at once. A request that found no worker joins the
-fair queue, and so do all that come after it, until the queue is empty again.
+While every search succeeds, all requests look at once. A request that finds no worker joins the
+fair
+queue, and so do all later requests until the queue is empty again.
 Tests: tests/unit/sim/test_turns.py.
 """
 
@@ -28,7 +30,7 @@ class Lanes:
         self._turns: dict[str, Turns] = {}
 
     def of(self, request: SimRequest) -> Turns:
-        """Those of the group that serves a request."""
+        """Returns the turns of the group that serves a request."""
         label = serving_label(request.trace.scenario, self._labels)
         turns = self._turns.get(label)
         if turns is None:
@@ -37,10 +39,10 @@ class Lanes:
 
 
 class Turns:
-    """All requests of the gateway that wait for the workers of one group.
+    """The gateway's requests that wait for the workers of one group.
 
     Attributes:
-        num_looking: requests that look for workers, in the queue or not.
+        num_looking: number of requests that look for workers, in the queue or not.
     """
 
     def __init__(self) -> None:
@@ -48,22 +50,22 @@ class Turns:
         self._queue = FairQueue()
         self._queued: set[SimRequest] = set()
         self._heads: list[SimRequest] = []
-        # Those that wait for their turn, and what calls them.
+        # Requests that wait for their turn, with the callback for it.
         self._calls: dict[SimRequest, Call] = {}
 
     @property
     def share(self) -> float:
-        """Which part of the waiting requests looks for workers now, more than 0 to 1."""
+        """Fraction of the waiting requests that may look for workers now; above 0, up to 1."""
         return len(self._heads) / len(self._queue) if self._heads else 1.0
 
     def enter(self, request: SimRequest) -> None:
-        """A request begins to look."""
+        """Adds a request that begins to look for workers."""
         self.num_looking += 1
         if self._queued:
             self._join(request)
 
     def wait(self, request: SimRequest, call: Call) -> bool:
-        """Whether it is the request's turn; if not, `call` comes when it is.
+        """Returns whether it is the request's turn; if not, `call` is called when it is.
 
         Until then `leave` may end the wait.
         """
@@ -73,7 +75,7 @@ class Turns:
         return False
 
     def missed(self, request: SimRequest) -> None:
-        """It looked for workers in vain."""
+        """Records that a request found no workers."""
         if request in self._queued:
             self._queue.missed()
             self._refresh()
@@ -81,7 +83,7 @@ class Turns:
             self._join(request)
 
     def leave(self, request: SimRequest, *, placed: bool) -> None:
-        """It looks no more, and has its workers or is refused."""
+        """Removes a request that has its workers or was refused."""
         self.num_looking -= 1
         if request not in self._queued:
             return
@@ -91,7 +93,7 @@ class Turns:
         self._refresh()
 
     def _join(self, request: SimRequest) -> None:
-        # A client that is reading already waits for nobody.
+        # A moved stream does not queue: its client is already reading.
         if not request.generated:
             self._queued.add(request)
             self._queue.add(request, Claim("", request.num_tokens))

@@ -1,5 +1,5 @@
-"""A worker with modelled step times. Admission, blocks, prefix cache, handoffs and batches are the
-real ones. Tests: tests/unit/sim/test_worker.py.
+"""A worker with modelled step times. Admission, blocks, prefix cache, handoffs and batches are real
+code. Tests: tests/unit/sim/test_worker.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvmesh.sim.trace_request import TRACE_BLOCK
 
 CAPABILITY, GENERATION = b"simulated", 1
 LEASE_S = 1e9
-"""Longer than any run: gateways renew for as long as they care, and cancel what they drop."""
+"""Seconds of a lease, longer than any run: gateways renew reservations and cancel dropped ones."""
 
 GROWTH_TOKENS = 64
 
@@ -43,14 +43,14 @@ _ALL_ROOM = PaceRoom()
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
-    """How the workers of a fleet work.
+    """Rules that all workers of a fleet follow.
 
     Attributes:
-        queue_offers: accept prompts beyond the slots into a local queue.
-        chunks: tokens per step.
-        tpot_s: longest mean time per token that requests accept; infinite for none.
-        itl_s: longest time between two tokens that requests accept; infinite for none.
-        chains: they compute parts of prompts for each other.
+        queue_offers: whether prompts beyond the slots go into a local queue.
+        chunks: token budget of a step.
+        tpot_s: TPOT limit of all requests in seconds; infinite for none.
+        itl_s: ITL limit of all requests in seconds; infinite for none.
+        chains: whether workers compute parts of prompts for each other.
     """
 
     queue_offers: bool = False
@@ -61,26 +61,26 @@ class WorkerRules:
 
 
 class WorkerListener(Protocol):
-    """Who is told what a worker does."""
+    """Callbacks for the events of a worker."""
 
     def on_chunk(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """More of a prompt that another worker waits for is computed, perhaps all of it."""
+        """Called when more of a prompt is computed whose KV another worker waits for."""
         ...
 
     def on_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """A prompt's first token is out."""
+        """Called at a prompt's first token."""
         ...
 
     def on_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """The last token is out; the sequence is released."""
+        """Called after the last token, when the sequence is released."""
         ...
 
     def on_change(self, worker: SimWorker) -> None:
-        """The worker's load or what it caches is another."""
+        """Called when the worker's load or cache changes."""
         ...
 
     def on_opening(self) -> None:
-        """A worker may accept what it refused before."""
+        """Called when a worker may accept requests that it refused before."""
         ...
 
 
@@ -88,11 +88,11 @@ class SimWorker:
     """One instance.
 
     Args:
-        host: whose cores it shares with others.
+        host: host whose cores it shares with others; None: it has its own.
 
     Attributes:
-        cached_tokens: prompt tokens found in the prefix cache of a prefill, since the start.
-        sending: time with KV on its way to other workers.
+        cached_tokens: prompt tokens found in the prefix cache at prefill, since the start.
+        sending: time with KV in flight to other workers.
     """
 
     def __init__(
@@ -129,20 +129,20 @@ class SimWorker:
 
     @property
     def is_free(self) -> bool:
-        """Whether it may compute a part of a prompt that others wait for."""
+        """Whether it is idle and may compute a part of another worker's prompt."""
         return self.alive and not (
             self._prefills or self._decodes or self._waiting or self._part_tokens
         )
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence that fits."""
+        """Number of tokens of the longest sequence that fits."""
         return min(self.info.max_model_len, self.info.num_blocks * TRACE_BLOCK)
 
     # --- admission ---------------------------------------------------------------------------
 
     def reserve(self, request: SimRequest) -> SimSequence | Refusal:
-        """Takes a slot and blocks for a request's decode."""
+        """Reserves a slot and blocks for a request's decode."""
         if not self.alive:
             return Refusal(RefusalReason.LOST, "the worker is down")
         if len(self._decodes) >= self.info.decode_slots:
@@ -177,7 +177,7 @@ class SimWorker:
         Args:
             reserved: the request's reservation; if it is on this worker, the prompt is computed in
                 its blocks.
-            held: a prefix is to come from another worker first; `go_on` follows.
+            held: whether the prompt waits for a prefix from another worker; `go_on` follows.
         """
         assert not (held and self._queue_offers), "policies that fetch have no local queues"
         if not self.alive:
@@ -202,7 +202,7 @@ class SimWorker:
         return waiting
 
     def note_refusal(self) -> None:
-        """It was asked in vain."""
+        """Counts the time of a refused request."""
         if self._loop is not None:
             self.steps.note_work(self._loop.ask_s)
 
@@ -237,10 +237,10 @@ class SimWorker:
         return sequence
 
     def go_on(self, sequence: SimSequence, num_blocks: int) -> None:
-        """Computes a prompt that was held.
+        """Computes a held prompt after its prefix has arrived.
 
         Args:
-            num_blocks: leading ones that another worker held, and that are here now.
+            num_blocks: number of leading blocks that are here now because of the fetch.
         """
         num_tokens = num_blocks * TRACE_BLOCK
         if num_tokens > sequence.num_cached:
@@ -251,7 +251,7 @@ class SimWorker:
         self.steps.join(sequence)
 
     def go_on_behind(self, sequence: SimSequence, num_tokens: int) -> None:
-        """Computes the rest of a prompt that was held; others have computed its beginning."""
+        """Computes the rest of a held prompt whose beginning other workers have computed."""
         sequence.num_computed = num_tokens
         self.steps.seal(sequence)
         self._changed()
@@ -264,24 +264,24 @@ class SimWorker:
         self._changed()
 
     def end_part(self, num_tokens: int) -> None:
-        """The part is computed."""
+        """Ends the computation of a part."""
         self._part_tokens = 0
         self.steps.computed_tokens += num_tokens
         self._changed()
         self._listener.on_opening()
         self._admit_waiting()
 
-    # --- what others read --------------------------------------------------------------------
+    # --- reads by other workers --------------------------------------------------------------
 
     def lend(self, hashes: Sequence[BlockHash], num_held: int) -> list[int]:
-        """Holds the leading blocks that are cached here beyond `num_held`, until `take_back`."""
+        """Pins and returns the cached leading blocks beyond `num_held`, until `take_back`."""
         blocks = self.pool.match(hashes)[num_held:]
         self.pool.acquire(blocks)
         self._changed()
         return blocks
 
     def take_back(self, blocks: list[int]) -> None:
-        """The reader is done, or gone."""
+        """Releases lent blocks when the reader is done or gone."""
         self.pool.release(blocks)
         self._changed()
         self._listener.on_opening()
@@ -300,10 +300,11 @@ class SimWorker:
     # --- handoff -----------------------------------------------------------------------------
 
     def begin_write(self, sequence: SimSequence, first: int, count: int) -> int:
-        """Lets KV into a reservation; `end_write` follows.
+        """Begins a write of KV into a reservation; `end_write` follows.
 
         Args:
-            first: among the reservation's blocks to write.
+            first: index of the first block among the reservation's blocks to write.
+            count: number of blocks.
         """
         indexes = range(first, first + count)
         grant = self.handoff.begin_write(self._claim(sequence), indexes, self._events.now())
@@ -315,12 +316,12 @@ class SimWorker:
         return WriteClaim(sequence.reservation, self.info.incarnation, GENERATION, CAPABILITY)
 
     def end_write(self, write_id: int, *, ok: bool) -> None:
-        """A transfer's bytes are in, or it broke off."""
+        """Ends a write: all bytes have arrived, or the transfer broke off."""
         self.handoff.end_write(write_id, ok=ok)
         self._release_quiet()
 
     def start_decode(self, sequence: SimSequence) -> None:
-        """All KV of the prompt is here and the first token is out: generation goes on."""
+        """Starts decoding: the prompt's KV has arrived and the first token was sampled."""
         self._end_reservation(sequence, written=True)
         sequence.num_computed = sequence.num_tokens
         self.steps.seal(sequence)
@@ -331,10 +332,10 @@ class SimWorker:
         self.steps.join(sequence)
 
     def _end_reservation(self, sequence: SimSequence, *, written: bool) -> None:
-        """The reservation's blocks become the sequence's own.
+        """Turns the reservation's blocks into the sequence's own.
 
         Args:
-            written: by a prefill; else the prompt is computed in them.
+            written: whether a prefill worker wrote them; else the prompt is computed in them here.
         """
         assert sequence.reservation is not None, "the reservation has ended"
         if not written:
@@ -366,7 +367,7 @@ class SimWorker:
             self.handoff.cancel(sequence.reservation)
             self._num_reserved -= 1
             self._release_quiet()
-            # Blocks beyond the prompt were never the handoff table's.
+            # Blocks beyond the prompt never belonged to the handoff table.
             self.pool.release(sequence.blocks[blocks_for(sequence.num_tokens) :])
         sequence.blocks = []
         self._changed()
@@ -381,7 +382,7 @@ class SimWorker:
             self._listener.on_opening()
             self.steps.resume()
 
-    # --- what steps bring about --------------------------------------------------------------
+    # --- results of steps --------------------------------------------------------------------
 
     def chunk_computed(self, sequence: SimSequence) -> None:
         """See `StepListener`."""
@@ -417,7 +418,7 @@ class SimWorker:
         self._listener.on_change(self)
 
     def load(self) -> WorkerLoad:
-        """What the worker reports."""
+        """Returns the load that the worker reports."""
         if self._load is None:
             num_preempted = self.steps.num_preempted
             self._load = WorkerLoad(
@@ -432,7 +433,7 @@ class SimWorker:
         return self._load
 
     def _room(self) -> PaceRoom:
-        # Who decodes nothing has room for everything, whatever its pace.
+        # A worker that decodes nothing has room for any request, whatever its speed.
         if self._tpot_s == math.inf or not self._decodes:
             return _ALL_ROOM
         awaited: list[int] = []
@@ -442,14 +443,14 @@ class SimWorker:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts in the local queue."""
+        """Number of prompts in the local queue."""
         return len(self._waiting)
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that are accepted and not computed."""
         tokens = self._part_tokens
-        # Read for each decision: a loop that makes nothing.
+        # A plain loop without temporary objects: every decision reads this.
         for accepted in (self._prefills, self._waiting):
             for each in accepted:
                 if not each.has_first:
@@ -457,7 +458,7 @@ class SimWorker:
         return tokens
 
     def fail(self) -> list[SimSequence]:
-        """Dies; returns the sequences that were here, oldest first."""
+        """Kills the worker; returns its sequences, oldest first."""
         self.alive = False
         self._part_tokens = 0
         self.steps.stop()
@@ -468,7 +469,7 @@ class SimWorker:
         return sorted(lost, key=lambda each: each.order)
 
     def set_role(self, role: Role) -> None:
-        """Takes requests of another kind from now on; what runs goes on."""
+        """Changes the role for new requests; running ones continue."""
         self.info = dataclasses.replace(self.info, role=role)
         self._changed()
         self._listener.on_opening()

@@ -1,4 +1,4 @@
-"""Made workloads: arrivals, lengths, sessions with growing prompts, shared prefixes.
+"""Synthetic workloads: arrivals, lengths, sessions with growing prompts, shared prefixes.
 
 Tests: tests/unit/sim/test_workload.py.
 """
@@ -17,25 +17,26 @@ from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 TICK_S = 3.0
-"""To which traces round their arrivals."""
+"""Seconds to which published traces round their arrivals."""
 
 BURST_S = 20.0
-"""Mean length of a burst and of the calm around it."""
+"""Mean seconds of a burst, and of the calm time after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to make.
+    """Parameters of a synthetic workload.
 
     Attributes:
-        num_requests: all turns counted.
+        num_requests: number of requests, each turn counted.
         rate: mean arrivals per second.
+        lengths: distribution of the new tokens of a prompt.
         burst: factor between the rates of bursts and of calm times; 1 is Poisson.
-        output_tokens: mean, geometrically distributed.
+        output_tokens: mean output length; lengths are geometrically distributed.
         turns: requests of one session; each prompt begins with the one before and its answer.
-        think_s: mean pause between an answer and the next turn.
+        think_s: mean seconds between an answer and the next turn.
         shared_tokens: length of the prefixes that several sessions share.
-        num_shared: how many of these there are, the n-th one drawn with weight 1/n; 0 for none.
+        num_shared: number of these prefixes, the n-th drawn with weight 1/n; 0 for none.
     """
 
     num_requests: int
@@ -50,7 +51,7 @@ class Workload:
 
 
 def make_requests(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
-    """Requests by arrival; equal arguments give equal requests."""
+    """Returns requests sorted by arrival; equal arguments give equal requests."""
     rng = random.Random(seed)
     fresh = count(1)
     prefix_blocks = workload.shared_tokens // TRACE_BLOCK
@@ -65,10 +66,11 @@ def make_requests(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
 
 
 def closed_loop(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
-    """Users who each ask `turns` times, the next time `think_s` after the answer; no prompt is like
-    another. Without pauses as many requests as users are under way at any time, as in P/D-Serve 4.
+    """Returns the requests of users who each ask `turns` times, without shared prefixes.
 
-    The users begin within three seconds; later turns are for a closed-loop replay.
+    A user's next request arrives `think_s` after the answer in a closed-loop replay. Without pauses
+    each user always has one request in flight, as in P/D-Serve 4. The users begin within three
+    seconds.
     """
     rng = random.Random(seed)
     fresh = count(1)
@@ -87,9 +89,9 @@ def closed_loop(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
 
 
 def _arrivals(workload: Workload, num: int, rng: random.Random) -> Iterator[float]:
-    """Starts of sessions: Poisson, or Poisson of two rates in turn."""
+    """Yields the start times of sessions: Poisson, or Poisson with two alternating rates."""
     session_rate = workload.rate / workload.turns
-    # Both states last equally long, so these two rates have the mean that was asked for.
+    # Both states last equally long, so the mean of these two rates is the wanted rate.
     rates = [2 * session_rate / (1 + workload.burst) * factor for factor in (1, workload.burst)]
     now, state = 0.0, 0
     ends = rng.expovariate(1 / BURST_S)
@@ -125,7 +127,7 @@ def _session(
         tokens += max(int(workload.lengths.quantile(rng.random())), 1)
         output = max(math.ceil(rng.expovariate(1 / workload.output_tokens)), 1)
         ids += [next(fresh) for _ in range(tokens // TRACE_BLOCK - len(ids))]
-        # What follows the last full block is never shared.
+        # The tokens after the last full block are never shared.
         tail = [next(fresh)] if tokens % TRACE_BLOCK else []
         think_s = rng.expovariate(1 / workload.think_s) if turn else 0.0
         arrival_s += think_s
@@ -144,7 +146,7 @@ def spread_ticks(requests: Sequence[TraceRequest], seed: int) -> tuple[TraceRequ
 
 
 def scale_rate(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """The same requests, `factor` times as many per second.
+    """Returns the same requests at `factor` times the rate.
 
     Raises:
         ConfigError: the factor is not positive.
