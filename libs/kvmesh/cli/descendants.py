@@ -1,8 +1,7 @@
 """Ends processes that children of this one left behind, such as the compiler of a killed worker.
 
 On Linux this process becomes a subreaper: it adopts orphaned descendants instead of init, so it
-finds
-all of them, however their parents ended.
+finds all of them, however their parents ended.
 Tests: tests/unit/cli/test_descendants.py.
 """
 

@@ -46,14 +46,14 @@ class NoAnswerError(KvMeshError):
 
 
 def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
-    """Reads the flags.
+    """Returns the access that the flags describe.
 
     Raises:
-        ConfigError: a file of TLS or the secret's file cannot be used.
+        ConfigError: a TLS file or the secret's file cannot be used.
     """
     named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
     tls = TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
-    client_context(tls, "--tls")  # says which file is wrong; gRPC only that nobody answers
+    client_context(tls, "--tls")  # names a wrong file; gRPC only reports no answer
     return SchedulerAccess(
         tuple(named) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
         MeshAccess(tls, find_secret(arguments.secret_file, arguments.state_dir)),

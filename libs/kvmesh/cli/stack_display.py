@@ -1,6 +1,5 @@
 """Shows a starting stack: a live table on a terminal; without one, and after the start, one line
-for
-each process that starts or is ready.
+for each process that starts or is ready.
 
 Tests: tests/unit/cli/test_stack_display.py.
 """

@@ -143,9 +143,9 @@ async def until_silent(
     """Asks a process again and again; returns when it hangs.
 
     Args:
-        pid: the process, which answers questions by now.
-        ask: puts one question and waits, without limit, for any answer; False if nobody listens,
-            which is no answer.
+        pid: the process, which already answers questions.
+        ask: sends one question and waits, without limit, for any answer; returns False if the port
+            is closed, which is no answer.
         limit_s: counted seconds after which it hangs.
     """
     now = asyncio.get_running_loop().time

@@ -1,6 +1,5 @@
 """Slots: one per uninterrupted connection of a publisher in the store that all kvmanagers share;
-the
-changes of a slot, and the result of lookups.
+the changes of a slot, and the result of lookups.
 """
 
 from __future__ import annotations

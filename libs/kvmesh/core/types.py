@@ -55,7 +55,7 @@ class RefusalReason(enum.Enum):
 
 
 class RouteCause(enum.Enum):
-    """What decided a route, in one word; operators and clients see the value."""
+    """The reason that decided a route, in one word; operators and clients see the value."""
 
     __hash__ = object.__hash__  # `Enum.__hash__` is Python code and four times as slow
 
@@ -88,7 +88,7 @@ class RouteCause(enum.Enum):
 
 
 class Role(enum.Enum):
-    """What the scheduler uses a worker for."""
+    """Role of a worker: the work that the scheduler gives it."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,8 +1,7 @@
 """Journals of streams in Redis, from which another gateway can resume a stream.
 
 A stream is a list under `P stream:<key>`: its head, then records in the order of writing. It is
-kept
-as long as the writing gateway may need it, and a short time after its end.
+kept as long as the writing gateway may need it, and a short time after its end.
 Tests: tests/unit/gateway/request/test_journal.py, tests/integration/test_gateway_resume.py.
 """
 
@@ -73,13 +72,14 @@ class RedisJournalStore:
         self._client = client
 
     async def write(self, lines: Sequence[Line]) -> list[bool]:
-        """Writes in order, many lines in one call.
+        """Writes lines in order, many in one call.
 
         Returns:
-            For each line, whether the stream was there; `end` and `drop` do not find it out.
+            For each line, whether the stream existed; False for `end` and `drop`, which do not
+            check it.
 
         Raises:
-            StoreUnavailableError: Redis did not answer; any of it may have been written.
+            StoreUnavailableError: Redis did not answer; some lines may have been written.
         """
         found: list[bool] = []
         for start in range(0, len(lines), MAX_WRITES):
@@ -93,7 +93,7 @@ class RedisJournalStore:
         return found
 
     async def read(self, key: str) -> list[bytes]:
-        """Head and records of a stream; empty if there is none.
+        """Returns head and records of a stream; empty if there is none.
 
         Raises:
             StoreUnavailableError: Redis did not answer.

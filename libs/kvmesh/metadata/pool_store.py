@@ -44,7 +44,7 @@ class PoolStore(Protocol):
         ...
 
     async def end_plan(self, replica: str) -> None:
-        """Gives the lease back; nothing happens if the replica does not have it."""
+        """Releases the lease, if the replica holds it."""
         ...
 
 

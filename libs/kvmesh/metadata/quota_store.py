@@ -1,11 +1,9 @@
 """Tenants' usage in Redis, shared by all gateways: one script admits, one settles.
 
 Keys, under a prefix P: `P quota:<tenant>` is a hash with `requests` and `tokens`, each the time
-(ms)
-at which all usage is paid for. `P open:<tenant>` is a hash from gateway to `count:until`: the
-number
-of requests that the gateway has open, and when that claim ends without renewal. The arithmetic is
-that of `policy/quota.py`. Tests: tests/contract/test_quota.py.
+(ms) at which all usage is paid for. `P open:<tenant>` is a hash from gateway to `count:until`: the
+number of requests that the gateway has open, and when that claim ends without renewal. The
+arithmetic is that of `policy/quota.py`. Tests: tests/contract/test_quota.py.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def milliseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """Where Redis is."""
+    """Address and credentials of Redis."""
 
     url: str = option("redis://127.0.0.1:6379/0", "redis://, rediss:// (TLS) or unix:// URL")
     password: str = secret("password, if it is not part of the URL")

@@ -1,8 +1,7 @@
 """Lua scripts of the Redis stores. Each runs as one atomic step inside Redis.
 
 Keys, all under a prefix P. Its braces keep them in one slot of a Redis Cluster, so that a script
-may
-build them itself:
+may build them itself:
 
     P held:<slot>         set: block hashes that the slot holds
                           (and the other names of `core/block_names.py`)
@@ -248,8 +247,7 @@ end
 return found
 """
 """ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length, blocks of these
-in
-host memory, blocks of these on disk} of each match."""
+in host memory, blocks of these on disk} of each match."""
 
 DEAD_SLOTS = (
     _LOG
@@ -334,8 +332,7 @@ if #redis.call('XRANGE', key, id, id) == 0 then return false end
 return redis.call('XRANGE', key, '(' .. id, '+', 'COUNT', count)
 """
 """ARGV: prefix, id of the entry before, maximum of entries. Returns nil if the log has no such
-entry,
-else {id, {name, value, ...}} of each later entry."""
+entry, else {id, {name, value, ...}} of each later entry."""
 
 # Writes a key, because a full or read-only Redis still answers PING.
 PROBE = """

@@ -12,8 +12,7 @@ from kvmesh.policy.ranking import Rank, RoutePolicy, Standing
 
 CACHE_THRESHOLD = 0.3
 """Fraction of the prompt that must be cached for the cache to decide. This and the next two are
-from
-SGLang's router."""
+from SGLang's router."""
 
 BALANCE_REQUESTS = 64
 BALANCE_RATIO = 1.5

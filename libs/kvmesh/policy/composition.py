@@ -6,7 +6,8 @@ The default, `kvmesh`, combines all four papers. For each request:
 - PrfaaS 3.3 chooses the cluster (`offload_route.py`).
 - A short prompt goes to its decode worker. Any other goes to the prefill worker with the least
   expected work and the decode worker with the most room (FlowKV Algorithm 1, `routing.py`).
-- Idle prefill workers compute a long prompt together (`chain.py`).
+- Workers fetch cached prefixes from others (PrfaaS 3.3, TokenLake 4.3, `fetch_route.py`), and idle
+  prefill workers compute a long prompt together (TokenLake 6.2, `chain.py`).
 - P/D-Serve 3.5 offers the request to the workers in that order (`forwarding.py`).
 
 Each second PrfaaS 3.4.3 moves the threshold and FlowKV Algorithm 1 switches roles. Every few
@@ -114,9 +115,9 @@ COMPOSITIONS: dict[str, Composition] = {
         Composition("all_local", CACHE_LOAD, Offload.NONE),
     )
 }
-"""All policies by name. `tokenlake`, `pdserve`, `prfaas` and `flowkv` each show one paper's
-decision
-(`forwarding` only P/D-Serve 3.5); the ones below `flowkv` are baselines."""
+"""All policies by name. `joint` and `tokenlake` are variants of `kvmesh` with joint decisions.
+`forwarding` (P/D-Serve 3.5), `pdserve`, `prfaas` and `flowkv` are one paper each; the others below
+them are baselines."""
 
 _OFFLOAD_CAUSES = {
     OffloadReason.LONG: RouteCause.LONG_PROMPT,

@@ -1,6 +1,5 @@
 """P/D-Serve's on-demand forwarding: the order in which a gateway offers a request to prefill
-workers,
-which have no queue, and when it gives up.
+workers, which have no queue, and when it gives up.
 
 Source: P/D-Serve 3.5. The pace of the offers is ours. Tests: tests/unit/policy/test_forwarding.py.
 """

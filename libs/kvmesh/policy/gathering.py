@@ -5,8 +5,7 @@ A request is ready when its prefixes were looked up. The first ready request wai
 in
 progress at that moment, not for later ones: under load there is always another one. If its prompt
 would wait anyway, it also waits for the window. All requests that become ready meanwhile are
-decided
-with it. So a request that arrives alone while a worker is idle does not wait.
+decided with it. So a request that arrives alone while a worker is idle does not wait.
 Tests: tests/unit/policy/test_gathering.py.
 """
 

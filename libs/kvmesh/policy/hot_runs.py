@@ -1,6 +1,5 @@
 """Finds hot prefixes: consecutive segments that are read together form a run, which is copied to
-one
-worker as a whole.
+one worker as a whole.
 
 Source: TokenLake 4.3 (heavy hitters). Tests: tests/unit/policy/test_pool_plan.py.
 """

@@ -29,9 +29,9 @@ class JointReason(enum.Enum):
     FIXED = "fixed"
     """It had only one place to go."""
     KEPT = "kept"
-    """It goes where it would have gone by itself."""
+    """It goes to the worker that it would get if decided alone."""
     MOVED = "moved"
-    """It goes to another worker than by itself, because that is better for all of them."""
+    """It goes to another worker than if decided alone, because that is better for all requests."""
 
 
 @dataclass(frozen=True, slots=True)

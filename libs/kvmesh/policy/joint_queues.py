@@ -102,8 +102,7 @@ def by_time(prompts: Sequence[JointPrompt]) -> Queues:
 
     The work of the k-th prompt from the end of a queue counts k times, so queue places are the
     columns of an assignment problem. The shortest prompt of a worker comes first. Source: Horn
-    1973;
-    Bruno, Coffman and Sethi 1974.
+    1973; Bruno, Coffman and Sethi 1974.
     """
     places = [
         (worker_id, from_end)

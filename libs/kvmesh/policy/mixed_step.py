@@ -15,7 +15,7 @@ KEPT_SHARE = 0.9
 """Fraction of the limit that a step may take: steps of one size vary."""
 
 MIN_TOKENS = 16
-"""Smallest part of a prompt in a step: a prompt that has begun always goes on."""
+"""Minimum number of prompt tokens in a step, so that a started prompt always makes progress."""
 
 FORGET = 0.9
 """Weight of the earlier measurements when a step is added."""

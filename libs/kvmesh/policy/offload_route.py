@@ -76,7 +76,7 @@ def plan_offload(
     decode = [w for w in near if w.info.role is not Role.PREFILL]
     apart = dataclasses.replace(query, placement=Placement.DISAGGREGATED)
     restricted = dataclasses.replace(view, workers=(*far, *decode))
-    # Hybrids at home are in the plan already, so only prefill workers there are lenders.
+    # Decode and hybrid workers at home are in the plan already; only prefill workers are lenders.
     lenders = [w for w in near if w.info.role is Role.PREFILL] if choice.moved_tokens else []
     return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy, lenders), choice)
 

@@ -1,9 +1,8 @@
 """Chooses the copies to evict when a worker needs room: least recently read first, leaves first.
 
 Source: TokenLake 4.4 (global LRU over copies). Evicting leaves first is ours: a segment whose
-prefix
-is gone cannot be read. Both orders agree. A read of a segment reads its prefix too, so all segments
-that depend on a worker's oldest one are at least as old, on any worker.
+prefix is gone cannot be read. Both orders agree. A read of a segment reads its prefix too, so all
+segments that depend on a worker's oldest one are at least as old, on any worker.
 Tests: tests/unit/policy/test_segment_tree.py.
 """
 

@@ -2,8 +2,7 @@
 
 It orders copies of hot prefixes to less loaded workers and away from leaving ones, and hints which
 copies of cold prefixes to evict first. A worker can use a block only with all blocks before it, so
-a
-copy is a whole prefix without the part that the target holds. `plan_copies` and `plan_eviction`
+a copy is a whole prefix without the part that the target holds. `plan_copies` and `plan_eviction`
 decide over runs (`hot_runs.py`) as they do over segments in the simulator.
 Source: TokenLake 4.3, 4.4. Tests: tests/unit/policy/test_pool_plan.py.
 """

@@ -298,8 +298,7 @@ LEAST_LOADED = RoutePolicy(
 
 PDSERVE = replace(LEAST_LOADED, name="pdserve")
 """Same ranks as `LEAST_LOADED`; gateways offer requests to prefill workers in the order of their
-own
-connections (P/D-Serve 3.5)."""
+own connections (P/D-Serve 3.5)."""
 
 ROUND_ROBIN = RoutePolicy(
     "round_robin", _turn, _turn, _turn, basis=RouteCause.ROTATION, reads_cache=False

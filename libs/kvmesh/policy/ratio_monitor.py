@@ -1,6 +1,5 @@
 """P/D-Serve's monitor: a window's latencies say which role should get an instance, and later
-windows
-whether that was right.
+windows whether that was right.
 
 Source: P/D-Serve 2.1 and 3.3. The paper leaves open with which latency the present one is compared,
 and what follows a change. Here, waiting is the sign of a short role (2.1), so it never becomes part
@@ -56,8 +55,7 @@ count; a time without requests says nothing about the change."""
 
 MAX_HOLD_WINDOWS = 64
 """Maximum hold in windows. Each change that takes back another doubles the hold: otherwise
-instances
-would go back and forth where both ratios are wrong at times."""
+instances would go back and forth where both ratios are wrong at times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """PrfaaS's long-term reallocation: when to turn a local instance from prefill to decode or back,
-and
-which one.
+and which one.
 
 Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_prfaas.py,
 tests/unit/policy/test_reallocation.py.

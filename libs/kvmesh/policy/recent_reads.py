@@ -17,8 +17,7 @@ from kvmesh.policy.view import WorkerView
 
 HALF_READS = 256
 """Number of later reads after which a read counts half: enough to even out the reads of few
-holders,
-few enough to forget holders of prefixes that are no longer requested."""
+holders, few enough to forget holders of prefixes that are no longer requested."""
 
 _GROWTH = 2.0 ** (1.0 / HALF_READS)
 _MOST_WEIGHT = 1e30

@@ -1,14 +1,11 @@
 """In-memory index of the workers that hold each block, built from a store's change log; lookups
-take
-microseconds.
+take microseconds.
 
 A set of workers is one integer; blocks that arrived together share it. A lookup bisects the chain
-of
-hashes. A block's hash covers all blocks before it, so a holder of a block normally holds those too,
-and blocks between two with the same holders need no lookup. A worker that dropped blocks from the
-middle of a prefix may be listed for them; it notices at its own lookup. Likewise a prefix's start
-is
-assumed in the pool and its end below, because pools and tiers evict ends first.
+of hashes. A block's hash covers all blocks before it, so a holder of a block normally holds those
+too, and blocks between two with the same holders need no lookup. A worker that dropped blocks from
+the middle of a prefix may be listed for them; it notices at its own lookup. Likewise a prefix's
+start is assumed in the pool and its end below, because pools and tiers evict ends first.
 
 Besides hashes the index holds the names of `core/block_names.py`. They say which tier has a block,
 and where a prefix of a model with linear layers can resume.

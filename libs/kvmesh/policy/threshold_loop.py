@@ -1,6 +1,5 @@
 """PrfaaS's short-term loop: measures the offload cluster's egress link and adjusts the threshold.
-The
-scheduler and the simulator both use it.
+The scheduler and the simulator both use it.
 
 Its owner measures once per `role_loop.CYCLE_S`. Source: PrfaaS 3.4.3 point 2.
 Tests: tests/unit/policy/test_threshold_loop.py.

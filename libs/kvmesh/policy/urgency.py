@@ -22,9 +22,8 @@ def most_urgent(waiting: Sequence[T], slack_s: Callable[[T], float], count: int)
     """Returns up to `count` waiting items, the most urgent first.
 
     Items that can still be in time come before items that cannot. The item that arrived first
-    always
-    gets a place, so that under lasting overload no item waits for more plans than there were items
-    before it.
+    always gets a place, so that under lasting overload no item waits for more plans than there were
+    items before it.
 
     Args:
         waiting: in order of arrival, which breaks ties.

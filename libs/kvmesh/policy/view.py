@@ -68,6 +68,6 @@ class FleetView:
     reads: Mapping[WorkerId, float] = field(default_factory=dict)
 
 
-# As in `core/types.py`.
+# For speed, as in `core/types.py`.
 for _often_made in (FleetView, WorkerView):
     quick(_often_made)

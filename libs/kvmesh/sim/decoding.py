@@ -2,8 +2,7 @@
 
 All of them take part in every step, so one step counter is enough. A sequence's own numbers are
 updated from it (`settle`) when the sequence ends, needs a block or leaves. So a join or an end
-costs
-O(log n) instead of a walk over the batch. Tests: tests/unit/sim/test_worker.py.
+costs O(log n) instead of a walk over the batch. Tests: tests/unit/sim/test_worker.py.
 """
 
 from __future__ import annotations

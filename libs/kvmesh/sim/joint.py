@@ -1,6 +1,5 @@
 """Joint decisions in virtual time. As in the scheduler, `policy/gathering.py` says which requests
-are
-decided together, and when. Lookups take no time, so requests of one moment are always together.
+are decided together, and when. Lookups take no time, so requests of one moment are always together.
 
 Tests: tests/unit/sim/test_joint.py.
 """

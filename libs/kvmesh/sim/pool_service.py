@@ -114,10 +114,10 @@ def serve(
 
 
 def goodput_rate(points: Iterable[tuple[float, float]]) -> float:
-    """The highest rate at which, and below which, enough requests are in time; 0 for none.
+    """Returns the highest rate up to which enough requests are in time; 0 if there is none.
 
     Args:
-        points: (rate, share in time).
+        points: pairs of a rate and the fraction of requests in time.
     """
     best = 0.0
     for rate, in_time in sorted(points):
@@ -128,7 +128,7 @@ def goodput_rate(points: Iterable[tuple[float, float]]) -> float:
 
 
 class _Service:
-    """What both forms share: arrivals, the pool, the objective."""
+    """Base of both services: arrivals, the pool, the TTFT limit."""
 
     def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
         self.events = EventQueue()
@@ -145,7 +145,7 @@ class _Service:
         self.result.computed.update(dict.fromkeys(self._workers, 0.0))
 
     def expect(self, request: TraceRequest) -> None:
-        """The request arrives at its time."""
+        """Schedules a request's arrival."""
         self.events.at(request.arrival_s, lambda: self.arrive(request))
 
     def arrive(self, request: TraceRequest) -> None:

@@ -2,9 +2,8 @@
 
 `csv_trace` reads published CSV files. All other files have one JSON object per line, gzip or plain:
 `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained id per block of 512 tokens). Sessions
-also
-have `session`, `turn` and `think_ms`; requests of a group's scenario have `scenario`. Mooncake's
-names of the first three are read too.
+also have `session`, `turn` and `think_ms`; requests of a group's scenario have `scenario`.
+Mooncake's names of the first three are read too.
 Tests: tests/unit/sim/test_trace.py.
 """
 

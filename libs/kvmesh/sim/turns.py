@@ -2,8 +2,7 @@
 `services/gateway/request/turnstile.py` does.
 
 While every search succeeds, all requests look at once. A request that finds no worker joins the
-fair
-queue, and so do all later requests until the queue is empty again.
+fair queue, and so do all later requests until the queue is empty again.
 Tests: tests/unit/sim/test_turns.py.
 """
 
