@@ -39,7 +39,7 @@ from kvmesh.v1.scheduler_service_pb2 import (
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 ANY = "any"
-"""Names the group of no scenario."""
+"""Name of the group without a scenario."""
 
 ANSWER_S = 10.0
 _POLL_S = 0.25
@@ -107,7 +107,7 @@ def _count_or_same(text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one action; exit code 1 if it was not done, 2 if it makes no sense."""
+    """Runs one action; returns exit code 1 if it was not done, 2 if its arguments are wrong."""
     arguments = _parser().parse_args(argv)
     try:
         wishes = read_groups(Path(arguments.file)) if arguments.action == "apply" else []
@@ -127,10 +127,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_groups(file: Path) -> list[GroupWish]:
-    """The wishes of a file.
+    """Returns the wanted groups of a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or says what makes no sense.
+        ConfigError: the file cannot be read, or a group in it is wrong.
     """
     try:
         tables = tomllib.loads(file.read_text()).get("group", [])
@@ -206,10 +206,10 @@ def _find(views: Sequence[GroupView], name: str) -> GroupWish:
 
 
 def _changed(wish: GroupWish, arguments: argparse.Namespace) -> GroupWish:
-    """What the group is to be.
+    """Returns the wish after the action.
 
     Raises:
-        NoAnswerError: nobody could serve then.
+        NoAnswerError: the group could not serve with it.
     """
     changed = GroupWish()
     changed.CopyFrom(wish)
@@ -233,7 +233,7 @@ async def _until_done(access: SchedulerAccess, wishes: Sequence[GroupWish]) -> N
     """Waits until the groups are as wished.
 
     Raises:
-        NoAnswerError: not in time.
+        NoAnswerError: they are not in time.
     """
     views: dict[str, GroupView] = {}
     try:
@@ -272,10 +272,10 @@ async def _views(access: SchedulerAccess) -> list[GroupView]:
 async def _ask(
     access: SchedulerAccess, call: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
 ) -> AnswerT:
-    """The answer of the first scheduler that has one: all of them share the wishes.
+    """Returns the answer of the first scheduler that has one; all share the wishes.
 
     Raises:
-        NoAnswerError: none has.
+        NoAnswerError: no scheduler answers.
     """
     failure = "no scheduler is known"
     for target in access.targets:
@@ -290,7 +290,7 @@ async def _ask(
 
 
 def described(view: GroupView) -> dict[str, Any]:
-    """A group for JSON."""
+    """Returns a group as JSON values."""
     wish = view.wish
     return {
         "group": wish.scenario or ANY,
@@ -314,7 +314,7 @@ def described(view: GroupView) -> dict[str, Any]:
 
 
 def table_of(views: Sequence[GroupView]) -> Table:
-    """The groups for the terminal."""
+    """Returns the groups as a table for the terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("group", "state", "checkpoint", "wished", "workers"):
         table.add_column(heading)

@@ -188,9 +188,9 @@ async def _run(
 def main(argv: Sequence[str]) -> int:
     """Runs a stack and returns the exit code.
 
-    0 after Ctrl-C, 130 if Ctrl-C came before the stack was ready or its command had ended, 2 if a
-    problem was found before any process was started, 1 if it could not start or a process was given
-    up. With `--run` otherwise that of the command.
+    With `--run` it is that of the command, else 0 after Ctrl-C. 130: Ctrl-C came before the stack
+    was ready or its command had ended. 2: a problem was found before any process was started. 1:
+    the stack could not start, or a process was given up.
     """
     arguments = flags_parser().parse_args(argv)
     try:

@@ -9,13 +9,13 @@ answer. Not every second counts:
   run nor been counted as waiting has waited all the time: the kernel counts when the wait ends.
 - While the main thread waits for a disk (state D), or a debugger holds it (state t), nothing
   counts.
-- If the parent itself looks late, only `LOOK_S` counts for that look: its own core was taken, or
-  the machine slept.
+- If the parent itself looks late, at most twice `LOOK_S` count for that look: its own core was
+  taken, or the machine slept.
 
-So a stopped process (state T), a dead lock and an event loop that spins or computes all count in
-full on a machine with a free core, and a healthy process beside busy ones is not
-charged for the time in which it could not run. A process hangs when `SILENT_S` have been counted
-for one question. Where the kernel has no schedstat, ten times as many seconds must pass.
+So on a machine with a free core a stopped process (state T), a deadlock and an event loop that
+spins or computes all count in full. A healthy process beside busy ones is not charged for the time
+in which it could not run. A process hangs when `SILENT_S` have been counted for one question. Where
+the kernel has no schedstat, ten times as many seconds must pass.
 Tests: tests/unit/core/test_silence.py.
 """
 

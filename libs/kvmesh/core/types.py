@@ -280,13 +280,12 @@ class Reservation:
     Attributes:
         generation: attempt number; writers with an older one are refused.
         capability: secret that admits writes.
-        num_cached_blocks: number of leading blocks that the worker already holds; they are not
-            sent.
+        num_cached_blocks: leading blocks that the worker already holds; they are not sent.
         num_blocks: number of blocks to write, in order, after the cached ones.
         lease_ms: milliseconds after which the reservation ends without renewal.
         host_route: route for senders on the same host; None: by network only.
-        run_lengths: lengths of the runs of consecutive block ids among the blocks to write, so that
-            the sender can align its own runs to them (FlowKV 3.3); empty: not given.
+        run_lengths: lengths of the runs of consecutive ids among the blocks to write, to which the
+            sender aligns its own runs (FlowKV 3.3); empty: not given.
     """
 
     reservation_id: int
@@ -353,8 +352,7 @@ class WorkerLoad:
         step_expected_s: usual seconds of steps like the running one; 0: not known.
         slowdown: time of the latest steps over the usual time of such steps; 0: not known.
         room: room for requests with a TPOT limit.
-        damaged_total: number of sequences for which the engine computed logits that are not
-            numbers.
+        damaged_total: sequences for which the engine computed logits that are not numbers.
         host_token_s, disk_token_s: seconds to bring up a token's KV from that tier; 0: not known.
     """
 

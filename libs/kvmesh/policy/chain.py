@@ -1,8 +1,9 @@
-"""One prompt on several prefill workers at the same time, one layer behind each other. Pure.
+"""Computes one prompt on several prefill workers at the same time, each one layer behind the one
+before. Pure.
 
-The first worker computes the beginning of a prompt, the next one what follows, and so on; each
-layer's KV goes from one to the next. Costs are counted as everywhere in routes: in tokens that are
-computed, at the pace of short contexts.
+The first worker computes the beginning of a prompt, the next one the following part, and so on;
+each layer's KV goes from one worker to the next. As everywhere in routes, costs are in computed
+tokens, at the speed of short contexts.
 Source: TokenLake 6.2 (degree of parallelism). Tests: tests/unit/policy/test_chain.py.
 """
 
@@ -27,29 +28,30 @@ from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 
 CHAIN_TOKENS = 2048
-"""Shorter prompts, uncached, are computed by one worker: others come meanwhile."""
+"""Minimum number of uncached tokens for a chain; shorter prompts leave the other workers free for
+requests that arrive meanwhile."""
 
 MOST_OF_ALONE = 0.7
-"""A chain has to save 30 % of the time on one worker."""
+"""Largest time of a chain as a fraction of one worker's: it has to save 30 %."""
 
 MOST_OF_SHORTER = 0.9
-"""Each further worker has to save 10 % of the time without it."""
+"""Largest time of a chain as a fraction of that with one worker less: each has to save 10 %."""
 
 MAX_WORKERS = 8
 
 MAX_PART_TOKENS = 32_768
-"""A part is one step, and what its positions carry from layer to layer is in memory at once."""
+"""Maximum tokens of a part: a part is one step, whose activations are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What positions of a prompt cost.
+    """Cost model of a prompt's positions, in computed tokens.
 
     Attributes:
-        pair_share: attention to one position, as a share of a token's other work.
-        travel_share: time in which KV of a token travels, as a share of that.
-        overhead_tokens: of each worker that is asked.
-        num_layers: of the model.
+        pair_share: work of attention to one position, as a fraction of a token's other work.
+        travel_share: time for a token's KV to travel, as a fraction of the same.
+        overhead_tokens: fixed cost of each further worker.
+        num_layers: number of layers of the model.
     """
 
     pair_share: float
@@ -58,15 +60,17 @@ class Cost:
     num_layers: int
 
     def work(self, end: float) -> float:
-        """Of the positions before `end`."""
+        """Returns the work of the positions before `end`."""
         return end + self.pair_share * end * end / 2
 
     def position(self, work: float) -> float:
-        """The inverse of `work`."""
+        """Returns the position before which so much work lies: the inverse of `work`."""
         return 2 * work / (1 + math.sqrt(1 + 2 * self.pair_share * work))
 
     def of_chain(self, cuts: Sequence[int]) -> float:
-        """Of a chain whose parts are between these positions; those before are cached."""
+        """Returns the time of a chain with parts between these positions; earlier ones are
+        cached.
+        """
         works = [self.work(end) - self.work(begin) for begin, end in pairwise(cuts)]
         travels = [self.travel_share * (end - cuts[0]) for end in cuts[1:-1]]
         return part_ends(works, travels, self.overhead_tokens, self.num_layers)[-1]
@@ -75,15 +79,16 @@ class Cost:
 def part_ends(
     works: Sequence[float], travels: Sequence[float], overhead: float, num_layers: int
 ) -> list[float]:
-    """When the parts of a chain end, in the unit of the arguments.
+    """Returns the end times of a chain's parts, in the unit of the arguments.
 
-    A worker computes a layer when the one before it has computed it and its KV has come: at most a
-    layer behind. Where KV travels longer than a layer is computed, the link sets the pace.
+    A worker computes a layer when the worker before has computed it and its KV has arrived, so it
+    is at most one layer behind. If a layer's KV travels longer than the layer computes, the link is
+    the bottleneck.
 
     Args:
-        works: of each part.
-        travels: of the KV of all parts so far, behind each part but the last.
-        overhead: of each worker that is asked.
+        works: compute time of each part.
+        travels: for each part but the last, travel time of the KV of all parts up to it.
+        overhead: fixed cost of each further worker.
     """
     ends: list[float] = []
     behind = before = 0.0
@@ -96,10 +101,10 @@ def part_ends(
 
 
 def cut(cost: Cost, first: int, end: int, num_parts: int, block_size: int) -> list[int]:
-    """Positions between which parts of equal work lie, at block boundaries.
+    """Returns positions at block boundaries that divide a prompt into parts of equal work.
 
     Args:
-        first: of the first part, a block boundary; what is before it is cached.
+        first: first position to compute, a block boundary; all positions before it are cached.
 
     Returns:
         `num_parts` + 1 positions, `first` and `end` among them; fewer where parts would be empty.
@@ -115,10 +120,10 @@ def cut(cost: Cost, first: int, end: int, num_parts: int, block_size: int) -> li
 
 
 def best_cuts(cost: Cost, first: int, end: int, num_workers: int, block_size: int) -> list[int]:
-    """How to divide a prompt among at most so many workers.
+    """Returns the best division of a prompt among at most so many workers.
 
     Returns:
-        As `cut`; `first` and `end` alone where one worker is to compute it.
+        Positions as in `cut`; only `first` and `end` if one worker should compute it alone.
     """
     alone = cost.work(end) - cost.work(first)
     best, least = [first, end], alone
@@ -136,11 +141,10 @@ def best_cuts(cost: Cost, first: int, end: int, num_workers: int, block_size: in
 
 
 def with_chain(plan: RoutePlan, view: FleetView, query: RouteQuery, now: float) -> RoutePlan:
-    """Lets idle prefill workers compute the beginning of a prompt, where its first token comes
-    sooner by so much that it is worth their time.
+    """Lets idle prefill workers compute the beginning of a prompt, if that saves enough time.
 
     Args:
-        plan: the workers that are tried before others.
+        plan: the plan to extend; its first prefill worker computes the last part.
         now: seconds on the clock of the view's `reported_at`.
     """
     if plan.placement is not Placement.DISAGGREGATED or query.num_tokens < CHAIN_TOKENS:
@@ -190,7 +194,9 @@ def with_chain(plan: RoutePlan, view: FleetView, query: RouteQuery, now: float) 
 
 
 def upstream_parts(source: PrefixSource | None) -> list[PrefixSource]:
-    """Who computes the beginning of a prompt, its first tokens first; empty where nobody does."""
+    """Returns the sources that compute the beginning of a prompt, first part first; may be
+    empty.
+    """
     found: list[PrefixSource] = []
     while source is not None and source.computes:
         found.insert(0, source)
@@ -206,7 +212,7 @@ def _cost(worker: WorkerView, pace: FetchPace) -> Cost:
 
 
 def _is_idle(worker: WorkerView, query: RouteQuery, now: float) -> bool:
-    """Whether nothing else would wait for its part of a prompt, which is one long step."""
+    """Whether the worker is idle, so that no request would wait for its part, one long step."""
     info, load = worker.info, worker.load
     return (
         info.role is Role.PREFILL

@@ -1,8 +1,8 @@
 """Admission control: decides whether a new request can still be served in time, or is refused now.
 
 Requests that wait for a group's workers leave its queue at the pace at which these accept them. If
-more requests of one tenant wait than can leave within the patience of a new one, the new one would
-only wait for its refusal and cost the gateway time that the others need.
+more of a tenant's requests wait than can leave within a new one's patience, that one would only
+wait for its refusal. Meanwhile it would cost the gateway time that the others need.
 Tests: tests/unit/policy/test_crowd.py.
 """
 

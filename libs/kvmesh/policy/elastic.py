@@ -1,4 +1,4 @@
-"""Which prompts share a batch and how many workers each batch gets, for the least total latency.
+"""Chooses the prompts of each batch and its number of workers, for the least total latency.
 
 Source: TokenLake 6.2 (dynamic program and its fallback).
 Tests: tests/unit/policy/test_elastic.py, tests/property/test_policy_properties.py.
@@ -27,8 +27,8 @@ class Prompt:
     """A prompt of the next step.
 
     Attributes:
-        context_tokens: cached and new tokens together.
-        slo_s: longest latency of the batch it may be in.
+        context_tokens: number of cached and new tokens.
+        slo_s: longest latency of a batch with this prompt, in seconds.
     """
 
     request_id: RequestId
@@ -37,7 +37,7 @@ class Prompt:
 
 
 BatchLatency = Callable[[Sequence[Prompt], int], float]
-"""T of 6.2: seconds of a batch on so many workers, at the cache load of the step."""
+"""T of 6.2: returns the seconds of a batch on so many workers, at the cache load of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class ElasticPlan:
 
 
 def plan_elastic(prompts: Sequence[Prompt], num_workers: int, latency: BatchLatency) -> ElasticPlan:
-    """Divides prompts and workers, O(M^2 N^2) for M prompts and N workers.
+    """Divides prompts and workers into batches (6.2), in O(M^2 N^2) for M prompts and N workers.
 
-    When no division keeps every objective, latency alone counts: the prompts run, and those after
-    them need not wait for a division that will never come (throughput mode).
+    If no division keeps all SLOs, only total latency counts (throughput mode): the prompts run, and
+    later prompts do not wait behind them.
     """
     if not prompts:
         return ElasticPlan((), 0.0, ElasticReason.NOTHING)
@@ -85,7 +85,7 @@ _Costs = dict[tuple[int, int, int], float]
 
 
 def _costs(prompts: list[Prompt], num_workers: int, latency: BatchLatency) -> _Costs:
-    """Latency by (first, one past last, workers); each is asked for once."""
+    """Returns the latency for each (first, one past last, workers); each is computed once."""
     return {
         (first, last, workers): latency(prompts[first:last], workers)
         for last in range(1, len(prompts) + 1)

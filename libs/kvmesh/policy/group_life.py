@@ -1,9 +1,9 @@
-"""The life of a P/D group: what its workers are to be, and the next steps from what they are. Pure.
+"""Lifecycle of a P/D group: its wanted state, and the next steps towards it. Pure.
 
-Everything follows from the wish, from what launchers keep and from what has registered, so a
-scheduler that is restarted in any state goes on where another one stopped. A group serves when all
-that it is to have are there for the first time (its entrance opens), and from then on as long as it
-has any. Whoever leaves is closed first, and ends when nothing runs there any more.
+The steps depend only on the wish, on the launchers' workers and on their registrations, so a
+scheduler that restarts in any state continues where another one stopped. A group begins to serve
+(its entrance opens) when all its wanted workers are ready for the first time, and then serves as
+long as it has any. A leaving worker is closed first, and ends when nothing runs there any more.
 Source: P/D-Serve 3.2 and 3.3. Tests: tests/unit/policy/test_group_life.py.
 """
 
@@ -21,29 +21,30 @@ _SIDES = (Role.PREFILL, Role.DECODE, Role.HYBRID)
 
 
 class GroupState(enum.Enum):
-    """Where a group is in its life."""
+    """State of a group in its lifecycle."""
 
     GATHERING = "gathering"
-    """Its workers start; none of them serves yet."""
+    """Its workers start, and none serves yet."""
     READY = "ready"
     CHANGING = "changing"
-    """It serves, and workers come, or wait for what runs there before they go."""
+    """It serves, while workers start, or finish their requests before they leave."""
     UPGRADING = "upgrading"
-    """As one of another checkpoint it serves, until all of the new one are there."""
+    """Workers of two checkpoints exist: the old ones serve until all new ones are ready."""
     DRAINING = "draining"
-    """It is to go, and something still runs."""
+    """It is being removed, and some of its workers still exist."""
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWish:
-    """What a group is to be.
+    """The wanted state of a group.
 
     Attributes:
-        scenario: that it serves; empty: any that has no group of its own.
-        checkpoint: as its launcher takes it; empty: that of the launcher's others.
-        opened: checkpoint of those that serve; None: none has been ready yet.
-        removing: it is to have no workers any more.
+        scenario: scenario that it serves; empty: any scenario without a group of its own.
+        checkpoint: model folder or name for the launcher; empty: the launcher's default.
+        prefill, decode, hybrid: wanted number of workers of each role.
+        opened: checkpoint of the workers that serve; None: the group was never ready.
+        removing: whether the group should end all its workers.
     """
 
     scenario: str
@@ -55,7 +56,7 @@ class GroupWish:
     removing: bool = False
 
     def count(self, role: Role) -> int:
-        """How many of a role it is to have."""
+        """Returns the wanted number of workers of a role."""
         if self.removing:
             return 0
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.HYBRID: self.hybrid}
@@ -67,8 +68,8 @@ class GroupMember:
     """A worker that a launcher keeps for the group.
 
     Attributes:
-        registered: it has loaded its model.
-        idle: nothing runs there.
+        registered: whether it has registered, so has loaded its model.
+        idle: whether no request runs there.
     """
 
     launched: Launched
@@ -77,19 +78,20 @@ class GroupMember:
 
     @property
     def name(self) -> WorkerId:
-        """Of the worker."""
+        """Name of the worker."""
         return self.launched.worker_id
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """What is to be done now.
+    """The next steps of a group.
 
     Attributes:
-        opens: the entrance opens for the wished checkpoint.
-        closed: who gets nothing new.
+        state: state of the group now.
+        opens: whether the entrance opens now for the wished checkpoint.
+        closed: workers that get no new requests.
         start: workers to start.
-        stop: workers on which nothing runs any more.
+        stop: leaving workers to stop, on which nothing runs any more.
     """
 
     state: GroupState
@@ -100,16 +102,16 @@ class GroupStep:
 
 
 def is_member(launched: Launched, scenario: str) -> bool:
-    """Whether a worker was started for the group of a scenario, of the launcher's first model.
+    """Whether a worker of the launcher's first model was started for the group of a scenario.
 
-    Spares are nobody's.
+    Spares belong to no group.
     """
     spec = launched.spec
     return (spec.scenario, spec.model) == (scenario, "") and spec.role in _SIDES
 
 
 def wish_of(members: Sequence[Launched], scenario: str) -> GroupWish:
-    """What a group is that nobody wished for: its workers were there from the start."""
+    """Returns the wish of a group that nobody has applied, from its initial workers."""
     specs = [each.spec for each in members if is_member(each, scenario)]
     roles = [spec.role for spec in specs]
     checkpoint = specs[0].checkpoint if specs else ""
@@ -119,17 +121,17 @@ def wish_of(members: Sequence[Launched], scenario: str) -> GroupWish:
 
 
 def group_step(wish: GroupWish, members: Sequence[GroupMember]) -> GroupStep:
-    """The next steps towards a wish.
+    """Returns the next steps towards a wish.
 
     Args:
-        members: of the group, as `is_member` says.
+        members: the workers of the group (`is_member`).
     """
     wished = [each for each in members if each.launched.spec.checkpoint == wish.checkpoint]
     others = [each for each in members if each.launched.spec.checkpoint != wish.checkpoint]
     start: list[LaunchSpec] = []
     stay: list[GroupMember] = []
     for role in _SIDES:
-        # Who is there is kept before who is not; else those who came first.
+        # Registered workers are kept before others, then those with lower numbers.
         side = sorted(
             (each for each in wished if each.launched.spec.role is role),
             key=lambda each: (not each.registered, _order(each.name)),
@@ -143,7 +145,7 @@ def group_step(wish: GroupWish, members: Sequence[GroupMember]) -> GroupStep:
     staying = {each.name for each in stay}
     leaving = [each for each in wished if each.name not in staying]
     closed: set[WorkerId] = set()
-    # Until the entrance opens, those of the checkpoint before serve, and nobody else.
+    # Until the entrance opens, only workers of the previous checkpoint serve.
     serving = None if is_open or opens or wish.removing else wish.opened
     leaving += [each for each in others if each.launched.spec.checkpoint != serving]
     closed |= {each.name for each in leaving}
@@ -172,6 +174,6 @@ def _state(
 
 
 def _order(name: str) -> tuple[str, int]:
-    """decode-10 comes after decode-9."""
+    """Returns a sort key by which decode-10 comes after decode-9."""
     number = re.search(r"\d+$", name)
     return (name, 0) if number is None else (name[: number.start()], int(number.group()))

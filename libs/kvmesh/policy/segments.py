@@ -23,8 +23,8 @@ def striped_homes(
 ) -> Iterator[tuple[BlockHash, int]]:
     """Yields the segments of a prefix from `first` on, each with the index of its home worker.
 
-    A segment's home is the worker of its hash, or the next one that no segment of its row of N has,
-    so that no two segments of a row share a worker. A read of a long prefix thus loads all workers
+    A segment's home is the worker of its hash, or the next one without a segment of its row of N:
+    no two segments of a row share a worker. A read of a long prefix thus loads all workers
     equally, which the hash alone leaves to chance. A home still depends only on the prefix.
 
     Args:
