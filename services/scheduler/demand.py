@@ -63,8 +63,7 @@ class Demand:
     Attributes:
         scenarios: by the scenario that they name.
         remote, local: number of requests that wait for prefill in that cluster. It is estimated
-            from
-            the requests that asked again: most waiting requests wait for their turn to ask.
+            from the requests that asked again: most waiting requests wait for their turn to ask.
     """
 
     scenarios: Mapping[str, Looking] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class AsyncClient:
 
         Args:
             target: `host:port` of a gateway's gRPC port, or several, comma-separated: calls go to
-              one of them, and to the next one when it fails.
+                one of them, and to the next one when it fails.
             options: see `ClientOptions`.
 
         Raises:

@@ -76,9 +76,9 @@ class GenerateOptions(SamplingOptions, ToolOptions, total=False):
         timeout_s: for the whole call, retries included.
         ttft_deadline_s: time to the first token after which the gateway refuses.
         tpot_limit_s: longest accepted mean time per token; workers that would take longer are not
-          asked.
+            asked.
         itl_limit_s: longest accepted time between two tokens; prompts that a worker computes
-          between them are cut into parts that keep it.
+            between them are cut into parts that keep it.
         request_id: identity in logs and traces; made by the gateway when absent.
         scenario: routing class of the request.
         cache_salt: keeps cached prefixes of callers with other salts apart.

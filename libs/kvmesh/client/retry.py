@@ -28,7 +28,7 @@ class RetryPolicy:
     Attributes:
         attempts: maximum number of times a request is sent before its first token; 1 never retries.
         resumes: maximum number of times a cut stream is requested before its next token; 0 never
-          resumes one.
+            resumes one.
         initial_s: upper limit of the first wait.
         max_s: upper limit of any wait.
     """

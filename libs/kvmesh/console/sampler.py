@@ -68,7 +68,7 @@ class Sample:
         ttft_p50_s, ttft_p99_s: of requests that ended in the window; None without any.
         disaggregated_share: fraction of the requests placed in the window, 0 to 1.
         threshold_tokens: uncached tokens above which a prompt goes to another cluster; None if no
-          policy has a threshold.
+            policy has a threshold.
         prefill_workers, decode_workers: hybrids count on both sides.
     """
 

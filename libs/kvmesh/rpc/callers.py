@@ -64,7 +64,7 @@ class KnownCallers(grpc.aio.ServerInterceptor):
 
     Args:
         names: common names. A name alone allows all rpcs; with a colon and an rpc, as in
-          `prefill:RegisterWorker`, it allows that rpc.
+            `prefill:RegisterWorker`, it allows that rpc.
     """
 
     def __init__(self, names: frozenset[str]) -> None:

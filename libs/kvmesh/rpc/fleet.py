@@ -52,7 +52,7 @@ class FleetWatch:
         fresh: whether a scheduler is connected and `workers` is its view.
         models: the planner's details of models; empty unless details are asked for.
         kvmanager_connected: whether the scheduler reaches its kvmanager; None if it has none, or
-          does not report it.
+            does not report it.
     """
 
     def __init__(

@@ -36,8 +36,7 @@ class FleetMirror:
 
         Raises:
             ProtocolError: it changes another version than the present one, or an unknown worker.
-                The
-              caller opens a new stream, which begins with a full view.
+                The caller opens a new stream, which begins with a full view.
         """
         if not message.base_version:
             self._workers.clear()

@@ -21,10 +21,10 @@ class FramedConnection(asyncio.Protocol):
 
     Args:
         on_frame: called for each message's bytes; must not block. A ProtocolError or DecodeError
-          from it is the peer's fault, and ends the connection with that error. Other errors are
-          bugs: the loop reports them and ends the connection, as an error of a gRPC handler ends
-          its stream. The state after such an error is unknown, so the end of the connection
-          cancels everything that depends on it, on both sides.
+            from it is the peer's fault, and ends the connection with that error. Other errors are
+            bugs: the loop reports them and ends the connection, as an error of a gRPC handler ends
+            its stream. The state after such an error is unknown, so the end of the connection
+            cancels everything that depends on it, on both sides.
         max_bytes: maximum length of a received frame.
 
     Attributes:

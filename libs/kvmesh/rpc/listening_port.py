@@ -42,7 +42,7 @@ class ListeningPort:
         timeout_s: seconds after which a handshake is cut.
         come: makes protocols.
         failed: called with each protocol whose handshake failed. If the port closes at the same
-          moment, the connection may have been made all the same.
+            moment, the connection may have been made all the same.
         limit: maximum number of handshakes at once.
     """
 

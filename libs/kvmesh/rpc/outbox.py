@@ -69,7 +69,7 @@ class Outbox(Generic[ItemT]):
 
         Args:
             at_once: the first message of an event-loop iteration does not wait for others, unless
-              recent iterations had several: joined messages cost both sides less.
+                recent iterations had several: joined messages cost both sides less.
         """
         self._take, self._at_once = take, at_once
         self._flush()

@@ -94,8 +94,8 @@ class BlockPublisher:
     Args:
         target: the kvmanager's `host:port`.
         take_events: called on the event loop; returns the changes so far and forgets them.
-        held_hashes: called on the event loop; returns all names that `take_events` has reported
-          and that are still held.
+        held_hashes: called on the event loop; returns all names that `take_events` has reported and
+            that are still held.
         interval_s: longest time between two messages; well below the service's lease.
         pool: without it the worker is not a member of the pool and gets no orders.
     """

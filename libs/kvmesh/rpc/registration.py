@@ -116,7 +116,7 @@ class SchedulerRegistration:
 
         Raises:
             ConfigError: a scheduler reports that this worker can never join the fleet, and no
-              scheduler has ever accepted it.
+                scheduler has ever accepted it.
         """
         try:
             async with asyncio.TaskGroup() as links:

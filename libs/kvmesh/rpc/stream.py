@@ -58,11 +58,11 @@ class PeerStream(Generic[RequestT, ResponseT]):
         name: for logs, for example `scheduler@host:port`.
         open_call: stub method, called with the iterator of requests.
         on_message: called for each message from the peer, on the event loop; must not block. A
-          ProtocolError from it ends the connection, as on a direct one.
+            ProtocolError from it ends the connection, as on a direct one.
         on_up: called when a stream is open; may `send` the opening messages.
         on_down: called with a reason when an open stream broke.
-        joins: requests have a field `more`, and are joined if several are ready; the peer
-          splits them with `parts`.
+        joins: requests have a field `more`, and are joined if several are ready; the peer splits
+            them with `parts`.
         direct: accepts the peer's offer of a socket; without it messages stay on gRPC.
     """
 

@@ -30,7 +30,7 @@ class HalfClosedProbe:
 
     Args:
         probe: returns bytes that the client skips at this point of its answer; empty when no answer
-          is left to wait for.
+            is left to wait for.
     """
 
     def __init__(self, transport: asyncio.Transport, probe: Callable[[], bytes]) -> None:

@@ -60,10 +60,10 @@ class LeaseLimits:
 
     Attributes:
         lease_s: seconds without a read after which a lease ends.
-        max_leases: maximum number of open leases. One host gets half of them, and less while other
-            hosts have some.
-        max_share: maximum fraction of the pool's blocks in all leases together. One host gets half
-            of it, and less while other hosts have some.
+        max_leases: maximum number of open leases. One host gets at most half of
+            them, and only an equal part while other hosts are refused some.
+        max_share: maximum fraction of the pool's blocks in all leases together; each host's part
+            is limited likewise.
     """
 
     lease_s: float = 5.0

@@ -66,7 +66,7 @@ class PromptChain:
 
         Args:
             attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
-              The caller runs it when this returns.
+                The caller runs it when this returns.
         """
         sequence = attempt.sequence
         assert sequence is not None, "admitted"

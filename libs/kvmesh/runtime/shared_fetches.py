@@ -24,8 +24,8 @@ class Flight:
         source: the worker from which it reads.
         hashes: the blocks that it asked for.
         over: set at its end, whatever the result.
-        settled: the holder gave a final answer on these blocks, so waiting requests need not ask
-          it again.
+        settled: the holder gave a final answer on these blocks, so waiting requests need not ask it
+            again.
         reason: the reason of the holder's refusal, one word.
         is_wanted: a request waits for it.
     """

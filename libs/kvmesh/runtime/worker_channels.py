@@ -32,7 +32,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
 
     Raises:
         ConfigError: an unknown or unavailable channel or checksum, two budgets, too long a polling
-          time, or a TLS file that cannot be used.
+            time, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.budget_mb_s and data.egress_mb_s:

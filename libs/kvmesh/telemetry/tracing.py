@@ -73,7 +73,7 @@ class Allowance:
     Args:
         ratio: fraction of these traces.
         per_second: maximum number of these per second, and at once after a quiet second; 0 is no
-          limit.
+            limit.
 
     Raises:
         ConfigError: a ratio or number out of range.

@@ -44,7 +44,7 @@ class Side(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a worker is asked for."""
+    """The kind of a question to a worker."""
 
     RESERVE = "to reserve blocks for the prompt"
     OFFER = "to compute the prompt and to send its KV"

@@ -87,7 +87,7 @@ class Search:
         again_until: the deadline if the client is already reading; None for a first search.
         avoid: workers that lost this request before.
         fingerprint: the checkpoint to use. If it has generated tokens, no other checkpoint may
-          continue them; otherwise another one may replace it when it has no workers left.
+            continue them; otherwise another one may replace it when it has no workers left.
 
     Attributes:
         plan: the plan whose workers are asked now.

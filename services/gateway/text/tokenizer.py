@@ -210,7 +210,7 @@ def load_tokenizer(
     Args:
         use_generation_config: take sampling defaults from generation_config.json.
         tool_calls, reasoning_parser: the model's formats of calls and thinking, as in the config;
-          `auto` detects them in the chat template.
+            `auto` detects them in the chat template.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is malformed.
