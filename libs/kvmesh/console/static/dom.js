@@ -24,8 +24,8 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// Sets an element's children, but leaves it alone when they would look the same: a focused row or
-// a selected text stays as it is.
+// Sets an element's children, unless they would look the same: this keeps a focused row or a
+// selected text.
 export function show(element, ...children) {
   const fresh = children.flat();
   const before = [...element.childNodes];

@@ -1,4 +1,4 @@
-// The mesh as a drawing: gateway, prefill side, decode side, by cluster, with what flows between.
+// The mesh as a drawing: gateway, prefill and decode workers by cluster, and the flows between.
 
 import { show, svg } from "./dom.js";
 import * as format from "./format.js";
@@ -6,7 +6,7 @@ import { NARROW, NODE, WIDE, curve, labelAt, layout, waysOf } from "./places.js"
 
 const DOT_S = 1.6;
 
-// Positions of the dots along their ways are kept over redraws.
+// Positions of the dots along their paths; redraws keep them.
 const ways = new Map();
 let frame = 0;
 
@@ -41,7 +41,7 @@ function summary(snapshot) {
   return `Gateway with ${snapshot.open} open requests, ${prefill} prefill and ${decode} decode workers`;
 }
 
-// --- what flows ---
+// --- flows ---
 
 function edgesOf(snapshot, plan) {
   const ways = waysOf(plan);
@@ -58,7 +58,7 @@ function edgesOf(snapshot, plan) {
     });
   }
   for (const node of plan.nodes.filter((n) => n.worker.role === "decode")) {
-    // Prompts that are computed where they are decoded.
+    // Prompts that are computed on their decode worker.
     const running = flowsOf(snapshot, (flow) => flow.stage === "prefill" && flow.prefill === node.worker.id);
     if (running === 0 && node.worker.prefill_tokens_s === 0) continue;
     edges.push({
@@ -98,7 +98,7 @@ function flowsOf(snapshot, wanted) {
   return snapshot.flows.filter(wanted).reduce((sum, flow) => sum + flow.count, 0);
 }
 
-// Several kinds of channel between the same two workers are one way in the drawing.
+// Channels of several kinds between the same two workers are drawn as one path.
 function merged(links) {
   const byPair = new Map();
   for (const link of links) {
@@ -109,13 +109,13 @@ function merged(links) {
   return [...byPair.values()];
 }
 
-// --- how it looks ---
+// --- drawing ---
 
 function remark(plan, y, text) {
   return svg("text", { class: "label", x: plan.form.prefill, y }, text);
 }
 
-// Names of pods differ at their end.
+// Names of pods differ only at their end.
 function shortened(name, most) {
   return name.length <= most ? name : `…${name.slice(1 - most)}`;
 }
@@ -214,7 +214,7 @@ function slots(worker, inner) {
   );
 }
 
-// --- what moves ---
+// --- animation ---
 
 function follow(drawing, edges) {
   for (const key of [...ways.keys()]) if (!edges.some((edge) => edge.key === key)) ways.delete(key);

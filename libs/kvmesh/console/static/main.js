@@ -1,4 +1,4 @@
-// The console: takes snapshots from the stream and hands them to those who draw.
+// The console: reads snapshots from the stream and passes them to the drawing modules.
 
 import { byId } from "./dom.js";
 import { drawCharts } from "./charts.js";
@@ -36,7 +36,7 @@ function draw(snapshot) {
   document.body.dataset.drawn = String(snapshot.now);
 }
 
-// What an operator has to know first, in a word.
+// The mesh's state in a word, which an operator must know first.
 function condition(snapshot) {
   if (!snapshot.fresh) return ["stale", "no scheduler: last known fleet"];
   const ready = snapshot.workers.filter((worker) => worker.state === "ready");
@@ -75,7 +75,7 @@ async function start() {
   samples = snapshot.history;
   draw(snapshot);
   const stream = new EventSource("/console/events");
-  // A page that nobody sees keeps its history, and draws when it is looked at.
+  // A hidden page keeps its history, and draws when it becomes visible.
   stream.addEventListener("snapshot", (event) => (document.hidden ? remember : draw)(JSON.parse(event.data)));
   stream.addEventListener("error", () => setState("lost", "connection lost, trying again"));
 }

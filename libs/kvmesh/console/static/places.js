@@ -1,16 +1,16 @@
-// Where the drawing's parts are, and the ways between them.
+// Positions of the drawing's parts, and the paths between them.
 
 import { byActivity } from "./order.js";
 
 export const NODE = { height: 74, gap: 14 };
 
-// Where things are on a wide page, and on a telephone's: there the gateway is above the workers.
+// Layout of a wide page, and of a phone's page, which has the gateway above the workers.
 export const WIDE = { width: 1080, node: 214, name: 17, gateway: { x: 20, width: 176 }, prefill: 330, decode: 760, cluster: 304, top: 34 };
 export const NARROW = { width: 400, node: 168, name: 11, gateway: { x: 18, y: 4, width: 364 }, prefill: 18, decode: 214, cluster: 6, top: 126 };
 const NARROW_BELOW = 620;
 const MAX_NODES = 12;
 
-// Of a snapshot, on an element so many pixels wide.
+// Positions for a snapshot, on an element of the given width in pixels.
 export function layout(snapshot, width) {
   const form = width < NARROW_BELOW ? NARROW : WIDE;
   const clusters = [...new Set(snapshot.workers.map((worker) => worker.cluster))].sort();
@@ -36,7 +36,7 @@ export function layout(snapshot, width) {
   return { form, nodes, clusters: boxes, hidden, height, gateway, at: new Map(nodes.map((n) => [n.worker.id, n])) };
 }
 
-// Of each side as many as there is room for, so that neither crowds the other out.
+// Shows as many workers of each side as fit, so that neither side displaces the other.
 function busiest(members) {
   if (members.length <= MAX_NODES) return members;
   const side = (isPrefill) => byActivity(members.filter((w) => (w.role === "prefill") === isPrefill)).slice(0, MAX_NODES / 2);
@@ -49,7 +49,7 @@ function place(nodes, workers, x, y, height) {
   workers.forEach((worker, i) => nodes.push({ worker, x, y: y + (height - own) / 2 + i * (NODE.height + NODE.gap) }));
 }
 
-// --- ways ---
+// --- paths ---
 
 export function waysOf(plan) {
   return plan.form === NARROW ? downward(plan) : sideways(plan);
@@ -67,7 +67,7 @@ function sideways(plan) {
   };
 }
 
-// The gateway is above them: what concerns prefill goes down at the left edge, the rest at the right.
+// The gateway is above them: prefill paths go down at the left edge, all others at the right.
 function downward(plan) {
   const { gateway, form } = plan;
   const bottom = gateway.y + NODE.height;
@@ -88,14 +88,14 @@ export function curve(from, to) {
   return `M${from.x} ${from.y}C${from.x + sign * bend} ${from.y} ${to.x - sign * bend} ${to.y} ${to.x} ${to.y}`;
 }
 
-// Crossing ways have their labels near the sender, straight ones beyond the crossings.
+// Labels of crossing paths are near the sender, those of straight paths beyond the crossings.
 export function labelAt(start, end) {
   const share = Math.abs(end.y - start.y) < 1 ? 0.72 : 0.3;
   const bent = share * share * (3 - 2 * share);
   return [start.x + share * (end.x - start.x), start.y + bent * (end.y - start.y) - 5];
 }
 
-// Above the prefill workers.
+// Drawn above the prefill workers.
 function over(from, to, plan) {
   const { top, prefill, node: width } = plan.form;
   const high = Math.max(top - 22, Math.min(...plan.nodes.map((node) => node.y)) - 16);
@@ -106,7 +106,7 @@ function around(from, to, out) {
   return `M${from.x} ${from.y}C${from.x + out} ${from.y} ${to.x + out} ${to.y} ${to.x} ${to.y}`;
 }
 
-// Tokens go back below the prefill workers.
+// Tokens return below the prefill workers.
 function back(from, to, plan) {
   const low = Math.min(plan.height - 8, Math.max(from.y, to.y) + 60);
   return `M${from.x} ${from.y}C${from.x - 90} ${from.y} ${from.x - 120} ${low} ${(from.x + to.x) / 2} ${low}S${to.x + 70} ${to.y} ${to.x} ${to.y}`;

@@ -97,7 +97,7 @@ function meter(blocks) {
     svg("rect", { class: "cached", x: used, width: cached, height: 8 })));
 }
 
-// Prompt tokens found cached in the last second: the deeper the colour, the hotter the cache.
+// Fraction of prompt tokens found cached in the last second: a deeper colour means more hits.
 function heat(share) {
   const cell = html("td", { class: "number" });
   const chip = html("span", { class: "heat" }, format.percent(share));
