@@ -36,7 +36,7 @@ class ConnectionGuard:
         self._config = config
         self._metrics = metrics
         self._per_address: Counter[str] = Counter()
-        # Both in the order of their last byte.
+        # Connections without a request are in the order of their start, others of their last byte.
         self._unasked: dict[_Guarded, None] = {}
         self._asked: dict[_Guarded, None] = {}
 
