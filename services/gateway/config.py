@@ -139,14 +139,18 @@ class LimitsConfig:
         """Longest wait for workers in seconds; 0 takes the default."""
         return (ttft_ms or self.ttft_deadline_ms) / 1000
 
-    def token_limits_s(self, tpot_ms: int, itl_ms: int) -> tuple[float, float]:
-        """Longest mean time per token, and longest time between two tokens, in seconds.
+    def times_s(self, ttft_ms: int, tpot_ms: int, itl_ms: int) -> tuple[float, float, float]:
+        """Returns the limits on a request's times in seconds; infinite is no limit.
 
-        0 takes the default; infinite is no limit.
+        Args:
+            ttft_ms: longest wait for workers; 0 takes the default, here and below.
+            tpot_ms: longest mean time per token.
+            itl_ms: longest time between two tokens.
         """
         itl_s = limit_from_ms(itl_ms or self.itl_limit_ms)
         # If no gap exceeds this limit, the mean does not either.
-        return min(limit_from_ms(tpot_ms or self.tpot_limit_ms), itl_s), itl_s
+        tpot_s = min(limit_from_ms(tpot_ms or self.tpot_limit_ms), itl_s)
+        return self.patience_s(ttft_ms), tpot_s, itl_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class Frontend:
             StageRefusedError: so many requests wait for workers that its deadline would pass.
         """
         tenant, lanes = caller.tenant, self._mesh.lanes
-        patience_s = self.limits.patience_s(caller.ttft_ms)
+        patience_s, _, _ = self.limits.times_s(*caller.times_ms)
         served = self._mesh.router.served(caller.scenario, 0.0)
         if served is None:
             return
@@ -154,7 +154,7 @@ class Frontend:
         call = changed(call, seed=seed)
         # A caller may repeat its id in a retry, but ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
-        tpot_s, itl_s = self.limits.token_limits_s(caller.tpot_ms, caller.itl_ms)
+        ttft_s, tpot_s, itl_s = self.limits.times_s(*caller.times_ms)
         ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
         checkpoints = self._checkpoints(call, caller, delivered, adapter)
@@ -175,7 +175,7 @@ class Frontend:
                     packed_prompt=packed,
                     sampling=choice_sampling(sampling, seed, number),
                     arrived_at=caller.arrived_at,
-                    ttft_s=self.limits.patience_s(caller.ttft_ms),
+                    ttft_s=ttft_s,
                     cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,
                     placement=caller.placement,

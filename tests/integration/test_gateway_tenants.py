@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,14 @@ async def write_tenants(path: Path, limits: Limits) -> AccessConfig:
 
 
 async def ask(stack: Stack, tenant: str, **fields: Any) -> tuple[int, Any, dict[str, str]]:
+    return await ask_with(stack, tenant, {}, **fields)
+
+
+async def ask_with(
+    stack: Stack, tenant: str, more: Mapping[str, str], **fields: Any
+) -> tuple[int, Any, dict[str, str]]:
     body = {"model": MODEL, "prompt": "one two three", "max_tokens": 4, **fields}
-    headers = {"Authorization": f"Bearer key-{tenant}", "x-request-id": tenant}
+    headers = {"Authorization": f"Bearer key-{tenant}", "x-request-id": tenant, **more}
     async with (
         aiohttp.ClientSession(stack.url) as session,
         session.post("/v1/completions", json=body, headers=headers) as answer,
@@ -93,6 +100,17 @@ async def test_metrics_of_the_public_port_name_tenants_only_if_asked_to(
     assert ("tenant=" in text) is named
     assert len(used) == 2 if named else len(used) == 1
     assert float(used[0].split()[-1]) > 0
+
+
+async def test_a_tenants_times_hold_where_its_requests_name_none(tmp_path: Path) -> None:
+    limits = {"a": TenantLimits(ttft_ms=700, tpot_ms=50, itl_ms=90), "b": TenantLimits()}
+    async with tenants(tmp_path, limits) as stack:
+        for tenant, headers in (("a", {}), ("a", {"x-slo-tpot-ms": "20"}), ("b", {})):
+            assert (await ask_with(stack, tenant, headers))[0] == 200
+        told = [(query.tpot_s, query.ttft_budget_ms) for query in stack.mesh.queries]
+        assert [tpot_s for tpot_s, _ in told] == [0.05, 0.02, math.inf]
+        assert all(budget_ms <= 700 for _, budget_ms in told[:2])
+        assert told[2][1] > 700
 
 
 async def test_a_quota_over_grpc_is_named_in_the_trailing_metadata(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ ATTEMPTS = 5
 KEY_BYTES = 32
 
 # In the order of the fields of TenantLimits.
-_COLUMNS = ("requests/min", "tokens/min", "at once", "priority", "weight")
+_COLUMNS = (
+    *("requests/min", "tokens/min", "at once", "priority", "weight"),
+    *("TTFT ms", "TPOT ms", "ITL ms"),
+)
 
 Change = Callable[[Directory], Directory]
 
@@ -75,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         ("max-concurrent", int, "requests at once; 0 is no limit"),
         ("priority", int, "who goes first while prefill is scarce; higher is earlier"),
         ("weight", float, "share among tenants of the same priority"),
+        ("ttft-ms", int, "longest wait for workers, where a request names none; 0: the gateway's"),
+        ("tpot-ms", int, "longest mean time per token, likewise"),
+        ("itl-ms", int, "longest time between two tokens, likewise"),
     ):
         add_flag(parser, f"--{name}", None, text, kind=kind)
     return parser

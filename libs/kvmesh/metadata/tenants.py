@@ -20,6 +20,8 @@ from kvmesh.policy.quota import Tenant, TenantLimits
 
 KEY_PREFIX = "kvm-"
 ID_CHARS = 12
+MAX_LIMIT_MS = 2**32 - 1
+"""Largest limit on a time, in milliseconds: messages hold it in 32 bits."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LIMITS = {item.name: item.type for item in dataclasses.fields(TenantLimits)}
@@ -150,6 +152,11 @@ def _check_limits(name: str, limits: TenantLimits) -> None:
         value = getattr(limits, field_name)
         if not 0 <= value < 2**40:
             raise DirectoryError(f"tenant {name!r}: {field_name} must be 0 or more, got {value}")
+    for field_name in ("ttft_ms", "tpot_ms", "itl_ms"):
+        value = getattr(limits, field_name)
+        if not 0 <= value <= MAX_LIMIT_MS:
+            text = f"{field_name} must be 0 to {MAX_LIMIT_MS}, got {value}"
+            raise DirectoryError(f"tenant {name!r}: {text}")
     if not (math.isfinite(limits.weight) and limits.weight > 0):
         raise DirectoryError(f"tenant {name!r}: weight must be more than 0, got {limits.weight}")
 

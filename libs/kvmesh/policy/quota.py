@@ -30,6 +30,9 @@ class TenantLimits:
         max_concurrent: requests at once.
         priority: tenants with a higher priority are served first while prefill is scarce.
         weight: share among tenants of the same priority while prefill is scarce.
+        ttft_ms: longest wait for workers, for requests that name none; 0: as the gateway's.
+        tpot_ms: longest mean time per token, likewise.
+        itl_ms: longest time between two tokens, likewise.
     """
 
     requests_per_min: int = 0
@@ -37,6 +40,9 @@ class TenantLimits:
     max_concurrent: int = 0
     priority: int = 0
     weight: float = 1.0
+    ttft_ms: int = 0
+    tpot_ms: int = 0
+    itl_ms: int = 0
 
     @property
     def is_open(self) -> bool:

@@ -25,9 +25,9 @@ class Caller:
     Attributes:
         arrived_at: when the call came to this machine, in seconds on the loop's clock.
         request_id: the caller's id for the call; if empty, the gateway makes one.
-        ttft_ms: longest wait until a worker takes the request; 0 takes the default.
-        tpot_ms: longest mean time per token; 0 takes the default.
-        itl_ms: longest time between two tokens; 0 takes the default.
+        ttft_ms: longest wait until a worker takes the request; 0 if the request names none.
+        tpot_ms: longest mean time per token; 0 if the request names none.
+        itl_ms: longest time between two tokens; 0 if the request names none.
         traceparent: the caller's trace context.
         ticket: from `Entrance.admit`; the call's usage is charged to its tenant.
     """
@@ -46,6 +46,15 @@ class Caller:
     def tenant(self) -> Tenant:
         """The tenant that the call is charged to; without a ticket, the nameless tenant."""
         return Tenant() if self.ticket is None else self.ticket.tenant
+
+    @property
+    def times_ms(self) -> tuple[int, int, int]:
+        """Limits on the wait for workers, the mean time per token and the time between two tokens.
+
+        Each is the request's own, else its tenant's; 0 takes the gateway's.
+        """
+        own = self.tenant.limits
+        return self.ttft_ms or own.ttft_ms, self.tpot_ms or own.tpot_ms, self.itl_ms or own.itl_ms
 
 
 class Behind(NamedTuple):

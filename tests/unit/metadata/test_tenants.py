@@ -18,7 +18,7 @@ from kvmesh.policy.quota import TenantLimits
 ONE = KeyRecord(digest_of("kvm-one"), "acme", "2026-11-21")
 FULL = (
     Directory()
-    .with_tenant("acme", TenantLimits(60, 1000, 4, priority=-1, weight=2.5))
+    .with_tenant("acme", TenantLimits(60, 1000, 4, priority=-1, weight=2.5, tpot_ms=50))
     .with_tenant("b.c_d-1", TenantLimits())
     .with_key(ONE)
 )
@@ -62,6 +62,8 @@ def test_names_that_are_not_allowed(name: str) -> None:
         {"tenants": {"a": {"requests_per_min": True}}},
         {"tenants": {"a": {"requests_per_min": -1}}},
         {"tenants": {"a": {"weight": 0}}},
+        {"tenants": {"a": {"itl_ms": -1}}},
+        {"tenants": {"a": {"tpot_ms": 2**32}}},
         {"tenants": {"a": {"weight": float("nan")}}},
         {"keys": [3]},
         {"keys": [{"sha256": "ff", "tenant": "a"}]},
