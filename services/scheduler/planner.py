@@ -268,7 +268,7 @@ class Planner:
         for model, workers in (await in_turns(self._workers_by_model())).items():
             loops = self._loops(model)
             question = loops.question(workers)
-            if question is None:
+            if question is None or not question.is_open(switch_roles=self._policy.switch_roles):
                 continue
             # In a thread: with many workers the search takes longer than a route may wait.
             found = await asyncio.to_thread(question.answer)

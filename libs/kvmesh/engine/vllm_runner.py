@@ -27,10 +27,13 @@ from kvmesh.engine.vllm_check import file_identity, stop_tokens
 from kvmesh.engine.vllm_internals import (
     ORDER,
     Computed,
+    EngineRequest,
+    KnownSequence,
     ModelFacts,
+    NewSequence,
     VllmExecutor,
+    VllmStep,
 )
-from kvmesh.engine.vllm_messages import EngineRequest, KnownSequence, NewSequence, VllmStep
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are held in memory at once while prompt tokens are scored."""
@@ -93,7 +96,7 @@ class VllmRunner:
         need = MemoryNeed(0, (request.num_blocks + _SPARE_BLOCKS) * layout.block_bytes, 0)
         require_memory(need, available_bytes())
         pool = HostMemory(request.num_blocks, layout.block_bytes, _SPARE_BLOCKS)
-        executor.share_cache(pool)
+        executor.move_cache(pool.view)
         spec = ModelSpec(
             name=served_name,
             vocab_size=facts.vocab_size,
@@ -135,7 +138,7 @@ class VllmRunner:
 
         def choose(computed: Computed) -> list[int]:
             order = [by_name[name] for name in computed.names]
-            self._score(computed, [chunks[index] for index in order], order, result)
+            self._score(computed.hidden, [chunks[index] for index in order], order, result)
             return _choose(computed.logits, chunks, order, result)
 
         self._executor.step(step, choose)
@@ -169,7 +172,7 @@ class VllmRunner:
 
     def _score(
         self,
-        computed: Computed,
+        hidden: Tensor,
         ordered: Sequence[SequenceChunk],
         order: Sequence[int],
         result: StepResult,
@@ -182,7 +185,8 @@ class VllmRunner:
             # A row of logits is long: the rows of a whole prompt would not fit in memory at once.
             for begin in range(0, len(after), _SCORED_ROWS):
                 ids = after[begin : begin + _SCORED_ROWS]
-                logits = computed.logits_of(first + begin, first + begin + len(ids)).float()
+                rows = hidden[first + begin : first + begin + len(ids)]
+                logits = self._executor.logits(rows).float()
                 entries += score_tokens(logits, ids, chunk.sampling.num_prompt_logprobs)
             if entries:
                 result.prompt_logprobs[index] = entries

@@ -143,6 +143,14 @@ class AllocationQuestion:
     num_prefill: int
     queues: StageQueues
 
+    def is_open(self, *, switch_roles: bool) -> bool:
+        """Whether the model decides anything that measured loads do not.
+
+        Without an offload cluster there is no threshold, and role switching follows the loads
+        within seconds: the model's moves on top of it bring nothing (docs/evaluation.md).
+        """
+        return not switch_roles or self.hardware.num_remote > 0
+
     def answer(self) -> Allocation:
         """Compares the running split with the best one for these prompts."""
         lengths = LengthDistribution(self.lengths)

@@ -179,9 +179,12 @@ class Control:
             return
         hardware = self._hardware(self._offload.take_capacity())
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
-        found = self._allocation.question(
+        question = self._allocation.question(
             self._serving(), hardware, self._offload.threshold, num_prefill, queues
-        ).answer()
+        )
+        if not question.is_open(switch_roles=self._scenario.system.switch_roles):
+            return
+        found = question.answer()
         move = found.move
         self._reasons[f"reallocation: {move.reason.value}"] += 1
         if move.to_role is not None and self._turn_one(move.to_role):

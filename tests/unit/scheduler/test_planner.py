@@ -266,6 +266,13 @@ class TestReallocation:
         (entry,) = mesh.fleet_log("reallocation")
         assert (entry["reason"], entry["outcome"]) == ("prefill_bottleneck", "applied")
 
+    async def test_in_one_cluster_role_switching_decides_alone(self) -> None:
+        mesh = pairs(policy="kvmesh")
+        mesh.join(*(worker_info(f"d{n}", Role.DECODE) for n in (2, 3)))
+        await self.work(mesh)
+        await mesh.planner.reallocate(may_order=True)
+        assert mesh.fleet_log("reallocation") == []
+
 
 async def test_of_several_schedulers_the_one_that_is_asked_may_order() -> None:
     store_clock = Parts().clock

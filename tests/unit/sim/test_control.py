@@ -103,3 +103,6 @@ class TestRoles:
         result = simulate(dataclasses.replace(made, system=system))
         assert result.samples[-1].roles["prefill"] > 2
         assert result.reasons["reallocation: prefill makes less than decode can take"] >= 1
+        switching = dataclasses.replace(system, switch_roles=True)
+        result = simulate(dataclasses.replace(made, system=switching))
+        assert not [each for each in result.reasons if each.startswith("reallocation")]
