@@ -33,6 +33,7 @@ from kvmesh.sim.report import csv_table, summarize, summary_record, table
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Result, simulate
 from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.tiers import TierSizes
 from kvmesh.sim.trace import read_trace
 from kvmesh.sim.trace_request import TraceRequest
 from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
@@ -97,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
     add_switch(parser, "--closed-loop", "a session's next turn follows its answer")
     add_switch(parser, "--chains", "idle prefill workers compute long prompts together")
+    text = "KV blocks of 512 tokens in the pool of each worker; 0: as many as its device has"
+    add_flag(parser, "--pool-blocks", 0, text, kind=count)
+    text = "KV blocks of 512 tokens in host memory below each pool; 0: none"
+    add_flag(parser, "--host-blocks", 0, text, kind=count)
+    add_flag(parser, "--disk-blocks", 0, "likewise on disk", kind=count)
+    add_flag(parser, "--host-gb-s", 25.0, "KV comes up from host memory as fast", kind=positive)
+    add_flag(parser, "--disk-gb-s", 6.0, "and from disk", kind=positive)
     add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
     add_flag(parser, "--jitter", 0.1, "transfers take up to this share longer", kind=not_negative)
     add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
@@ -149,7 +157,7 @@ def _scenario(
                 f"--failures names worker {failure.index}; the fleet has 0 to {num_workers - 1}"
             )
     return Scenario(
-        profile=profile,
+        profile=_with_pools(profile, arguments.pool_blocks),
         fleet=fleet,
         system=SYSTEMS[system],
         requests=requests,
@@ -159,7 +167,22 @@ def _scenario(
         seed=arguments.seed,
         jitter=arguments.jitter,
         chains=arguments.chains,
+        tiers=TierSizes(
+            arguments.host_blocks,
+            arguments.disk_blocks,
+            arguments.host_gb_s * 1e9,
+            arguments.disk_gb_s * 1e9,
+        ),
     )
+
+
+def _with_pools(profile: Profile, num_blocks: int) -> Profile:
+    """The same devices with pools of another size; 0 leaves them as they are."""
+    if not num_blocks:
+        return profile
+    devices = profile.devices.items()
+    changed = {name: dataclasses.replace(device, num_blocks=num_blocks) for name, device in devices}
+    return dataclasses.replace(profile, devices=changed)
 
 
 def objectives(ttft_ms: float, tpot_ms: float, itl_ms: float = 0.0) -> Objectives:

@@ -104,7 +104,7 @@ class SlotIndex:
         if not space or not hashes:
             return Holders(self._names, self._places, [])
         get, live = space.get, self._live
-        levels = _levels(lambda at: get(hashes[at], 0), len(hashes), live)
+        levels = levels_of(lambda at: get(hashes[at], 0), len(hashes), live)
         tellers = get(TELLS_STATES, 0) & live
         if tellers:
             levels = _resumable(lambda at: get(saved_state(hashes[at]), 0), levels, tellers)
@@ -123,8 +123,8 @@ class SlotIndex:
             self._names,
             self._places,
             levels,
-            _levels(in_pool, most, live),
-            _levels(in_memory, most, live),
+            levels_of(in_pool, most, live),
+            levels_of(in_memory, most, live),
         )
 
     def held(self, namespace: str, worker_id: WorkerId) -> set[BlockHash]:
@@ -197,7 +197,7 @@ class SlotIndex:
         self._free += (place for place in range(gone.bit_length()) if gone >> place & 1)
 
 
-def _levels(look: Callable[[int], int], count: int, live: int) -> Levels:
+def levels_of(look: Callable[[int], int], count: int, live: int) -> Levels:
     """Returns, for each number of leading blocks up to `count`, the workers that hold so many.
 
     Args:

@@ -11,7 +11,7 @@ from kvmesh.core.types import PrefixSource
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import SimFleet
-from kvmesh.sim.profile import Profile
+from kvmesh.sim.profile import TYPICAL_TOKENS, Profile
 from kvmesh.sim.requests import SimSequence
 from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
@@ -19,16 +19,13 @@ from kvmesh.sim.worker import SimWorker
 _MESSAGES = 3
 """Number of messages of a fetch: the lease, its answer, and the request for the bytes."""
 
-_TYPICAL_TOKENS = 8192
-"""Prompt length whose mean costs per token routes use for all prompts."""
-
 
 def profile_pace(profile: Profile) -> FetchPace:
     """Returns the times that a scheduler would measure in a fleet with this profile."""
     device, links = profile.devices[profile.plan.local], profile.links
-    token_bytes = profile.kv_bytes(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
+    token_bytes = profile.token_bytes
     return FetchPace(
-        device.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS,
+        device.prefill_s(TYPICAL_TOKENS) / TYPICAL_TOKENS,
         token_bytes / links.inside_bytes_per_s,
         token_bytes / links.between_bytes_per_s,
     )
@@ -62,7 +59,7 @@ class Fetches:
         holder = self._fleet.workers[source.worker_id]
         have = sequence.num_cached // TRACE_BLOCK
         hashes = sequence.request.reusable_hashes
-        lent = holder.lend(hashes, have) if holder.alive else []
+        lent, load_s = holder.lend(hashes, have) if holder.alive else ([], 0.0)
         if not lent:
             worker.go_on(sequence, 0)
             return
@@ -71,7 +68,7 @@ class Fetches:
         before = kv_bytes(have * TRACE_BLOCK) if have else 0.0
         size = max(kv_bytes(held * TRACE_BLOCK) - before, 0.0) * self._stretch()
         arrived = partial(self._arrived, worker, sequence, holder, lent, held)
-        latency = _MESSAGES * self._profile.links.latency_s
+        latency = _MESSAGES * self._profile.links.latency_s + load_s
 
         def left() -> None:
             self._events.after(latency, arrived)

@@ -31,7 +31,8 @@ from kvmesh.sim.link import SharedLink
 from kvmesh.sim.prefix_index import PrefixIndex
 from kvmesh.sim.profile import Device, Profile
 from kvmesh.sim.trace_request import TRACE_BLOCK
-from kvmesh.sim.worker import SimWorker, WorkerListener, WorkerRules
+from kvmesh.sim.worker import SimWorker, WorkerListener
+from kvmesh.sim.worker_rules import WorkerRules
 
 MODEL = "simulated"
 REMOTE = "remote"
@@ -146,6 +147,7 @@ class SimFleet:
             self._events,
             self._listener,
             self._rules,
+            self._profile.token_bytes * TRACE_BLOCK,
             self.host,
         )
         self.workers[info.worker_id] = worker

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvmesh.core.block_names import TELLS_TIERS, in_disk, in_host
 from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.holders import Holders
+from kvmesh.policy.slot_index import levels_of
 
 
 class PrefixIndex:
@@ -29,7 +31,7 @@ class PrefixIndex:
     def remove(self, worker_id: WorkerId) -> None:
         """Removes a worker that is gone."""
         self._take_events(worker_id)
-        for block_hash in self._pools.pop(worker_id).held_hashes():
+        for block_hash in self._pools.pop(worker_id).told_names():
             self._discard(block_hash, 1 << self._places[worker_id])
 
     def note_change(self, worker_id: WorkerId) -> None:
@@ -55,7 +57,23 @@ class PrefixIndex:
         if left:
             levels.append((len(hashes), left))
         levels.reverse()
-        return Holders(self._names, self._places, levels)
+        if not levels or not self._holders.get(TELLS_TIERS):
+            return Holders(self._names, self._places, levels)
+        get, most, everyone = self._holders.get, levels[0][0], (1 << len(self._names)) - 1
+
+        def in_memory(at: int) -> int:
+            return get(hashes[at], 0) & ~get(in_disk(hashes[at]), 0)
+
+        def in_pool(at: int) -> int:
+            return in_memory(at) & ~get(in_host(hashes[at]), 0)
+
+        return Holders(
+            self._names,
+            self._places,
+            levels,
+            levels_of(in_pool, most, everyone),
+            levels_of(in_memory, most, everyone),
+        )
 
     def _take_events(self, worker_id: WorkerId) -> None:
         pool = self._pools.get(worker_id)

@@ -19,6 +19,9 @@ def gbps(value: float) -> float:
     return value * BITS_PER_GBPS / 8
 
 
+TYPICAL_TOKENS = 8192
+"""A prompt whose mean costs stand for all in what routes see."""
+
 _SHORT, _LONG = 4096, 32_768
 """Two prompt lengths whose times give attention's part of prefill."""
 
@@ -158,6 +161,11 @@ class Profile:
     links: Links
     plan: PlanDefaults
     sharing: Sharing | None = None
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token's KV in a typical prompt."""
+        return self.kv_bytes(TYPICAL_TOKENS) / TYPICAL_TOKENS
 
     @property
     def serving(self) -> ServingProfile:

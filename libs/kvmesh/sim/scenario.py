@@ -15,6 +15,7 @@ from kvmesh.sim.fleet import WorkerGroup
 from kvmesh.sim.profile import Profile
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import System
+from kvmesh.sim.tiers import TierSizes
 from kvmesh.sim.trace_request import TraceRequest
 
 
@@ -91,6 +92,7 @@ class Scenario:
         jitter: of transfers; 0.1 makes them up to 10 % longer.
         sample_s: seconds between two samples of the timelines.
         chains: whether workers compute parts of long prompts for each other.
+        tiers: sizes and speeds of the tiers below the pools of all workers.
     """
 
     profile: Profile
@@ -105,6 +107,7 @@ class Scenario:
     jitter: float = 0.1
     sample_s: float = 10.0
     chains: bool = False
+    tiers: TierSizes = TierSizes()
 
 
 def accepted_tpot_s(scenario: Scenario) -> float:

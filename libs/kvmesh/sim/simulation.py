@@ -36,7 +36,8 @@ from kvmesh.sim.scenario import (
 from kvmesh.sim.systems import System
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.turns import Lanes
-from kvmesh.sim.worker import SimWorker, WorkerRules
+from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker_rules import WorkerRules
 
 
 @dataclass(eq=False, slots=True)
@@ -140,6 +141,7 @@ class Simulation:
                 accepted_tpot_s(scenario),
                 accepted_itl_s(scenario),
                 scenario.chains,
+                scenario.tiers,
             ),
             report_interval_s=system.report_interval_s,
             order=_index(system, self.rng),

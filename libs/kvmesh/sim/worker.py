@@ -7,9 +7,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from kvmesh.core.block_names import DISK, HOST
 from kvmesh.core.busy_time import BusyTime
 from kvmesh.core.pace import PaceRoom
 from kvmesh.core.types import (
@@ -29,8 +30,10 @@ from kvmesh.sim.events import EventQueue
 from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
-from kvmesh.sim.steps import ChunkTokens, StepLoop, take_blocks
+from kvmesh.sim.steps import StepLoop, take_blocks
+from kvmesh.sim.tiers import SimTiers
 from kvmesh.sim.trace_request import TRACE_BLOCK
+from kvmesh.sim.worker_rules import WorkerRules
 
 CAPABILITY, GENERATION = b"simulated", 1
 LEASE_S = 1e9
@@ -39,25 +42,6 @@ LEASE_S = 1e9
 GROWTH_TOKENS = 64
 
 _ALL_ROOM = PaceRoom()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRules:
-    """Rules that all workers of a fleet follow.
-
-    Attributes:
-        queue_offers: whether prompts beyond the slots go into a local queue.
-        chunks: token budget of a step.
-        tpot_s: TPOT limit of all requests in seconds; infinite for none.
-        itl_s: ITL limit of all requests in seconds; infinite for none.
-        chains: whether workers compute parts of prompts for each other.
-    """
-
-    queue_offers: bool = False
-    chunks: ChunkTokens = ChunkTokens()
-    tpot_s: float = math.inf
-    itl_s: float = math.inf
-    chains: bool = False
 
 
 class WorkerListener(Protocol):
@@ -88,6 +72,7 @@ class SimWorker:
     """One instance.
 
     Args:
+        block_bytes: average bytes of a block of KV.
         host: host whose cores it shares with others; None: it has its own.
 
     Attributes:
@@ -102,11 +87,15 @@ class SimWorker:
         events: EventQueue,
         listener: WorkerListener,
         rules: WorkerRules,
+        block_bytes: float,
         host: Host | None = None,
     ) -> None:
         self.info = info
         self.device = device
         self.pool = BlockPool(info.num_blocks, TRACE_BLOCK)
+        self.tiers: SimTiers | None = None
+        if rules.tiers.speeds:
+            self.tiers = SimTiers(self.pool, rules.tiers, block_bytes)
         self.handoff = HandoffTable(info.incarnation, LEASE_S)
         self.alive = True
         self.cached_tokens = 0
@@ -233,8 +222,29 @@ class SimWorker:
             self.steps.note_work(self._loop.prompt_s)
         self._changed()
         if not held:
-            self.steps.join(sequence)
+            self._load_or_join(sequence)
         return sequence
+
+    def _load_or_join(self, sequence: SimSequence) -> None:
+        """Computes a prompt, behind what comes up of it first if that is sooner."""
+        tiers, hashes = self.tiers, sequence.request.reusable_hashes
+        held = sequence.num_cached // TRACE_BLOCK
+        length = held if tiers is None else tiers.reach(hashes, held)
+        if tiers is None or length == held:
+            self.steps.join(sequence)
+            return
+        further = hashes[held:length]
+        if not tiers.pays(further, self.device.prefill_s(len(further) * TRACE_BLOCK)):
+            self.steps.join(sequence)
+            return
+        seconds = tiers.load_s(further)
+        tiers.take(further)
+        self._events.after(seconds, partial(self._loaded, sequence, length))
+
+    def _loaded(self, sequence: SimSequence, num_blocks: int) -> None:
+        if not sequence.gone:
+            self._have(sequence, num_blocks)
+            self.steps.join(sequence)
 
     def go_on(self, sequence: SimSequence, num_blocks: int) -> None:
         """Computes a held prompt after its prefix has arrived.
@@ -242,13 +252,16 @@ class SimWorker:
         Args:
             num_blocks: number of leading blocks that are here now because of the fetch.
         """
+        self._have(sequence, num_blocks)
+        self._load_or_join(sequence)
+
+    def _have(self, sequence: SimSequence, num_blocks: int) -> None:
         num_tokens = num_blocks * TRACE_BLOCK
         if num_tokens > sequence.num_cached:
             self.cached_tokens += num_tokens - sequence.num_cached
             sequence.num_computed = sequence.num_cached = num_tokens
             self.steps.seal(sequence)
         self._changed()
-        self.steps.join(sequence)
 
     def go_on_behind(self, sequence: SimSequence, num_tokens: int) -> None:
         """Computes the rest of a held prompt whose beginning other workers have computed."""
@@ -273,12 +286,17 @@ class SimWorker:
 
     # --- reads by other workers --------------------------------------------------------------
 
-    def lend(self, hashes: Sequence[BlockHash], num_held: int) -> list[int]:
-        """Pins and returns the cached leading blocks beyond `num_held`, until `take_back`."""
+    def lend(self, hashes: Sequence[BlockHash], num_held: int) -> tuple[list[int], float]:
+        """Pins the cached leading blocks beyond `num_held`, until `take_back`.
+
+        Returns:
+            The blocks, and the seconds until those that were below the pool are up.
+        """
+        seconds = 0.0 if self.tiers is None else self.tiers.bring_up(hashes)
         blocks = self.pool.match(hashes)[num_held:]
         self.pool.acquire(blocks)
         self._changed()
-        return blocks
+        return blocks, seconds
 
     def take_back(self, blocks: list[int]) -> None:
         """Releases lent blocks when the reader is done or gone."""
@@ -429,8 +447,13 @@ class SimWorker:
                 blocks_free=self.pool.num_free,
                 prefill_tokens_total=self.steps.computed_tokens,
                 room=self._room(),
+                host_token_s=self._up_token_s(HOST),
+                disk_token_s=self._up_token_s(DISK),
             )
         return self._load
+
+    def _up_token_s(self, tier: str) -> float:
+        return 0.0 if self.tiers is None else self.tiers.block_s(tier) / TRACE_BLOCK
 
     def _room(self) -> PaceRoom:
         # A worker that decodes nothing has room for any request, whatever its speed.

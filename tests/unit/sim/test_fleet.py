@@ -15,7 +15,8 @@ from kvmesh.core.types import (
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import LOST_AFTER_S, SimFleet, WorkerGroup, parse_fleet
 from kvmesh.sim.requests import SimSequence
-from kvmesh.sim.worker import SimWorker, WorkerRules
+from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker_rules import WorkerRules
 from tests.unit.sim.examples import profile, request
 
 P, D = WorkerId("home-prefill-0"), WorkerId("home-decode-1")

@@ -18,7 +18,8 @@ from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace_request import TraceRequest
-from kvmesh.sim.worker import SimWorker, WorkerRules
+from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker_rules import WorkerRules
 from tests.unit.sim.examples import profile
 from tests.unit.sim.test_worker import Log, finish, run_local
 

@@ -11,7 +11,8 @@ from kvmesh.sim.fleet import SimFleet, WorkerGroup
 from kvmesh.sim.requests import SimSequence
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.trace_request import TRACE_BLOCK
-from kvmesh.sim.worker import SimWorker, WorkerRules
+from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker_rules import WorkerRules
 from tests.unit.sim.examples import profile, request
 
 
