@@ -173,6 +173,10 @@ bench-one-box: setup-local ## prefill and decode apart on one machine against on
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 
+.PHONY: bench-capacity
+bench-capacity: setup ## hits and goodput by host memory and disk below pools, simulated: make bench-capacity TRACES="FILE..."; writes bench/results/policies_capacity.*
+	$(PY) -m benchmarks.policies --capacity $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
 bench-grid: setup ## goodput over limits, loads and traces against other systems: make bench-grid TRACES="FILE..."; writes bench/results/policies_grid.*
 	$(PY) -m benchmarks.policies --grid $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 

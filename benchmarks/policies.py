@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from benchmarks.policies_ablation import ablation, sensitivity
+from benchmarks.policies_capacity import capacity
 from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
 from benchmarks.policies_grid import TPOT_MS, Limits, draw, grid, loads
@@ -130,6 +131,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--ablation", action="store_true", help="only what each mechanism and constant brings there"
     )
+    parser.add_argument(
+        "--capacity", action="store_true", help="only the sweep of host memory and disk below pools"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="of each cell of the last two")
     parser.add_argument(
         "--million", action="store_true", help="only the scale, all million requests of it"
@@ -154,6 +158,8 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, list[Experiment]]:
     traces, size = arguments.trace, arguments.size
     if arguments.million:
         return "policies_million", [million(SEED)]
+    if arguments.capacity:
+        return "policies_capacity", capacity(traces, size, SEED)
     if arguments.grid or arguments.ablation:
         cells, *variants = whole_grid(traces, size, arguments.seeds)
         return ("policies_grid", [cells]) if arguments.grid else ("policies_ablation", variants)
