@@ -38,7 +38,7 @@ class PoolMember:
     """A worker with its last report, as the planner sees it.
 
     Attributes:
-        namespace: of its block hashes; blocks of different namespaces never match.
+        namespace: namespace of its block hashes; blocks of different namespaces never match.
         read_blocks: recent reads of cached blocks; faded like the heat of segments.
     """
 

@@ -1,5 +1,5 @@
-"""Slots: one per uninterrupted connection of a publisher in the store that all kvmanagers share;
-the changes of a slot, and the result of lookups.
+"""Slots: each is one uninterrupted registration, or one snapshot, of a publisher of blocks in the
+store that all kvmanagers share. Also the changes of a slot, and the result of lookups.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Publisher:
     """A worker that publishes the blocks that it holds.
 
     Attributes:
-        incarnation: of the worker.
-        namespace: of its block hashes; blocks of different namespaces never match.
+        incarnation: incarnation of the worker.
+        namespace: namespace of its block hashes; blocks of different namespaces never match.
     """
 
     worker_id: WorkerId

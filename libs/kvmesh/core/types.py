@@ -231,7 +231,7 @@ class SequenceSpec:
         token_ids: the client's prompt, then tokens generated before (a stream that moved).
         num_prompt_tokens: number of these tokens that are the client's prompt.
         root_hash: parent of the first block hash; it covers model, tenant salt and adapter.
-        fingerprint: of the checkpoint that all its tokens come from; empty: any.
+        fingerprint: checkpoint that all its tokens come from; empty: any.
         adapter: LoRA adapter whose weights are added; empty: none.
     """
 
@@ -435,7 +435,7 @@ class RouteQuery:
         waiting: number of the gateway's requests that look for workers now.
         waiting_reserved: number of these that wait for prefill, with a reservation or behind one.
         lost: workers of `avoid` that lost work of this request.
-        fingerprint: of the checkpoint that must serve it; empty: any of the model.
+        fingerprint: checkpoint that must serve it; empty: any of the model.
         tpot_s: longest mean time per token that the client accepts.
     """
 

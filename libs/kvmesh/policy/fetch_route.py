@@ -28,7 +28,7 @@ class Decoders:
     """Predicts which worker decodes the prompt. Only there may a prefix stay and be queried.
 
     Attributes:
-        standings: of the candidates that are tried first for decode.
+        standings: standings of the candidates that are tried first for decode.
         rank: decode rank of the policy; the smallest of a cluster is tried first.
     """
 

@@ -16,7 +16,7 @@ class GroupKey:
     """Identity of a P/D group: the properties that its workers share.
 
     Attributes:
-        fingerprint: of the checkpoint; two checkpoints never exchange KV.
+        fingerprint: its checkpoint; two checkpoints never exchange KV.
         scenario: the one that the group serves; empty: any scenario without a group of its own.
         cluster: its cluster. Empty in keys of data that covers all groups of a scenario, because
             every route chooses anew between these.

@@ -61,7 +61,7 @@ def choose_preemption(num_tokens: int, num_bytes: int, speeds: Speeds) -> Preemp
 
     Args:
         num_tokens: positions whose KV would be lost.
-        num_bytes: of the blocks that hold it.
+        num_bytes: bytes of the blocks that hold it.
     """
     if not (speeds.token_s and speeds.byte_s):
         return PreemptionDecision(swap=True, reason="copied to learn what that costs")

@@ -56,7 +56,7 @@ class QueryTask:
     Attributes:
         new_tokens: tokens that are computed here in any case.
         remote_tokens: tokens of the prefix, whose KV is on the other worker.
-        num_layers, num_heads, head_dim: of the model; query heads.
+        num_layers, num_heads, head_dim: sizes of the model; heads are query heads.
         num_chunks: number of steps that compute the new tokens.
         later_tokens: tokens that may be generated while the prefix is still remote; each is one
             query per layer.

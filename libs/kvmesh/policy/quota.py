@@ -90,11 +90,11 @@ class QuotaRefusal:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Units per minute, and how many of them may be used at once after a rest.
+    """A rate limit, with the burst that may be used at once after a rest.
 
     Attributes:
-        per_min: 0 is no limit.
-        burst_s: seconds of the rate that may be used at once; never less than one unit.
+        per_min: units per minute; 0 is no limit.
+        burst_s: burst in seconds of the rate; at least one unit is always allowed.
     """
 
     per_min: int
@@ -156,7 +156,7 @@ def check_usage(
     """Returns the limit that keeps one more request from starting; None: it may start.
 
     Args:
-        usage: of the tenant, without that request.
+        usage: the tenant's usage without that request.
         burst_s: see `Rate`.
     """
     if 0 < limits.max_concurrent <= usage.num_open:

@@ -37,7 +37,7 @@ class RecentReads:
         """Counts the reads of a plan's first candidate: of its own cache and of its fetch's source.
 
         Args:
-            block_size: of the candidate's layout.
+            block_size: block size of the candidate's layout.
         """
         chosen = plan.prefill[0]
         if chosen.cached_tokens:

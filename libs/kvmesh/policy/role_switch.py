@@ -33,8 +33,8 @@ class Help:
 
     Attributes:
         role: the side that it helps.
-        cycles_left: of its turn. Negative while it stays on because the side would ask for help
-            again at once.
+        cycles_left: cycles left of its turn. Negative while it stays on, because the side would ask
+            for help again at once.
     """
 
     role: Role

@@ -73,7 +73,7 @@ class Place:
     """The place of a lost worker.
 
     Attributes:
-        info: of the lost worker.
+        info: the lost worker.
         back_s: seconds until it returns by itself; None: it does not return.
         new_s: seconds until a new process would serve; None: no process can be started.
     """

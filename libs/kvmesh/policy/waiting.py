@@ -28,7 +28,7 @@ def split_waiting(reserved: float, unreserved: float, loads: Iterable[WorkerLoad
 
     Args:
         reserved, unreserved: requests that wait with a reservation and without one.
-        loads: of all workers at home.
+        loads: loads of all workers at home.
     """
     running = reservations = 0
     for load in loads:

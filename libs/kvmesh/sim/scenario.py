@@ -89,7 +89,7 @@ class Scenario:
     Attributes:
         requests: sorted by arrival; in a closed loop only the first arrival of a session counts.
         closed_loop: whether the next turn of a session arrives `think_s` after the answer.
-        jitter: of transfers; 0.1 makes them up to 10 % longer.
+        jitter: fraction by which transfers take longer at most, at random; 0.1 is 10 %.
         sample_s: seconds between two samples of the timelines.
         chains: whether workers compute parts of long prompts for each other.
         tiers: sizes and speeds of the tiers below the pools of all workers.
