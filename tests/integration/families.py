@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def prompt_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
 class Checkpoint:
     """A random model on disk, and what transformers makes of it."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, lengths: Sequence[int] = PROMPT_LENGTHS) -> None:
         self.name = name
         self.folder = folder
         self._model = random_model(CONFIGS[name])
         self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")
         draw = random.Random(5)
-        self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENGTHS]
+        self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
         self.expected = [self.continue_greedily(prompt) for prompt in self.prompts]
 
     def continue_greedily(self, prompt: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,21 @@ async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
 ) -> None:
     arrivals = Arrivals()
     arrivals.watch(decode)
-    tell = TorchRunner._after_write
+    tell = TorchRunner._after_writes
 
     def held_back(
         self: TorchRunner, chunks: Sequence[SequenceChunk]
-    ) -> Callable[[int], None] | None:
+    ) -> list[Callable[[int], None]]:
         """Every layer waits until the ones before it have arrived."""
-        told = tell(self, chunks)
-        if told is None:
-            return None
 
-        def tell_and_wait(num_layers: int) -> None:
+        def tell_and_wait(told: Callable[[int], None], num_layers: int) -> None:
             arrivals.came.clear()
             told(num_layers)
             assert arrivals.came.wait(20), "the layers did not leave"
 
-        return tell_and_wait
+        return [partial(tell_and_wait, told) for told in tell(self, chunks)]
 
-    monkeypatch.setattr(TorchRunner, "_after_write", held_back)
+    monkeypatch.setattr(TorchRunner, "_after_writes", held_back)
     section = WorkerSection(id="p1", role="prefill", channels=channels, transfer_mode="layered")
     async with running_worker(section, engine(checkpoint.folder)) as prefill:
         driver = Driver()

@@ -21,6 +21,7 @@ from kvmesh.core.types import (
     SequenceSpec,
     Structure,
 )
+from kvmesh.engine.admission import misfit
 from kvmesh.engine.preemption import PreemptedSequences
 from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.protocol import (
@@ -45,7 +46,7 @@ from kvmesh.kv.groups import (
     state_interval,
 )
 from kvmesh.kv.hashing import HashChain
-from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
+from kvmesh.kv.sequence_blocks import GroupCache
 from kvmesh.policy.batching import BatchLimits
 
 _NOT_NUMBERS = "the engine computed logits that are not numbers"
@@ -133,7 +134,8 @@ class EngineCore:
 
     def _admit(self, spec: SequenceSpec, growth_tokens: int | None) -> Sequence | Refusal:
         """Takes the blocks of a prompt; `growth_tokens` is None if it is computed here."""
-        refusal = self._check_fit(spec)
+        can_constrain = self._constrain is not None
+        refusal = misfit(spec, self.spec, self.max_model_len, can_constrain=can_constrain)
         if refusal is not None:
             return refusal
         num_tokens = len(spec.token_ids)
@@ -168,30 +170,11 @@ class EngineCore:
         self._cached_tokens += num_cached
         return sequence
 
-    def _check_fit(self, spec: SequenceSpec) -> Refusal | None:
-        num_tokens = len(spec.token_ids)
-        here = self.spec.layout.model_fingerprint
-        if spec.fingerprint not in ("", here):
-            text = f"its checkpoint is {spec.fingerprint}, this worker's is {here}"
-            return Refusal(RefusalReason.STALE, text)
-        if spec.adapter and spec.adapter not in self.spec.adapters:
-            return Refusal(RefusalReason.STALE, f"the adapter {spec.adapter} is not loaded here")
-        if num_tokens + 1 > self.max_model_len:
-            limit = self.max_model_len
-            text = f"{num_tokens} tokens leave no room to generate in a context of {limit}"
-            return Refusal(RefusalReason.TOO_LONG, text)
-        if max(spec.token_ids) >= self.spec.vocab_size:
-            text = f"token id {max(spec.token_ids)} is outside the vocabulary"
-            return Refusal(RefusalReason.INVALID, text)
-        if spec.sampling.structure is not None and self._constrain is None:
-            return Refusal(RefusalReason.INVALID, "this engine cannot follow structures")
-        return None
-
     def _constraint(self, spec: SequenceSpec) -> TokenConstraint | None:
         structure = spec.sampling.structure
         if structure is None:
             return None
-        assert self._constrain is not None, "checked by _check_fit"
+        assert self._constrain is not None, "checked by misfit"
         return self._constrain(structure)
 
     def _no_blocks(self, detail: str) -> Refusal:
@@ -236,6 +219,8 @@ class EngineCore:
         self._lost(sequence)
         sequence.state = SequenceState.GONE
         self._free_blocks(sequence)
+        if sequence.upstream is not None and sequence not in self._in_flight:
+            self._settle_upstream(sequence, came=False)
         sequence.on_end()
 
     def _lost(self, sequence: Sequence) -> None:
@@ -284,9 +269,11 @@ class EngineCore:
         planned = self._running.plan()
         # Saved states take only blocks that are left after every sequence has the blocks it needs.
         for sequence, end in planned:
+            if sequence.num_begun:
+                continue  # they were chosen for its first step
             prompt = len(sequence.spec.token_ids)
             hashes = sequence.chain.hashes
-            self._cache.plan_saves(sequence.kv, sequence.num_computed, end, prompt, hashes)
+            self._cache.plan_saves(sequence.kv, sequence.start, end, prompt, hashes)
         self._in_flight = frozenset(sequence for sequence, _ in planned)
         return [self._chunk(sequence, end) for sequence, end in planned]
 
@@ -300,7 +287,7 @@ class EngineCore:
         return SequenceChunk(
             sequence_id=sequence.sequence_id,
             token_ids=sequence.tokens,
-            start=sequence.num_computed if upstream is None else upstream.end,
+            start=sequence.start,
             end=end,
             block_table=kv.tables[0],
             num_prompt_tokens=sequence.spec.num_prompt_tokens,
@@ -308,11 +295,12 @@ class EngineCore:
             sample=end == len(sequence.tokens),
             eos_token_ids=self.spec.eos_token_ids,
             more_tables=kv.tables[1:],
-            state=_state_chunk(kv, sequence.num_computed) if kv.state else None,
+            state=_state_chunk(sequence) if kv.state else None,
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
             remote=sequence.remote,
+            pace=self._running.pace_of(sequence),
             upstream=upstream,
             adapter=sequence.spec.adapter,
         )
@@ -332,12 +320,15 @@ class EngineCore:
         notify: list[Callable[[], None]] = []
         for index, (chunk, token) in enumerate(zip(chunks, result.tokens, strict=True)):
             sequence = members[chunk.sequence_id]
+            if self._goes_on(sequence, result.unfinished.get(index)):
+                continue
             self._computed_tokens += chunk.end - chunk.start
             if sequence.upstream is not None:
-                self._settle_upstream(sequence, came=index not in result.lost)
+                came = index not in result.lost and index not in result.unfinished
+                self._settle_upstream(sequence, came=came)
             elif index in result.lost:
                 come_back(sequence, self.block_size)
-            if index in result.lost:
+            if index in result.lost or index in result.unfinished:
                 continue
             known = len(sequence.prompt_logprobs) - chunk.start  # recomputed after preemption
             sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
@@ -354,11 +345,19 @@ class EngineCore:
         for call in notify:
             call()
 
+    def _goes_on(self, sequence: Sequence, num_stages: int | None) -> bool:
+        """Notes how far a part is; False if it has ended, or nobody wants it any more."""
+        is_unfinished = num_stages is not None and sequence.state is SequenceState.RUNNING
+        sequence.num_begun = 1 + num_stages if num_stages is not None and is_unfinished else 0
+        return is_unfinished
+
     def _settle_upstream(self, sequence: Sequence, *, came: bool) -> None:
-        """Ends a step during which another worker computed the beginning of the prompt."""
+        """A part has ended beside which another worker computed the beginning of the prompt."""
         upstream, sequence.upstream = sequence.upstream, None
         assert upstream is not None
-        sequence.in_one_step = False
+        sequence.is_part = False
+        if not came:
+            self._cache.drop_saves(sequence.kv)
         if not came and sequence.state is SequenceState.RUNNING:
             # A writer may still be in its blocks: `settle` runs the sequence again after that.
             self._running.discard(sequence)
@@ -491,6 +490,9 @@ class EngineCore:
             self._cache.check_integrity(sequence.kv, sequence.num_computed)
 
 
-def _state_chunk(kv: SequenceBlocks, start: int) -> StateChunk:
-    source = kv.source or (kv.state if start else [])
+def _state_chunk(sequence: Sequence) -> StateChunk:
+    kv, upstream = sequence.kv, sequence.upstream
+    source: SequenceOf[int] = kv.source or (kv.state if sequence.start else [])
+    if upstream is not None:
+        source = upstream.state
     return StateChunk(kv.state, source, [(saved.position, saved.blocks) for saved in kv.saves])

@@ -24,6 +24,7 @@ from kvmesh.engine.mixing import split_mix
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StateChunk, StepResult
 from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
+from kvmesh.kv.stages import whole_stages
 
 _WORD = 8
 _PAIR_SHARE = 1e-4
@@ -79,7 +80,15 @@ class FakeRunner:
             head_dim=1,  # keys and values of one head and position: 8 bytes, one word
             engine="fake",
         )
-        self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout, groups)
+        self._spec = ModelSpec(
+            name,
+            vocab_size,
+            max_model_len,
+            eos_token_ids,
+            layout,
+            groups,
+            group_stages=whole_stages(groups, layout.block_bytes),
+        )
         self._memory = HostMemory(num_blocks, layout.block_bytes)
 
     @classmethod
@@ -125,20 +134,19 @@ class FakeRunner:
 
     @property
     def pair_share(self) -> float:
-        """A token share above 0, so that chunks may have an upstream part."""
-        return _PAIR_SHARE if self._spec.groups.is_plain else 0.0
+        """Its attention costs nothing, and yet the beginning of a prompt may come from another."""
+        return _PAIR_SHARE
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
         started = time.perf_counter()
-        num_layers = self._spec.layout.num_layers
-        lost = {
-            index
-            for index, chunk in enumerate(chunks)
-            if chunk.upstream is not None and not chunk.upstream.gate.wait(num_layers)
-        }
-        if lost:  # a chunk with an upstream part is alone in its step
-            return StepResult([None] * len(chunks), lost=frozenset(lost))
+        num_stages = len(self._spec.stages)
+        upstream = chunks[0].upstream if chunks else None  # such a chunk is alone in its step
+        came = True if upstream is None else upstream.gate.passes(num_stages)
+        if came is None:
+            return StepResult([None], unfinished={0: num_stages})
+        if not came:
+            return StepResult([None], lost=frozenset({0}))
         for chunk in chunks:
             for table in chunk.tables:
                 for position in range(chunk.start, chunk.end):
@@ -148,8 +156,8 @@ class FakeRunner:
         tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
         self._wait(chunks, started)
         for chunk in chunks:
-            if chunk.on_layers is not None and self._spec.groups.is_plain:
-                chunk.on_layers(num_layers)
+            if chunk.on_layers is not None:
+                chunk.on_layers(num_stages)
         scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
         return StepResult(tokens, scores)
 

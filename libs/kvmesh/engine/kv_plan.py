@@ -18,6 +18,7 @@ from kvmesh.core.kv_formats import DTYPE_BYTES
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.config import HeadShape, ModelConfig
 from kvmesh.kv.groups import KvGroups, num_blocks_of
+from kvmesh.kv.stages import Stages, state_kind, tiled
 
 _STATE_VALUE_BYTES = 4
 
@@ -129,3 +130,22 @@ def kv_layout(config: ModelConfig, plan: KvPlan, *, dtype: str, fingerprint: str
         num_kv_heads=config.num_kv_heads if latent is None else 1,
         head_dim=config.head_dim if latent is None else latent.width // 2,
     )
+
+
+def kv_stages(config: ModelConfig, plan: KvPlan, dtype: str, block_bytes: int) -> Stages:
+    """The order in which the model's layers fill blocks.
+
+    Args:
+        dtype: of token groups.
+    """
+    state_bytes = config.state_values * _STATE_VALUE_BYTES
+    begins: list[tuple[int, int]] = []
+    for layer in range(config.num_layers):
+        state = plan.state_places.get(layer)
+        if state is not None:
+            begins.append((state_kind(state.group), state.slot * state_bytes))
+        if config.has_attention(layer) and config.kv_source(layer) == layer:
+            place = plan.places[layer]
+            values = _values_of(config, layer) * plan.block_size
+            begins.append((place.group, place.slot * values * DTYPE_BYTES[dtype]))
+    return tiled(begins, block_bytes)

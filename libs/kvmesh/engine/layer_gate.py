@@ -1,44 +1,46 @@
-"""How far the first part of a prompt has arrived, layer by layer, while another worker computes it.
+"""How far the first part of a prompt has arrived, stage by stage, while another worker computes it.
 
-The event loop reports arrivals; the thread that computes waits for them. No torch here.
+The event loop reports arrivals; the thread that computes looks. No torch here.
 Tests: tests/unit/engine/test_layer_gate.py.
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
 
 class LayerGate:
-    """Layers of a prompt's first part whose KV is in this worker's blocks."""
+    """Stages of a prompt's first part whose KV is in this worker's blocks.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_layers = 0
+    Args:
+        on_change: called on the event loop after each report.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
+        self._num_stages = 0
         self._is_closed = False
 
     @property
-    def num_layers(self) -> int:
-        """Leading layers that have arrived."""
-        return self._num_layers
+    def num_stages(self) -> int:
+        """Leading stages that have arrived."""
+        return self._num_stages
 
-    def arrived(self, num_layers: int) -> None:
-        """Reports that so many leading layers are there."""
-        with self._changed:
-            self._num_layers = max(self._num_layers, num_layers)
-            self._changed.notify_all()
+    def arrived(self, num_stages: int) -> None:
+        """Reports that so many leading stages are there."""
+        self._num_stages = max(self._num_stages, num_stages)
+        self._on_change()
 
     def close(self) -> None:
         """Says that no more will come. May be called again."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._on_change()
 
-    def wait(self, num_layers: int) -> bool:
-        """Waits until so many leading layers are there; False if they will not come.
+    def passes(self, num_stages: int) -> bool | None:
+        """Whether so many leading stages are there; None while they may still come.
 
-        Whoever owns the gate closes it when arrivals stop, so that this ends.
+        Whoever owns the gate closes it when arrivals stop.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_layers >= num_layers or self._is_closed)
-            return self._num_layers >= num_layers
+        if self._num_stages >= num_stages:
+            return True
+        return False if self._is_closed else None

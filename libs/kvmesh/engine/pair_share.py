@@ -9,20 +9,31 @@ from dataclasses import replace
 
 from kvmesh.engine.config import ModelConfig
 
+_LEAST = 1e-9
+"""Of a model whose layers all forget: some share, since 0 says that parts cannot be computed."""
+
 
 def pair_share(config: ModelConfig) -> float:
     """Returns the multiplications of attention to one position over all others of a token.
 
-    A matrix takes one per weight; attention takes one per element of a key and of a value. The head
-    is left out: it runs for only one position of a prompt.
+    A matrix takes one for each of its weights; attention takes one for each element of a key and of
+    a value. What a layer with a window, or with a state, does for a token is the same wherever the
+    token is. The head is left out: it runs for one position of a prompt.
     """
-    attention = sum(_pair_elements(config, layer) for layer in range(config.num_layers))
+    pairs = constant = 0
+    for layer in range(config.num_layers):
+        if config.is_linear(layer):
+            constant += config.state_values
+        if config.has_attention(layer):
+            window, elements = config.windows[layer], _pair_elements(config, layer)
+            pairs += 0 if window else elements
+            constant += window * elements
     moe = config.moe
     chosen = None if moe is None else replace(moe, num_experts=moe.top_k)
     computing = replace(
         config, vocab_size=0, positions_before=None, layer_input_vocab=0, moe=chosen
     )
-    return attention / max(computing.num_parameters, 1)
+    return max(pairs / max(computing.num_parameters + constant, 1), _LEAST)
 
 
 def _pair_elements(config: ModelConfig, layer: int) -> int:

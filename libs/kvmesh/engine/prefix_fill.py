@@ -49,6 +49,18 @@ class PrefixFill:
         """Number of leading blocks that are in the pool and stay until `end`."""
         return self._kv.num_sealed
 
+    @property
+    def kinds(self) -> SequenceOf[int]:
+        """Of the opened blocks, see `ArrivingBlock`."""
+        assert self._room is not None, "opened before"
+        return tuple(self._room.kinds)
+
+    @property
+    def state(self) -> SequenceOf[int]:
+        """Those of the opened blocks that a state comes in."""
+        assert self._room is not None, "opened before"
+        return tuple(self._room.state)
+
     def adopt(self) -> int:
         """Takes leading blocks that came into the prefix cache meanwhile; returns how many."""
         assert self._room is None, "a writer is in the blocks"
@@ -60,8 +72,11 @@ class PrefixFill:
             self._fills.filled(self._sequence, held, length)
         return length - held
 
-    def open(self, length: int) -> SequenceOf[int] | None:
+    def open(self, length: int, num_tokens: int = 0) -> SequenceOf[int] | None:
         """Opens room for a prefix of `length` blocks; returns the blocks to write, in order.
+
+        Args:
+            num_tokens: the sequence computes up to here meanwhile; 0 if it waits.
 
         Returns:
             None if there is no room, or the sequence has ended.
@@ -69,7 +84,7 @@ class PrefixFill:
         if self._sequence is not None and self._sequence.state is SequenceState.GONE:
             return None
         try:
-            self._room = self._fills.rooms.open(self._kv, length)
+            self._room = self._fills.rooms.open(self._kv, length, num_tokens)
         except OutOfBlocksError:
             return None
         return self._room.blocks

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
 from kvmesh.engine.layer_gate import LayerGate
 from kvmesh.kv.groups import KvGroups
+from kvmesh.kv.stages import Stages, plain_stages
 from kvmesh.transfer.remote_attention import RemoteAttention
 
 if TYPE_CHECKING:  # the contract itself needs no numpy
@@ -29,6 +30,7 @@ class ModelSpec:
         eos_token_ids: tokens that end generation unless `ignore_eos`.
         groups: KV groups of its layers.
         adapters: names of LoRA adapters that sequences may use.
+        group_stages: stages of a model whose blocks do not hold all layers in their order.
     """
 
     name: str
@@ -38,6 +40,13 @@ class ModelSpec:
     layout: KvLayout
     groups: KvGroups = KvGroups()
     adapters: tuple[str, ...] = ()
+    group_stages: Stages = ()
+
+    @property
+    def stages(self) -> Stages:
+        """In which order blocks are filled."""
+        layout = self.layout
+        return self.group_stages or plain_stages(layout.num_layers, layout.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +83,29 @@ class UpstreamPart:
 
     Attributes:
         end: one past the last of them, a multiple of the block size.
-        gate: reports which layers of their KV are in the sequence's blocks.
-        settle: called on the event loop after the step, before the sequence continues: True if all
-            layers arrived, False if the sequence is HELD again and has computed nothing.
+        gate: says which stages of their KV are in the sequence's blocks.
+        settle: called on the event loop after the part, before the sequence goes on: True if all
+            stages came, False if the sequence has computed nothing; it is HELD again then, or GONE.
+        state: blocks that the state after them comes in.
     """
 
     end: int
     gate: LayerGate
     settle: Callable[[bool], None]
+    state: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartPace:
+    """How a part of a prompt is computed: layer by layer, in each layer piece by piece.
+
+    Attributes:
+        piece_tokens: of a piece.
+        step_tokens: a call of `execute` computes about as much as a step of so many tokens.
+    """
+
+    piece_tokens: int
+    step_tokens: int
 
 
 class TokenConstraint(Protocol):
@@ -124,12 +148,13 @@ class SequenceChunk:
         state: None for a model without linear layers.
         constraint: limits the tokens that may be chosen; None for free text.
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
-        on_layers: called in the computing thread with the number of layers that have KV of all
+        on_layers: called in the computing thread with the number of stages that have KV of all
             positions up to the chunk's end; on a device, at the pool's present moment. A runner
             may call it seldom or never.
         remote: blocks of the prefix that are holes in `block_table`, and their holder.
-        upstream: positions before `start` that arrive while this chunk is computed, alone in its
-            step: each layer waits for its own part of them.
+        pace: the chunk is a part of a prompt, alone in its steps, of which it takes several.
+        upstream: positions before `start` that arrive while such a part is computed: each stage
+            waits for its own part of them.
         adapter: one of `ModelSpec.adapters`; empty for none.
     """
 
@@ -154,6 +179,7 @@ class SequenceChunk:
     score_prompt: bool = False
     on_layers: Callable[[int], None] | None = None
     remote: RemotePrefix | None = None
+    pace: PartPace | None = None
     upstream: UpstreamPart | None = None
     adapter: str = ""
 
@@ -189,11 +215,14 @@ class StepResult:
         prompt_logprobs: by index of the chunk, `num_scored` entries, for positions start + 1 on.
         lost: indexes of chunks whose remote prefix did not answer or whose upstream part did not
             arrive; they count as not computed.
+        unfinished: indexes of parts that go on in a further step, and the stages from upstream that
+            have to be there by then.
     """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
+    unfinished: dict[int, int] = field(default_factory=dict)
 
 
 class KvMemory(Protocol):

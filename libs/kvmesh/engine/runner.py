@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +21,13 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.device_check import require_device, require_room_for_latents
 from kvmesh.engine.families import FAMILIES
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
-from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
+from kvmesh.engine.kv_plan import KvPlan, kv_layout, kv_stages, plan_kv
 from kvmesh.engine.kv_shape import group_view
 from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.memory import available_bytes, memory_needed, require_memory, resolve_dtype
 from kvmesh.engine.model import DecoderModel, load_model
 from kvmesh.engine.pair_share import pair_share
+from kvmesh.engine.part_run import PartRun, Pauses, UpstreamLostError
 from kvmesh.engine.partial import PoolAttention, can_be_parted
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
@@ -36,15 +38,11 @@ from kvmesh.engine.weights import WeightFiles, fingerprint
 from kvmesh.kernels.dispatch import AfterWrite, plan_attention
 from kvmesh.kernels.latent import StepLatent
 from kvmesh.kernels.split_attention import RemotePart, SplitAttention
-from kvmesh.kernels.states import StepStates
+from kvmesh.kernels.states import StateWatch, StepStates
 from kvmesh.kernels.upload import sent
 
 _SCORED_ROWS = 128
 """Number of prompt positions whose logits are in memory at once."""
-
-
-class UpstreamLostError(Exception):
-    """Layers of another worker's part will not arrive, so the step is abandoned."""
 
 
 class TorchRunner:
@@ -60,10 +58,9 @@ class TorchRunner:
         self._keeps_latents = model.config.latent is not None
         can_part = can_be_parted(model, plan.groups)
         self._partial = PoolAttention(pool, model.config.num_heads) if can_part else None
-        # A part is computed in one step, and a device has no room for its activations beside the
-        # pool.
-        may_chain = plan.groups.is_plain and device == "cpu"
-        self._pair_share = pair_share(model.config) if may_chain else 0.0
+        # What a part keeps in memory between two layers, a device has no room for besides its pool.
+        self._pair_share = pair_share(model.config) if device == "cpu" else 0.0
+        self._parts: dict[int, PartRun] = {}
         self._device = device
         self._static: StaticStep | None = None
 
@@ -124,6 +121,7 @@ class TorchRunner:
             eos_token_ids=config.eos_token_ids,
             layout=layout,
             groups=plan.groups,
+            group_stages=kv_stages(config, plan, resolved, layout.block_bytes),
         )
         return cls(spec, model, plan, allocate_pool(layout, num_blocks, device), device)
 
@@ -191,10 +189,9 @@ class TorchRunner:
             return StepResult([])
         with torch.inference_mode(), _current(self._device):
             if self._static is None or not self._static.takes(chunks):
-                try:
-                    return self._execute_plain(self._model, chunks)
-                except UpstreamLostError:
-                    return StepResult([None], lost=frozenset({0}))
+                if chunks[0].pace is not None:
+                    return self._execute_part(self._model, chunks)
+                return self._execute_plain(self._model, chunks)
             chosen = self._static.execute(chunks)
             self._pool.computed()
             return StepResult(chosen)
@@ -211,7 +208,7 @@ class TorchRunner:
         x, delta = model.forward(
             sent(batch.token_ids, torch.int64, device),
             sent(batch.positions, torch.int64, device),
-            self._memory_of(batch, remote, self._after_write(chunks)),
+            self._memory_of(batch, remote, self._after_writes(chunks)),
             None if all_rows else sent(rows, torch.int64, device),
         )
         self._pool.computed()
@@ -225,26 +222,51 @@ class TorchRunner:
         scores = self._score(chunks, batch, x[num_sampled:], delta[num_sampled:])
         return StepResult(result, scores, lost)
 
-    def _after_write(self, chunks: Sequence[SequenceChunk]) -> AfterWrite | None:
-        """Returns a callback per layer: waits for the upstream part, then notifies listeners.
+    def _execute_part(self, model: DecoderModel, chunks: Sequence[SequenceChunk]) -> StepResult:
+        """Some pieces of a part, which go on with its next step where they were left."""
+        (chunk,) = chunks
+
+        def forward(piece: SequenceChunk, pauses: Pauses) -> tuple[torch.Tensor, torch.Tensor]:
+            batch = build_batch([piece], self._plan.block_size, self._plan.groups.windows)
+            after_writes = [partial(pauses.written, group) for group in range(len(batch.groups))]
+            return model.forward(
+                batch.token_ids,
+                batch.positions,
+                self._memory_of(batch, [], after_writes, pauses),
+                torch.tensor([len(batch.token_ids) - 1]),
+            )
+
+        def choose(piece: SequenceChunk, x: torch.Tensor, delta: torch.Tensor) -> SampledToken:
+            return sample(model.logits(x, delta), [piece])[0]
+
+        run = self._parts.pop(chunk.sequence_id, None)
+        if run is None:
+            run = PartRun(chunk, self._spec.stages, forward, choose)
+        try:
+            needed = run.advance()
+        except UpstreamLostError:
+            run.close()
+            return StepResult([None], lost=frozenset({0}))
+        if run.is_done:
+            return StepResult([run.token])
+        self._parts[chunk.sequence_id] = run
+        return StepResult([None], unfinished={0: needed})
+
+    def _after_writes(self, chunks: Sequence[SequenceChunk]) -> list[AfterWrite]:
+        """For each token group, what tells the chunks that listen; empty where nobody does.
 
         On a device the layers are only launched by then; the pool's moment marks them.
         """
         listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
-        upstream = chunks[0].upstream
-        assert upstream is None or len(chunks) == 1, "such a chunk is alone in its step"
-        if (upstream is None and not listeners) or not self.spec.groups.is_plain:
-            return None
+        if not listeners or not self.spec.groups.is_plain:
+            return []
 
         def complete(layer: int) -> None:
-            if upstream is not None and not upstream.gate.wait(layer + 1):
-                raise UpstreamLostError
-            if listeners:
-                self._pool.computed()
+            self._pool.computed()
             for listener in listeners:
                 listener(layer + 1)
 
-        return complete
+        return [complete]
 
     def _score(
         self,
@@ -277,7 +299,11 @@ class TorchRunner:
         return found
 
     def _memory_of(
-        self, batch: StepBatch, remote: Sequence[RemotePart], after_write: AfterWrite | None
+        self,
+        batch: StepBatch,
+        remote: Sequence[RemotePart],
+        after_writes: Sequence[AfterWrite] = (),
+        watch: StateWatch | None = None,
     ) -> StepMemory:
         pool, plan, shape = self._pool.tensor, self._plan, self._spec.layout
         states = None
@@ -288,26 +314,38 @@ class TorchRunner:
                 first.query_starts,
                 first.num_decode,
                 pool.view(len(pool), -1).view(torch.float32),
+                watch,
             )
         if remote:
             (group,) = batch.groups
             return StepMemory(attention=(SplitAttention(group, pool, remote),))
+        callbacks: Sequence[AfterWrite | None] = after_writes or [None] * len(batch.groups)
         if not self._keeps_latents:
             attention = tuple(
                 plan_attention(group, group_view(pool, heads), after_write)
-                for group, heads in zip(batch.groups, plan.heads, strict=True)
+                for group, heads, after_write in zip(
+                    batch.groups, plan.heads, callbacks, strict=True
+                )
             )
             return StepMemory(attention=attention, states=states)
         vectors = pool.view(len(pool), plan.block_layers, shape.block_size, -1)
-        latent = tuple(StepLatent(group, vectors, after_write) for group in batch.groups)
+        latent = tuple(
+            StepLatent(group, vectors, after_write)
+            for group, after_write in zip(batch.groups, callbacks, strict=True)
+        )
         return StepMemory(latent=latent, states=states)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """Does nothing: all data of a sequence is in its blocks."""
+        """See `ModelRunner.forget`; all but unfinished parts is in the blocks."""
+        for sequence_id in sequence_ids:
+            run = self._parts.pop(sequence_id, None)
+            if run is not None:
+                run.close()
 
     def close(self) -> None:
         """See `ModelRunner.close`."""
         self._model = self._static = None
+        self._parts.clear()
         self._pool.close()
 
 

@@ -13,10 +13,15 @@ from collections.abc import Callable, Collection, Iterator
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.engine.preemption import PreemptedSequences
+from kvmesh.engine.protocol import PartPace
 from kvmesh.engine.remote import come_back
 from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.kv.sequence_blocks import GroupCache
 from kvmesh.policy.batching import BatchLimits, plan_batch
+
+
+def _is_part(sequence: Sequence) -> bool:
+    return sequence.is_part and sequence.num_remaining > 1
 
 
 def _age(sequence: Sequence) -> int:
@@ -40,6 +45,7 @@ class RunningSequences:
         self._cache = cache
         self._limits = limits
         self._members: list[Sequence] = []
+        self._part_is_next = False
         self.preempted = preempted
         self.num_preemptions = 0
         self.beside_decode: int | None = None
@@ -80,16 +86,33 @@ class RunningSequences:
             planned = self._grown()
         return planned
 
+    def pace_of(self, sequence: Sequence) -> PartPace | None:
+        """How the next chunk of a sequence is computed, if it is a part; else None."""
+        if not _is_part(sequence):
+            return None
+        limits = self._limits
+        decodes = any(each.num_remaining == 1 for each in self._members)
+        beside = (limits.max_tokens, limits.mixed_tokens, self.beside_decode) if decodes else ()
+        fewest = min((each for each in beside if each is not None), default=limits.max_tokens)
+        return PartPace(limits.max_tokens, fewest)
+
     def _grown(self) -> list[tuple[Sequence, int]]:
         runnable = [s for s in self._members if s.constraint is None or s.constraint.ready]
-        whole = next((s for s in runnable if s.in_one_step and s.num_remaining > 1), None)
-        if whole is not None and self._grow(whole, len(whole.tokens), ()):
-            return [(whole, len(whole.tokens))]
-        remaining = [s.num_remaining for s in runnable]
+        others = [s for s in runnable if not _is_part(s)]
+        part = next((s for s in runnable if _is_part(s) and not s.waits_for_layers), None)
+        if part is not None:
+            # Answers go on between any two steps of a part; prompts come behind it.
+            decoding = [s for s in others if s.num_remaining == 1]
+            self._part_is_next = not self._part_is_next or not decoding
+            if not self._part_is_next:
+                others = decoding
+            elif self._grow(part, len(part.tokens), ()):
+                return [(part, len(part.tokens))]
+        remaining = [s.num_remaining for s in others]
         plans = plan_batch(remaining, self._limits, self.beside_decode)
         grown: dict[Sequence, int] = {}
         for plan in plans:
-            sequence = runnable[plan.index]
+            sequence = others[plan.index]
             end = sequence.num_computed + plan.num_tokens
             # An earlier sequence of the batch may have preempted this one.
             if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, grown):
@@ -100,7 +123,7 @@ class RunningSequences:
         """Takes blocks up to `end`, preempting younger sequences; False if it must wait."""
         while True:
             try:
-                self._cache.grow(sequence.kv, sequence.num_computed, end)
+                self._cache.grow(sequence.kv, sequence.start, end)
                 self.preempted.served(sequence)
                 return True
             except OutOfBlocksError:
@@ -109,6 +132,8 @@ class RunningSequences:
                 if self.preempted.makes_room_for(sequence):
                     return False
                 victim = self._youngest(protected)
+                if victim is None:
+                    return False
                 self.preempt(victim)
                 if victim is sequence:
                     return False
@@ -117,10 +142,17 @@ class RunningSequences:
         """Turns a rolling state into an evictable cache entry; False if there is none."""
         return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._members)
 
-    def _youngest(self, protected: Collection[Sequence]) -> Sequence:
-        # The asking sequence is not protected, so there always is a victim. A sequence with an
-        # upstream part is no victim: another worker writes into its blocks, and it needs no more.
-        return next(s for s in reversed(self._members) if s not in protected and s.upstream is None)
+    def _youngest(self, protected: Collection[Sequence]) -> Sequence | None:
+        # Into the blocks of one with an upstream part another worker writes, and what is computed
+        # of a part is nowhere but in the runner.
+        return next(
+            (
+                each
+                for each in reversed(self._members)
+                if each not in protected and each.upstream is None and not each.num_begun
+            ),
+            None,
+        )
 
     def _readmit(self) -> bool:
         """Readmits preempted sequences while there is room; False if none was readmitted."""

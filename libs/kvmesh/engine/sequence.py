@@ -72,8 +72,11 @@ class Sequence:
         scores_prompt: log-probabilities of the prompt's tokens are still to be computed or sent.
         prompt_logprobs: log-probabilities so far, from the prompt's second token on.
         remote: a part of the prefix whose KV another worker holds.
-        in_one_step: the rest of its prompt is one chunk of any length, alone in its step.
-        upstream: leading positions that another worker computes during that step.
+        is_part: all that is left of its prompt is one chunk, computed layer by layer in steps of
+            its own.
+        num_begun: 0 before the first of them, else one more than the stages from upstream that the
+            next one needs.
+        upstream: leading positions that another worker computes meanwhile.
         on_emission, on_progress: called on the event loop after a step.
         on_end: called on the event loop when it is GONE.
         on_layers: called in the engine's thread, during the step that gives the first token, with
@@ -93,7 +96,8 @@ class Sequence:
     scores_prompt: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     remote: RemotePrefix | None = None
-    in_one_step: bool = False
+    is_part: bool = False
+    num_begun: int = 0
     upstream: UpstreamPart | None = None
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
@@ -104,6 +108,17 @@ class Sequence:
     def blocks(self) -> list[int]:
         """Block table of the first group."""
         return self.kv.tables[0]
+
+    @property
+    def start(self) -> int:
+        """The first position that a step computes next."""
+        return self.num_computed if self.upstream is None else self.upstream.end
+
+    @property
+    def waits_for_layers(self) -> bool:
+        """Whether a further step would find nothing to compute before more comes from upstream."""
+        upstream, begun = self.upstream, self.num_begun
+        return upstream is not None and begun > 1 and upstream.gate.passes(begun - 1) is None
 
     @property
     def num_remaining(self) -> int:

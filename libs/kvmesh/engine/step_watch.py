@@ -73,6 +73,12 @@ class StepState:
     slowdown: float = 0.0
 
 
+def _num_tokens(chunk: SequenceChunk) -> int:
+    """What a step computes of a chunk: of a part of a prompt only some."""
+    count = chunk.end - chunk.start
+    return count if chunk.pace is None else min(count, chunk.pace.step_tokens)
+
+
 class StepWatch:
     """Measures steps. Every `now` is in seconds on one clock that never goes back."""
 
@@ -84,8 +90,8 @@ class StepWatch:
 
     def begin(self, chunks: Sequence[SequenceChunk], now: float) -> None:
         """Records the start of a step."""
-        tokens = sum(each.end - each.start for each in chunks)
-        attended = sum((each.end - each.start) * each.end for each in chunks)
+        tokens = sum(_num_tokens(each) for each in chunks)
+        attended = sum(_num_tokens(each) * each.end for each in chunks)
         self._running = _Kind(tokens.bit_length(), attended.bit_length()), now
 
     def end(self, now: float) -> None:

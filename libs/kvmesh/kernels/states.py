@@ -117,6 +117,18 @@ class States(Protocol):
         ...
 
 
+class StateWatch(Protocol):
+    """Told of each layer's states in a step."""
+
+    def before_states(self, part: int, slot: int) -> None:
+        """Those before the rows are about to be read."""
+        ...
+
+    def after_states(self, part: int, slot: int) -> None:
+        """Those after the rows are written."""
+        ...
+
+
 class StepStates:
     """The states of a step that is planned from lists.
 
@@ -125,6 +137,7 @@ class StepStates:
         query_starts: first row of each, then the number of rows.
         num_decode: number of leading sequences that have exactly one row.
         pool: [num_blocks, block bytes / 4] fp32; changed in place.
+        watch: told of each layer.
     """
 
     def __init__(
@@ -133,7 +146,9 @@ class StepStates:
         query_starts: Sequence[int],
         num_decode: int,
         pool: Tensor,
+        watch: StateWatch | None = None,
     ) -> None:
+        self._watch = watch
         self._sequences = sequences
         self._starts = query_starts
         self._num_decode = num_decode
@@ -155,6 +170,8 @@ class StepStates:
 
     def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
         """See `States.run`."""
+        if self._watch is not None:
+            self._watch.before_states(part, slot)
         field = self._pool[:, slot * values : (slot + 1) * values]
         outs = []
         if self._num_decode:
@@ -165,6 +182,8 @@ class StepStates:
                 field[self._save_blocks[:, part]] = field[live[self._save_rows]]
         for index in range(self._num_decode, len(self._sequences)):
             outs += self._scan(index, part, field, recurrence)
+        if self._watch is not None:
+            self._watch.after_states(part, slot)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _scan(self, index: int, part: int, field: Tensor, recurrence: Recurrence) -> list[Tensor]:

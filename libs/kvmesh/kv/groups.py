@@ -181,11 +181,13 @@ class ArrivingBlock:
     """A block that a handoff moves.
 
     Attributes:
-        tokens: number of leading prompt tokens after which the block is complete.
+        tokens: leading tokens of the prompt that must be computed before it is complete.
+        kind: its token group; -1, -2 and so on are the first, second and further block of a state.
     """
 
     block: int
     tokens: int
+    kind: int = 0
 
 
 def arriving_blocks(
@@ -207,12 +209,12 @@ def arriving_blocks(
     """
     visible = [first_visible(window, num_tokens, block_size) for window in groups.windows]
     found = [
-        ArrivingBlock(_at(table, index), min((index + 1) * block_size, num_tokens))
+        ArrivingBlock(_at(table, index), min((index + 1) * block_size, num_tokens), group)
         for index in span
-        for table, first in zip(tables, visible, strict=True)
+        for group, (table, first) in enumerate(zip(tables, visible, strict=True))
         if index >= first
     ]
-    return found + [ArrivingBlock(block, num_tokens) for block in state]
+    return found + [ArrivingBlock(block, num_tokens, -1 - part) for part, block in enumerate(state)]
 
 
 def arriving_keys(

@@ -15,6 +15,7 @@ from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
     HOLE,
+    ArrivingBlock,
     KvGroups,
     arriving_blocks,
     arriving_keys,
@@ -34,6 +35,7 @@ class PrefixRoom:
         num_held: number of leading block indices that were there before.
         length: number of block indices of the prefix, including those.
         blocks: blocks to fill, in the order of a handoff.
+        kinds: their kinds, see `ArrivingBlock`.
         state: the blocks among them that hold a state.
         before: block tables of `kv` before the room was opened.
         had_state: whether `kv` held a live state already.
@@ -46,6 +48,7 @@ class PrefixRoom:
     had_state: bool
     state: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
 
 
 class PrefixRooms:
@@ -66,7 +69,8 @@ class PrefixRooms:
         """
         kv = self._cache.resume(hashes)
         length = kv.num_sealed
-        blocks = self._arriving(kv, kv.source, num_held, length) if length > num_held else []
+        arriving = self._arriving(kv, kv.source, num_held, length) if length > num_held else []
+        blocks = [each.block for each in arriving]
         self._pool.acquire(blocks)
         self._cache.release(kv)
         return length, blocks
@@ -94,8 +98,11 @@ class PrefixRooms:
         kv.source, kv.num_sealed = found.source, length
         return length
 
-    def open(self, kv: SequenceBlocks, length: int) -> PrefixRoom:
+    def open(self, kv: SequenceBlocks, length: int, num_tokens: int = 0) -> PrefixRoom:
         """Makes `kv` hold the blocks that it needs to resume after `length` blocks.
+
+        Args:
+            num_tokens: positions up to here are computed while the prefix arrives; 0 for none.
 
         Raises:
             OutOfBlocksError: `kv` is unchanged.
@@ -106,10 +113,14 @@ class PrefixRooms:
         try:
             self._cache.reserve(kv, length * self._size, 0)
             room.state = self._pool.allocate(self._groups.state_blocks)
+            if num_tokens:
+                self._cache.grow(kv, length * self._size, num_tokens)
         except OutOfBlocksError:
             self._undo(room)
             raise
-        room.blocks = self._arriving(kv, room.state, room.num_held, length)
+        arriving = self._arriving(kv, room.state, room.num_held, length)
+        room.blocks = [each.block for each in arriving]
+        room.kinds = [each.kind for each in arriving]
         return room
 
     def close(self, room: PrefixRoom, hashes: Sequence[BlockHash], num_filled: int) -> int:
@@ -185,11 +196,9 @@ class PrefixRooms:
 
     def _arriving(
         self, kv: SequenceBlocks, state: Sequence[int], num_held: int, length: int
-    ) -> list[int]:
+    ) -> list[ArrivingBlock]:
         span, num_tokens = range(num_held, length), length * self._size
-        groups, size = self._groups, self._size
-        found = arriving_blocks(groups, kv.tables, state, span, num_tokens, size)
-        return [each.block for each in found]
+        return arriving_blocks(self._groups, kv.tables, state, span, num_tokens, self._size)
 
     def _forget_windows(self, kv: SequenceBlocks, length: int) -> None:
         """Releases the blocks before the windows of the new position."""

@@ -219,6 +219,13 @@ class GroupCache:
         except OutOfBlocksError:
             return []
 
+    def drop_saves(self, blocks: SequenceBlocks) -> None:
+        """Gives up the states that a step was to save: it was lost."""
+        for saved in blocks.saves:
+            if not saved.is_rolling:
+                self._pool.release(saved.blocks)
+        blocks.saves.clear()
+
     def finish_step(
         self, blocks: SequenceBlocks, num_computed: int, hashes: Sequence[BlockHash]
     ) -> None:
@@ -349,10 +356,7 @@ class GroupCache:
         Args:
             hashes: hashes of the sequence; with them the rolling state stays cached, too.
         """
-        for saved in blocks.saves:
-            if not saved.is_rolling:
-                self._pool.release(saved.blocks)
-        blocks.saves.clear()
+        self.drop_saves(blocks)
         if hashes:
             self.drop_rolling(blocks, hashes)
         for single in (blocks.rolling, blocks.source, blocks.state):

@@ -39,8 +39,9 @@ MOST_OF_SHORTER = 0.9
 
 MAX_WORKERS = 8
 
-MAX_PART_TOKENS = 32_768
-"""Maximum tokens of a part: a part is one step, whose activations are in memory at once."""
+MAX_PART_TOKENS = 98_304
+"""Maximum tokens of a part: what they carry from layer to layer is in memory at once. Two workers
+can share a prompt of 128K tokens: its first part is at most 0.71 of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +213,14 @@ def _cost(worker: WorkerView, pace: FetchPace) -> Cost:
 
 
 def _is_idle(worker: WorkerView, query: RouteQuery, now: float) -> bool:
-    """Whether the worker is idle, so that no request would wait for its part, one long step."""
+    """Whether the worker has no other prompt, which would wait for its part; answers go on."""
     info, load = worker.info, worker.load
     return (
-        info.role is Role.PREFILL
+        info.role in {Role.PREFILL, Role.HYBRID}
         and info.pair_share > 0
         and info.model == query.model
         and not load.draining
-        and not (worker.prefill_used or worker.pending_tokens or worker.decode_used)
+        and not (worker.prefill_used or worker.pending_tokens)
         and worker.worker_id not in query.avoid
         and now - worker.reported_at <= SILENT_AFTER_S
         and load.blocks_free * info.layout.block_size >= query.num_tokens

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from kvmesh.core.errors import RefusedError
 from kvmesh.engine.sequence import SequenceState
+from kvmesh.kv.stages import joined
 from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
 from kvmesh.runtime.layer_progress import moment_of, past_of
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.worker_parts import WorkerParts
-from kvmesh.transfer.alignment import align_to_reservation
+from kvmesh.transfer.alignment import align_chosen, align_to_reservation
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.frames import BlockPart
 
@@ -29,7 +30,7 @@ class Handover:
     ) -> None:
         self._core = parts.core
         self._block_bytes = parts.core.spec.layout.block_bytes
-        self._num_layers = parts.core.spec.layout.num_layers
+        self._stages = parts.core.spec.stages
         self._has_layers = parts.core.spec.groups.is_plain
         self._moment, self._is_past = moment_of(parts.memory), past_of(parts.memory)
         self._clock = parts.clock
@@ -53,7 +54,7 @@ class Handover:
         sequence, reservation = attempt.sequence, attempt.reservation
         assert sequence is not None
         todo = len(sequence.spec.token_ids) - sequence.num_cached
-        num_chunks = 1 if sequence.in_one_step else -(-todo // self._core.max_step_tokens)
+        num_chunks = 1 if sequence.is_part else -(-todo // self._core.max_step_tokens)
         last_tokens = todo - (num_chunks - 1) * self._core.max_step_tokens
         num_bytes = reservation.num_blocks * self._block_bytes
         task = TransferTask(
@@ -87,7 +88,7 @@ class Handover:
         if attempt.first.finish_reason is not None:
             return
         if attempt.layers.num_sent:
-            attempt.layers.computed(self._num_layers, self._moment())
+            attempt.layers.computed(len(self._stages), self._moment())
             await self._send_layers(attempt, sent)
         else:
             await self._send(attempt, sent)
@@ -96,31 +97,35 @@ class Handover:
         attempt.sending_s += self._clock.now() - started
 
     async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
-        """Sends all blocks from `begin` on: their layers that are computed and not sent yet."""
+        """Sends the stages that are computed and not sent of all blocks from `begin` on."""
         layers, reservation = attempt.layers, attempt.reservation
         assert attempt.sequence is not None
-        layer_bytes = self._block_bytes // self._num_layers
         while (ready := layers.next(self._is_past)) is not None:
             if attempt.sequence.state is SequenceState.GONE:
-                return  # the first token was the last one, so no worker waits for the rest
-            first, (end, after) = layers.num_sent, ready
+                return  # the first token was the last one, and nobody waits for the rest
+            end, after = ready
             arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
-            blocks = [each.block for each in arriving[begin:]]
-            runs = align_to_reservation(blocks, begin, reservation.run_lengths)
-            part = BlockPart(first * layer_bytes, (end - first) * layer_bytes)
-            started = self._clock.now()
-            try:
-                with self._core.pool.held(blocks):  # the sequence may give them back meanwhile
-                    await self._channels.put(reservation, runs, part, after)
-            except RefusedError:
-                if first:
-                    raise
-                layers.is_refused = True  # the receiver takes only whole blocks; they follow later
-                return
+            for stage in joined(self._stages[layers.num_sent : end]):
+                indexes = [i for i in range(begin, len(arriving)) if arriving[i].kind == stage.kind]
+                if not indexes:
+                    continue  # a window that begins behind what the receiver lacks
+                blocks = [arriving[index].block for index in indexes]
+                runs = align_chosen(blocks, indexes, reservation.run_lengths)
+                part = BlockPart(stage.offset, stage.size)
+                started = self._clock.now()
+                try:
+                    with self._core.pool.held(blocks):  # they may be given back meanwhile
+                        await self._channels.put(reservation, runs, part, after)
+                except RefusedError:
+                    if attempt.sent_parts:
+                        raise
+                    layers.is_refused = True  # a receiver that takes blocks whole; they follow
+                    return
+                attempt.sent_parts += 1
+                attempt.sending_s += self._clock.now() - started
+                attempt.sent_bytes += len(blocks) * part.size
+                attempt.sent_calls += len(blocks)
             layers.num_sent = end
-            attempt.sending_s += self._clock.now() - started
-            attempt.sent_bytes += len(blocks) * part.size
-            attempt.sent_calls += len(blocks)
 
     async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
         """Sends the complete blocks from `begin` on in one call. Returns the next block to send."""

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvmesh.core.types import KvLayout, RequestId
+from kvmesh.core.types import RequestId
 from kvmesh.engine.layer_gate import LayerGate
+from kvmesh.kv.stages import Stages
 from kvmesh.transfer.frames import BlockPart
 
 
 class PartArrival:
-    """Tracks the layers that are complete in all blocks.
+    """Which stages are complete in all blocks. The engine may be reading those: they stay as is.
 
-    The engine may be reading complete layers, so they are never written again.
+    Args:
+        arriving: blocks that are written, in order.
+        kinds: of these, see `ArrivingBlock`.
+        num_cached_blocks: block indices of the prompt before them.
+        stages: of the model.
 
     Attributes:
-        arriving: blocks that are written, in order.
-        num_cached_blocks: number of the prompt's blocks before them.
-        gate: the gate at which the engine waits for layers.
-        reservation_id: set while the blocks are open to the writer.
-        on_quiet: called once, when no writer uses the blocks or will use them.
+        gate: what the engine waits at.
+        reservation_id: while the blocks are open to the writer.
+        on_quiet: called once, when no writer is, or will be, in the blocks.
     """
 
     def __init__(
@@ -30,25 +33,31 @@ class PartArrival:
         request_id: RequestId,
         attempt: int,
         arriving: Sequence[int],
+        kinds: Sequence[int],
         num_cached_blocks: int,
-        layout: KvLayout,
+        stages: Stages,
+        gate: LayerGate,
         on_quiet: Callable[[], None],
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.arriving = list(arriving)
         self.num_cached_blocks = num_cached_blocks
-        self.gate = LayerGate()
+        self.gate = gate
         self.reservation_id: int | None = None
         self.on_quiet = on_quiet
-        self._block_bytes = layout.block_bytes
-        self._layer_bytes = layout.block_bytes // layout.num_layers
+        self._stages = stages
+        self._block_bytes = max(stage.end for stage in stages)
         self._leading = [0] * len(self.arriving)
+        self._of_kind: dict[int, list[int]] = {stage.kind: [] for stage in stages}
+        for index, kind in enumerate(kinds):
+            self._of_kind[kind].append(index)
+        self._num_stages = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether all layers of all blocks have arrived."""
-        return min(self._leading) == self._block_bytes
+        """Whether all stages of all blocks are there."""
+        return self._num_stages == len(self._stages)
 
     def may_write(self, indexes: Sequence[int], part: BlockPart | None) -> bool:
         """Whether no byte of this part has arrived before."""
@@ -57,10 +66,19 @@ class PartArrival:
         return all(not 0 <= index < size or self._leading[index] <= begin for index in indexes)
 
     def wrote(self, indexes: Sequence[int], part: BlockPart | None) -> None:
-        """Notes bytes that arrived in some blocks. Layers arrive in their order."""
+        """Some bytes of some blocks are there; those of one block arrive in their order."""
         begin = 0 if part is None else part.offset
         end = self._block_bytes if part is None else part.offset + part.size
         for index in indexes:
             if self._leading[index] == begin:
                 self._leading[index] = end
-        self.gate.arrived(min(self._leading) // self._layer_bytes)
+        leading = {
+            kind: min([self._leading[index] for index in members], default=self._block_bytes)
+            for kind, members in self._of_kind.items()
+        }
+        while not self.is_complete:
+            stage = self._stages[self._num_stages]
+            if leading[stage.kind] < stage.end:
+                break
+            self._num_stages += 1
+        self.gate.arrived(self._num_stages)

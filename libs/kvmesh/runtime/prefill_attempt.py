@@ -56,6 +56,7 @@ class PrefillAttempt:
     sent_bytes: int = 0
     sent_calls: int = 0
     sending_s: float = 0.0
+    sent_parts: int = 0
     mode: TransferMode = TransferMode.WHOLE
     layers: LayerProgress = field(default_factory=LayerProgress)
 

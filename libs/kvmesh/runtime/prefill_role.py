@@ -236,7 +236,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     @property
     def _is_free(self) -> bool:
-        return self._chain is not None and not (self._attempts or self._core.has_work)
+        return self._chain is not None and not (self._attempts or self._core.pending_tokens)
 
     def _try_accept(
         self, message: pb.PrefillOffer, outbox: PrefillOutbox, span: Span
@@ -293,7 +293,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             return self._start_local(attempt)
         sequence = self._core.admit_prefill(spec, held=True)
         if isinstance(sequence, Sequence):
-            sequence.in_one_step = attempt.is_part
+            sequence.is_part = attempt.is_part
             sequence.on_emission = lambda emission: self._first_token(attempt, emission)
         return sequence
 

@@ -1,10 +1,10 @@
 """One prompt on several prefill workers: this one computes the end, another one the beginning.
 
 The other worker takes the beginning as any prompt, with a reservation of this worker's blocks for
-its KV, and computes it in one step. Each layer's KV arrives as soon as it is complete. This worker
-is one layer behind and lets its own positions attend to it. So this worker has all KV of the prompt
-in the end, and hands it over as if it had computed it alone. If the beginning is refused or does
-not arrive, this worker computes it. Why: docs/adr/0036-prompt-chains.md.
+its KV, and computes it layer by layer. What a layer keeps comes as soon as it is complete, and this
+worker, one layer behind, lets its own positions go on from it. So this worker has all KV of the
+prompt in the end and hands it over as if it had computed it alone. A beginning that is refused, or
+does not come, is computed here. Why: docs/adr/0036-prompt-chains.md.
 Tests: tests/integration/test_prompt_chain.py.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import PrefixSource, Reservation, SamplingParams
+from kvmesh.engine.layer_gate import LayerGate
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import UpstreamPart
 from kvmesh.engine.sequence import Sequence, SequenceState
@@ -81,7 +82,7 @@ class PromptChain:
             if reservation is None:
                 outcome = "held"
                 return
-            offer = self._offer(attempt, source, reservation)
+            offer = self._offer(attempt, source, reservation, part.end)
             await part.ask(PartOffer(source.control_endpoint, offer, self._access))
             outcome = "accepted"
         except (RefusedError, LostError) as error:
@@ -98,12 +99,10 @@ class PromptChain:
         self._metrics.parts.labels(outcome).inc()
 
     def _offer(
-        self, attempt: PrefillAttempt, source: PrefixSource, reservation: Reservation
+        self, attempt: PrefillAttempt, source: PrefixSource, reservation: Reservation, end: int
     ) -> pb.PrefillOffer:
         assert attempt.sequence is not None
         spec = attempt.sequence.spec
-        size = self._parts.core.block_size
-        end = (reservation.num_cached_blocks + reservation.num_blocks) * size
         beginning = replace(
             spec, token_ids=spec.token_ids[:end], num_prompt_tokens=end, sampling=_UNUSED
         )
@@ -124,6 +123,7 @@ class ChainedPart:
     """The beginning of one prompt, from making room for it until nothing writes there any more.
 
     Attributes:
+        end: one past its last position, once it is open.
         quiet: set when nothing writes into the blocks, or will write.
     """
 
@@ -146,25 +146,34 @@ class ChainedPart:
         self._is_filling = True
         self._waits_to_run = False
         self._watch: asyncio.Task[None] | None = None
+        self.end = 0
         self.quiet = asyncio.Event()
 
     def open(self, num_blocks: int) -> Reservation | None:
         """Makes room for the KV of leading blocks. None without missing blocks, or without room."""
         size = self._parts.core.block_size
         held = self._fill.num_held
-        # The last step's chunk needs more than one token, else it would count as a decode step.
-        num_blocks = min(num_blocks, (len(self._sequence.tokens) - 2) // size)
-        blocks = self._fill.open(num_blocks) if num_blocks > held else None
+        # What is left has more than one token, or it would count as a decode step.
+        num_tokens = len(self._sequence.tokens)
+        num_blocks = min(num_blocks, (num_tokens - 2) // size)
+        blocks = self._fill.open(num_blocks, num_tokens) if num_blocks > held else None
         if blocks is None:
             self._fill.end()
             self._is_filling = False
             self.quiet.set()
             return None
-        layout = self._parts.core.spec.layout
         attempt = self._attempt
         self._kv = PartArrival(
-            attempt.request_id, attempt.attempt, blocks, held, layout, self._is_quiet
+            attempt.request_id,
+            attempt.attempt,
+            blocks,
+            self._fill.kinds,
+            held,
+            self._parts.core.spec.stages,
+            LayerGate(self._parts.wake_engine),
+            self._is_quiet,
         )
+        self.end = num_blocks * size
         return self._arriving.reserve_part(self._kv)
 
     async def ask(self, offer: PartOffer) -> None:
@@ -178,12 +187,12 @@ class ChainedPart:
         except BaseException:
             await offer.close()
             raise
-        kv, size = self._kv, self._parts.core.block_size
-        assert kv is not None
-        end = (kv.num_cached_blocks + len(kv.arriving)) * size
+        assert self._kv is not None
         self._attempt.upstream = self
-        self._sequence.upstream = UpstreamPart(end, kv.gate, self._settle)
-        self._sequence.in_one_step = True
+        self._sequence.upstream = UpstreamPart(
+            self.end, self._kv.gate, self._settle, self._fill.state
+        )
+        self._sequence.is_part = True
         self._watch = asyncio.create_task(self._follow(offer))
 
     async def _follow(self, offer: PartOffer) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 
 from kvmesh.core.types import BlockHash, Refusal, RefusalReason, RequestId, Reservation
 from kvmesh.engine.core import EngineCore
+from kvmesh.engine.layer_gate import LayerGate
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.runtime.arriving_kv import ArrivingKv
 from kvmesh.runtime.part_arrival import PartArrival
@@ -72,9 +73,15 @@ class StoredPrefixes:
             fill.end()
             return Refusal(RefusalReason.NO_BLOCKS, f"no room for {num_missing} blocks")
         name = RequestId(f"store-{next(self._numbers)}")
-        layout = self._core.spec.layout
         part = PartArrival(
-            name, _ATTEMPT, blocks, fill.num_held, layout, partial(self._end, name, fill)
+            name,
+            _ATTEMPT,
+            blocks,
+            fill.kinds,
+            fill.num_held,
+            self._core.spec.stages,
+            LayerGate(),
+            partial(self._end, name, fill),
         )
         self._open[name] = part
         return self._arriving.reserve_part(part)

@@ -74,6 +74,32 @@ def align_to_reservation(
     return runs
 
 
+def align_chosen(
+    source: Sequence[int], indexes: Sequence[int], target_lengths: Sequence[int]
+) -> Sequence[Run]:
+    """As `align_to_reservation`, for some indexes of it only.
+
+    Args:
+        source: sender block ids, at least one.
+        indexes: among the blocks to write, ascending, one for each of them.
+    """
+    if indexes[-1] - indexes[0] == len(indexes) - 1:
+        return align_to_reservation(source, indexes[0], target_lengths)
+    blocks, places = np.array(source, np.int64), np.array(indexes, np.int64)
+    borders = np.cumsum(np.array(target_lengths, np.int64))
+    # Blocks on both sides of a border are in different runs of the receiver.
+    spans = np.searchsorted(borders, places, side="right")
+    is_start = np.concatenate(
+        (
+            [True],
+            (np.diff(blocks) != 1) | (np.diff(places) != 1) | (np.diff(spans) != 0),
+        )
+    )
+    starts = np.flatnonzero(is_start)
+    lengths = np.diff(np.append(starts, len(blocks)))
+    return as_runs(Run._make, np.column_stack((blocks[starts], places[starts], lengths)))
+
+
 def _aligned_table(
     source: Sequence[int], first_index: int, target_lengths: Sequence[int]
 ) -> Sequence[Run]:

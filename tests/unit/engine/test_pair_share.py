@@ -28,3 +28,11 @@ def test_a_context_of_some_thousand_tokens_costs_what_all_matrices_cost(
 
 def test_the_vocabulary_counts_for_nothing(config: ModelConfig) -> None:
     assert pair_share(replace(config, vocab_size=1)) == pair_share(config)
+
+
+def test_layers_that_forget_cost_the_same_everywhere(config: ModelConfig) -> None:
+    """Of twelve layers six have a window: half of the attention is left, on somewhat more work."""
+    half = replace(config, windows=(512, 0) * 6)
+    assert pair_share(half) < pair_share(config) / 2
+    assert pair_share(half) > pair_share(config) / 2.5
+    assert 0 < pair_share(replace(config, windows=(512,) * 12)) < 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def runners(tmp_path: Path) -> Iterator[tuple[TorchRunner, TorchRunner]]:
 
 
 def core_of(runner: TorchRunner) -> EngineCore:
-    # A budget that no part of the prompt fits: in one step all the same.
+    # A budget that no part of the prompt fits.
     return EngineCore(runner.spec, runner.kv.num_blocks, BatchLimits(max_tokens=8))
 
 
@@ -76,11 +75,11 @@ class Chain:
         self._stop_at = stop_at
         self.head, _ = admitted(self.cores[0], PROMPT[:CUT])
         self.tail, self.tokens = admitted(self.cores[1], PROMPT)
-        self.head.in_one_step = self.tail.in_one_step = True
+        self.head.is_part = self.tail.is_part = True
         self.head.on_layers = self._leave
         self.fill = self.cores[1].begin_fill(self.tail)
         self._blocks = self.fill.open(CUT // BLOCK)
-        self.tail.upstream = UpstreamPart(CUT, self.gate, self._settle)
+        self.tail.upstream = UpstreamPart(CUT, self.gate, self._settle, self.fill.state)
 
     def _leave(self, num_layers: int) -> None:
         if num_layers > self._stop_at:
@@ -100,15 +99,19 @@ class Chain:
         self.fill.end()
 
     def compute(self) -> tuple[int, int]:
-        """Both at the same time; steps of each."""
+        """Both in turns; steps of each."""
         for core, sequence in zip(self.cores, (self.head, self.tail), strict=True):
             core.run(sequence)
-        steps: list[int] = []
-        thread = threading.Thread(target=lambda: steps.append(run(self.cores[1], self._runners[1])))
-        thread.start()
-        first = run(self.cores[0], self._runners[0])
-        thread.join(20)
-        return first, steps[0]
+        counts = [0, 0]
+        while True:
+            before = list(counts)
+            for index, (core, runner) in enumerate(zip(self.cores, self._runners, strict=True)):
+                chunks = core.plan_step()
+                if chunks:
+                    core.finish_step(chunks, runner.execute(chunks))
+                    counts[index] += 1
+            if counts == before:
+                return counts[0], counts[1]
 
 
 def alone(runner: TorchRunner) -> list[int]:
@@ -123,7 +126,8 @@ def alone(runner: TorchRunner) -> list[int]:
 def test_the_first_token_is_that_of_one_engine(runners: tuple[TorchRunner, TorchRunner]) -> None:
     expected = alone(runners[0])
     chain = Chain(*runners)
-    assert chain.compute() == (1, 1), "each part is one step"
+    # 36 and 24 tokens, 8 in a step.
+    assert chain.compute() == (5, 3)
     assert chain.tokens == expected
     assert chain.settled == [True]
     # What another computed is cached here as if it had been computed here.
@@ -168,4 +172,47 @@ def test_a_part_without_its_request_frees_its_blocks_after_step_and_writer(
     chain.gate.close()
     core.finish_step(chunks, runners[1].execute(chunks))
     assert chain.settled == [False]
+    assert core.is_idle
+
+
+def test_a_part_that_is_given_up_between_two_steps_is_settled_at_once(
+    runners: tuple[TorchRunner, TorchRunner],
+) -> None:
+    chain = Chain(*runners)
+    core = chain.cores[1]
+    core.run(chain.tail)
+    chunks = core.plan_step()
+    core.finish_step(chunks, runners[1].execute(chunks))
+    assert core.plan_step() == [], "no layer has come"
+    assert not chain.settled
+    core.release(chain.tail)
+    assert chain.settled == [False]
+    runners[1].forget(core.take_gone())
+    assert not runners[1]._parts
+    assert core.is_idle
+
+
+def test_answers_go_on_between_the_steps_of_a_part(
+    runners: tuple[TorchRunner, TorchRunner],
+) -> None:
+    """On a worker that also decodes; and the part takes nobody's tokens away."""
+    expected = alone(runners[0])
+    core, runner = core_of(runners[0]), runners[0]
+    answer, answered = admitted(core, PROMPT[5:20])
+    answer.hold_after_first = False
+    core.run(answer)
+    while not answered:
+        chunks = core.plan_step()
+        core.finish_step(chunks, runner.execute(chunks))
+    part, tokens = admitted(core, PROMPT)
+    part.is_part = True
+    core.run(part)
+    order: list[str] = []
+    while chunks := core.plan_step():
+        assert len(chunks) == 1
+        order.append("part" if chunks[0].pace is not None else "answer")
+        core.finish_step(chunks, runner.execute(chunks))
+    assert tokens == expected
+    assert order == ["part", "answer"] * 3 + ["part"] * 5, "60 tokens, 8 in a step"
+    core.release(part)
     assert core.is_idle

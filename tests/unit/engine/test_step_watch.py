@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.protocol import PartPace, SequenceChunk
 from kvmesh.engine.step_watch import MIN_KNOWN, WINDOW_S, StepWatch
 
 
@@ -112,3 +113,12 @@ def test_a_slower_engine_becomes_the_usual_one_after_minutes() -> None:
     assert steps.slowdown < 1.5
     steps.now += 2 * WINDOW_S
     assert steps.slowdown == 0.0, "nobody knows of an engine that rests"
+
+
+def test_a_step_of_a_part_counts_what_it_computes_of_it() -> None:
+    """One of a prompt of 8,192 tokens takes as long as one of 512, and is not that much faster."""
+    part = [replace(chunk(8192, 8192), pace=PartPace(512, 512))]
+    steps = Steps()
+    steps.run([chunk(8192, 512)], 0.5, 2 * MIN_KNOWN)
+    steps.watch.begin(part, steps.now)
+    assert steps.watch.state(steps.now).expected_s == pytest.approx(0.5)

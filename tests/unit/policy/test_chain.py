@@ -61,8 +61,9 @@ def test_a_short_rest_and_a_thin_link_are_left_to_one_worker() -> None:
     first = 8192 - CHAIN_TOKENS // 2
     assert best_cuts(COST, first, 8192, 4, SIZE) == [first, 8192]
     assert best_cuts(COST, 0, 8192, 1, SIZE) == [0, 8192]
-    assert best_cuts(COST, 0, 120_000, 2, SIZE) == [0, 120_000], "parts would be too long"
-    assert len(best_cuts(COST, 0, 90_000, 8, SIZE)) > 7
+    assert len(best_cuts(COST, 0, 131_072, 2, SIZE)) == 3
+    assert best_cuts(COST, 0, 200_000, 2, SIZE) == [0, 200_000], "parts would be too long"
+    assert len(best_cuts(COST, 0, 90_000, 8, SIZE)) > 6
     thin = replace(COST, travel_share=3.0)
     assert best_cuts(thin, 0, 8192, 4, SIZE) == [0, 8192]
 
@@ -111,7 +112,7 @@ def test_each_part_of_three_has_the_one_before_it() -> None:
     assert names == {"p0", "p1", "p2"}
 
 
-@pytest.mark.parametrize("why", ["busy", "old", "layout", "cannot", "hybrid"])
+@pytest.mark.parametrize("why", ["busy", "old", "layout", "cannot", "decodes"])
 def test_a_worker_that_is_not_idle_or_cannot_is_left_out(why: str) -> None:
     other = worker("p1")
     if why == "busy":
@@ -124,10 +125,19 @@ def test_a_worker_that_is_not_idle_or_cannot_is_left_out(why: str) -> None:
     elif why == "cannot":
         other = replace(other, info=replace(other.info, pair_share=0.0))
     else:
-        other = replace(other, info=replace(other.info, role=Role.HYBRID))
+        other = replace(other, info=replace(other.info, role=Role.DECODE))
     plan = decided(worker("p0"), other, DECODE)
     assert not upstream_parts(plan.prefill[0].source)
     assert plan.cause is not RouteCause.CHAIN
+
+
+def test_a_worker_of_both_roles_takes_a_part_beside_its_answers() -> None:
+    other = worker("p1", Role.HYBRID)
+    other = replace(other, load=replace(other.load, decode_running=2))
+    plan = decided(worker("p0"), other, DECODE)
+    assert plan.cause is RouteCause.CHAIN
+    busy = replace(other, load=replace(other.load, prefill_active=1))
+    assert decided(worker("p0"), busy, DECODE).cause is not RouteCause.CHAIN
 
 
 def test_policies_of_papers_leave_a_prompt_to_one_worker() -> None:

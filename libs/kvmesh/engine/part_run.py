@@ -1,0 +1,190 @@
+"""A part of a prompt, computed layer by layer, in each layer piece by piece.
+
+Each piece is an ordinary forward pass of its rows. It is left where it has written the keys and
+values of a layer, or is about to read a state, and taken up again when all pieces are there and the
+same layer has come from upstream. So a layer's KV leaves early, what is in memory between two
+layers is what the passes hold there, and other work fits between any two pieces.
+Why in this order: docs/adr/0036-prompt-chains.md. Tests: tests/unit/engine/test_prompt_chain.py,
+tests/integration/test_chained_families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from greenlet import greenlet
+from torch import Tensor
+
+from kvmesh.engine.protocol import SampledToken, SequenceChunk, StateChunk
+from kvmesh.kv.stages import Stages, state_kind
+
+Forward = Callable[[SequenceChunk, "Pauses"], tuple[Tensor, Tensor]]
+"""The pass of one piece, with what it calls in each layer; see `DecoderModel.forward`."""
+
+Choose = Callable[[SequenceChunk, Tensor, Tensor], SampledToken]
+"""The token behind a piece that samples, from what its pass gave."""
+
+
+def pieces_of(chunk: SequenceChunk, piece_tokens: int) -> list[SequenceChunk]:
+    """A part as ordinary chunks. None has one token unless all have: it would be a decode step."""
+    starts = [*range(chunk.start, chunk.end, piece_tokens)]
+    if len(starts) > 1 and chunk.end - starts[-1] == 1:
+        starts.pop()
+    ends = [*starts[1:], chunk.end]
+    return [
+        replace(
+            chunk,
+            start=start,
+            end=end,
+            sample=chunk.sample and end == chunk.end,
+            state=_state_of(chunk.state, start, end, is_first=start == chunk.start),
+            on_layers=None,
+            pace=None,
+            upstream=None,
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _state_of(
+    state: StateChunk | None, start: int, end: int, *, is_first: bool
+) -> StateChunk | None:
+    if state is None:
+        return None
+    saves = [save for save in state.saves if start < save[0] <= end]
+    return StateChunk(state.live, state.source if is_first else state.live, saves)
+
+
+class UpstreamLostError(Exception):
+    """Layers that another worker computes will not come, so the part is given up."""
+
+
+class Pauses:
+    """Where the passes of one part are left.
+
+    Args:
+        tell: called with the number of leading stages that are there of all positions.
+    """
+
+    def __init__(self, stages: Stages, tell: Callable[[int], None]) -> None:
+        # A layer's slot is its place among the stages of its kind.
+        self._numbers: dict[int, list[int]] = {}
+        for number, stage in enumerate(stages):
+            self._numbers.setdefault(stage.kind, []).append(number)
+        self._done: set[int] = set()
+        self._num_done = 0
+        self._tell = tell
+        self.is_last = False
+        """Whether the pass that runs is that of the last piece."""
+
+    def written(self, group: int, slot: int) -> None:
+        """Keys and values of a layer are written, and attention follows."""
+        self._leave(self._numbers[group][slot])
+
+    def before_states(self, part: int, slot: int) -> None:
+        """See `StateWatch`."""
+        self._leave(self._numbers[state_kind(part)][slot])
+
+    def after_states(self, part: int, slot: int) -> None:
+        """See `StateWatch`."""
+        if self.is_last:
+            self.computed(self._numbers[state_kind(part)][slot])
+
+    def computed(self, stage: int) -> None:
+        """A stage is there of all positions; may be said again."""
+        self._done.add(stage)
+        if self._num_done in self._done:
+            while self._num_done in self._done:
+                self._num_done += 1
+            self._tell(self._num_done)
+
+    @staticmethod
+    def _leave(stage: int) -> None:
+        parent = greenlet.getcurrent().parent
+        assert parent is not None, "a pass runs beside whoever resumes it"
+        parent.switch(stage)
+
+
+class PartRun:
+    """The passes of one part. All calls come from one thread.
+
+    Args:
+        chunk: with a pace.
+        stages: of the model.
+        forward: computes a piece.
+        choose: called at the end of the last one.
+
+    Attributes:
+        token: behind the part, when it is computed and samples.
+    """
+
+    def __init__(
+        self, chunk: SequenceChunk, stages: Stages, forward: Forward, choose: Choose
+    ) -> None:
+        pace = chunk.pace
+        assert pace is not None, "an ordinary chunk is one step"
+        self.token: SampledToken | None = None
+        self._gate = None if chunk.upstream is None else chunk.upstream.gate
+        self._stages = stages
+        self._pieces = pieces_of(chunk, pace.piece_tokens)
+        self._pauses = Pauses(stages, chunk.on_layers or (lambda _: None))
+        self._forward, self._choose = forward, choose
+        self._passes = [greenlet(self._pass) for _ in self._pieces]
+        # A pass is resumed once for each stage, and once more behind the last one.
+        whole = (len(stages) + 1) * pace.step_tokens
+        self._per_step = max(1, whole // max(pace.piece_tokens, 1))
+        self._next = 0
+        self._stage = -1
+        """At which all passes were left last."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is computed."""
+        return all(each.dead for each in self._passes)
+
+    def advance(self) -> int:
+        """Computes about as much as one step.
+
+        Returns:
+            The stages from upstream without which it does not go on.
+
+        Raises:
+            UpstreamLostError: they will not come.
+        """
+        for _ in range(self._per_step):
+            if self._next == 0 and not self._may_go_on():
+                break
+            self._resume(self._next)
+            self._next = (self._next + 1) % len(self._passes)
+            if self._next == 0 and self.is_done:
+                break
+        return self._stage + 1
+
+    def close(self) -> None:
+        """Gives up what is not computed."""
+        for each in self._passes:
+            if each and not each.dead:
+                each.throw()
+
+    def _may_go_on(self) -> bool:
+        """Whether the stage at which all passes were left is there from upstream, too."""
+        passes = True if self._gate is None else self._gate.passes(self._stage + 1)
+        if passes is False:
+            raise UpstreamLostError
+        if passes and self._stage >= 0 and self._stages[self._stage].kind >= 0:
+            self._pauses.computed(self._stage)
+        return passes is True
+
+    def _resume(self, index: int) -> None:
+        one = self._passes[index]
+        self._pauses.is_last = index == len(self._passes) - 1
+        left_at = one.switch() if one else one.switch(self._pieces[index])
+        if self._pauses.is_last and not one.dead:
+            self._stage = left_at
+            self._may_go_on()  # others are told now, whenever it does
+
+    def _pass(self, piece: SequenceChunk) -> None:
+        x, delta = self._forward(piece, self._pauses)
+        if piece.sample:
+            self.token = self._choose(piece, x, delta)
