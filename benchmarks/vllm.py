@@ -127,7 +127,7 @@ class Ours:
         # After the environment is set.
         from kvmesh.engine import vllm_runner  # noqa: PLC0415
         from kvmesh.engine.sampler import sample  # noqa: PLC0415
-        from kvmesh.engine.vllm_internals import EngineRequest  # noqa: PLC0415
+        from kvmesh.engine.vllm_messages import EngineRequest  # noqa: PLC0415
 
         request = EngineRequest(
             folder=folder,

@@ -63,11 +63,18 @@ def write_adapter(
 
 
 def load_vllm(
-    folder: Path, *, num_blocks: int, dtype: str, max_tokens: int = 512, lora: str = ""
+    folder: Path,
+    *,
+    num_blocks: int,
+    dtype: str,
+    max_tokens: int = 512,
+    lora: str = "",
+    ranks: int = 1,
+    spin: bool = False,
 ) -> VllmRunner:
-    """The runner, on one thread."""
+    """The runner, each rank on one thread."""
     default_environment(engine_environment(1))
-    from kvmesh.engine.vllm_internals import EngineRequest
+    from kvmesh.engine.vllm_messages import EngineRequest
     from kvmesh.engine.vllm_runner import VllmRunner
 
     request = EngineRequest(
@@ -79,5 +86,7 @@ def load_vllm(
         max_tokens=max_tokens,
         max_sequences=64,
         adapters=read_adapters(lora),
+        num_ranks=ranks,
+        spin=spin,
     )
     return VllmRunner.load(request, "tiny")

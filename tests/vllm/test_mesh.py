@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmesh.core.types import SamplingParams
-from tests.e2e.api_client import Answer, ApiClient
+from tests.e2e.api_client import ApiClient
 from tests.e2e.test_parity import CASES, Said, check_all_ways
-from tests.engine_alone import generated
-from tests.mesh_processes import MODEL_FOLDER, running_mesh
+from tests.mesh_processes import running_mesh
 from tests.vllm.oracle import some_prompts
-from tests.vllm_engine import BLOCK_SIZE, load_vllm
-from tests.waiting import until
+from tests.vllm.streams import Load, undisturbed
+from tests.vllm_engine import BLOCK_SIZE
 
 VLLM = {"engine.block-size": BLOCK_SIZE, "engine.num-blocks": 400}
 FLAGS = {"prefill": VLLM, "decode": VLLM}
-NUM_TOKENS = 40
 
 
 async def test_every_feature_is_the_same_everywhere_and_after_a_move(tmp_path: Path) -> None:
@@ -37,7 +31,7 @@ async def test_workers_killed_in_a_loop_under_streams(tmp_path: Path) -> None:
     prompts = some_prompts(24, 200, seed=5)
     async with running_mesh(tmp_path, 2, 2, engine="vllm", flags=FLAGS) as mesh:
         async with ApiClient(mesh.url) as client, asyncio.TaskGroup() as clients:
-            load = _Load(client, prompts)
+            load = Load(client, prompts)
             for number in range(8):
                 clients.create_task(load.run(number))
             await load.more(8)
@@ -48,42 +42,8 @@ async def test_workers_killed_in_a_loop_under_streams(tmp_path: Path) -> None:
                 await mesh.all_known()
             load.stopping = True
         await mesh.idle()
-    expected = _undisturbed(prompts)
+    expected = undisturbed(prompts)
     for index, answer in load.answers:
         assert answer.ok, (answer.status, answer.error)
         assert answer.token_ids == expected[index], f"prompt {index}"
     assert len(load.answers) >= 40
-
-
-@dataclass
-class _Load:
-    """Clients that ask one request after the other; each prompt is its own seed."""
-
-    client: ApiClient
-    prompts: Sequence[list[int]]
-    answers: list[tuple[int, Answer]] = field(default_factory=list)
-    stopping: bool = False
-
-    async def run(self, number: int) -> None:
-        draw = random.Random(number)
-        while not self.stopping:
-            index = draw.randrange(len(self.prompts))
-            answer = await self.client.streamed(
-                self.prompts[index], temperature=1.0, seed=index, max_tokens=NUM_TOKENS
-            )
-            self.answers.append((index, answer))
-
-    async def more(self, count: int) -> None:
-        goal = len(self.answers) + count
-        await until(lambda: len(self.answers) >= goal, f"{count} more answers", 120)
-
-
-def _undisturbed(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """What one engine alone says."""
-    runner = load_vllm(MODEL_FOLDER, num_blocks=400, dtype="float32")
-    found = []
-    for seed, prompt in enumerate(prompts):
-        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=NUM_TOKENS)
-        found += generated(runner, [prompt], sampling)
-    runner.close()
-    return found

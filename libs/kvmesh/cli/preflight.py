@@ -117,10 +117,16 @@ def _vllm_needs(options: StackOptions) -> tuple[list[str], int]:
         model = vllm_check.read_vllm_model(options.model)
     except CheckpointError as error:
         return [str(error)], 0
-    found = vllm_check.model_problems(model, device=options.device, block_size=options.block_size)
+    found = vllm_check.model_problems(
+        model,
+        device=options.device,
+        block_size=options.block_size,
+        num_ranks=options.tensor_parallel,
+    )
     weights = model.weight_bytes if options.device == "cpu" else 0
     kv = model.kv_bytes(options.dtype, options.num_blocks * options.block_size)
-    engine_bytes = VLLM_BASE_BYTES + weights + (kv if options.device == "cpu" else 0)
+    base_bytes = options.tensor_parallel * VLLM_BASE_BYTES
+    engine_bytes = base_bytes + weights + (kv if options.device == "cpu" else 0)
     return [f"--engine vllm: {problem}" for problem in found], engine_bytes
 
 

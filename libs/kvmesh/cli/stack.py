@@ -72,11 +72,12 @@ class StackOptions:
         redis_url: URL of a running Redis; empty: the stack starts one.
         console_port: admin port of the gateway, with the console; 0 picks a free one.
         grpc_port: gRPC port of the gateway; 0 picks a free one.
-        num_threads: computing threads of each engine.
+        num_threads: computing threads of each engine, and of each of its ranks.
         drain_s: seconds that a service may finish its work when it is stopped.
         num_spare: number of spare workers, which replace lost ones.
         aliases: further names of the model, comma-separated.
         lora: see `read_adapters`; folders are absolute.
+        tensor_parallel: number of ranks of each engine.
     """
 
     model: Path
@@ -100,6 +101,7 @@ class StackOptions:
     num_spare: int = 0
     aliases: str = ""
     lora: str = ""
+    tensor_parallel: int = 1
     others: tuple[OtherModel, ...] = ()
 
     @property
@@ -290,6 +292,7 @@ class _Planner:
             "engine.model": options.model,
             "engine.model-name": options.model_name,
             "engine.lora": options.lora,
+            "engine.tensor-parallel": options.tensor_parallel,
             "engine.dtype": options.dtype,
             "engine.device": options.device,
             "engine.num-blocks": options.num_blocks,

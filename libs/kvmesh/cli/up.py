@@ -104,7 +104,9 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         block_size=arguments.block_size or default_block_size,
         max_model_len=arguments.max_model_len,
         num_threads=engine_threads(
-            cores, (1 + len(others)) * (arguments.prefill + arguments.decode) + arguments.remote
+            cores,
+            ((1 + len(others)) * (arguments.prefill + arguments.decode) + arguments.remote)
+            * arguments.tensor_parallel,
         ),
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
@@ -116,6 +118,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         num_spare=arguments.spare,
         aliases=arguments.aliases,
         lora=_adapters(arguments.lora, arguments.engine),
+        tensor_parallel=_ranks(arguments.tensor_parallel, arguments.engine),
         others=others,
     )
 
@@ -141,6 +144,12 @@ def _adapters(text: str, engine: str) -> str:
     if text and engine != "vllm":
         raise ConfigError("--lora: adapters are served by --engine vllm")
     return ",".join(f"{each.name}={each.folder}" for each in read_adapters(text))
+
+
+def _ranks(count: int, engine: str) -> int:
+    if count > 1 and engine != "vllm":
+        raise ConfigError("--tensor-parallel: engines of several ranks are those of --engine vllm")
+    return count
 
 
 def _next_port(options: StackOptions) -> Callable[[], int]:

@@ -175,8 +175,14 @@ def read_vllm_model(folder: Path) -> VllmModel:
     )
 
 
-def model_problems(model: VllmModel, *, device: str, block_size: int) -> list[str]:
-    """Why vLLM cannot serve a model so, each with its remedy; empty if it may."""
+def model_problems(
+    model: VllmModel, *, device: str, block_size: int, num_ranks: int = 1
+) -> list[str]:
+    """Why vLLM cannot serve a model so, each with its remedy; empty if it may.
+
+    Args:
+        num_ranks: processes that share its heads.
+    """
     if device != "cpu":
         return [
             f"on {device} vLLM's blocks are not within reach yet: take the engine kvmesh, or cpu"
@@ -193,10 +199,15 @@ def model_problems(model: VllmModel, *, device: str, block_size: int) -> list[st
             f"blocks of {block_size} positions are no multiple of {BLOCK_SIZE}, as vLLM on a CPU "
             f"wants them: set the block size to {BLOCK_SIZE}"
         )
+    if model.num_kv_heads % num_ranks:
+        problems.append(
+            f"{model.num_kv_heads} KV heads are not to be shared by {num_ranks} ranks: tensor "
+            "parallelism is a divisor of their number"
+        )
     return problems
 
 
-def require_vllm(folder: Path, *, device: str, block_size: int) -> None:
+def require_vllm(folder: Path, *, device: str, block_size: int, num_ranks: int = 1) -> None:
     """Refuses early what would fail late.
 
     Raises:
@@ -204,7 +215,9 @@ def require_vllm(folder: Path, *, device: str, block_size: int) -> None:
         CheckpointError: the folder is not whole.
     """
     problems = installation_problems()
-    problems += model_problems(read_vllm_model(folder), device=device, block_size=block_size)
+    problems += model_problems(
+        read_vllm_model(folder), device=device, block_size=block_size, num_ranks=num_ranks
+    )
     if problems:
         raise ConfigError(f"engine.kind vllm: {'; '.join(problems)}")
 

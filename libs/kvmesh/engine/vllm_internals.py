@@ -12,26 +12,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmSampling
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.outputs import SamplerOutput
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.adapters import Adapter
+from kvmesh.engine.host_memory import HostMemory
+from kvmesh.engine.vllm_messages import (
+    EngineRequest,
+    NewSequence,
+    Place,
+    VllmStep,
+    step_message,
+)
+from kvmesh.engine.vllm_ranks import Ranks
 
-ORDER = "BLHNC"
-"""Physical order of the pool: a block is one range over all layers, and each layer a part of it."""
+ORDER = "BHLNC"
+"""Physical order of the pool: a block is one range of bytes, and so is each rank's part of it."""
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum LoRA ranks that vLLM can be configured for."""
@@ -102,85 +112,18 @@ def unknown_fields(given: Iterable[tuple[type, frozenset[str]]] = GIVEN) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """What a vLLM engine on a CPU is made with.
-
-    Attributes:
-        max_model_len: 0 for as many positions as the model was made for and blocks hold.
-        num_blocks: those that are given away; one more is allocated.
-        max_tokens, max_sequences: of one step.
-    """
-
-    folder: Path
-    dtype: str
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_tokens: int
-    max_sequences: int
-    adapters: tuple[Adapter, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NewSequence:
-    """A sequence that vLLM has not seen, or not with these blocks.
-
-    Attributes:
-        name: used for no other.
-        start: positions before it have KV in the blocks.
-        adapter: its name; empty is none.
-    """
-
-    name: str
-    token_ids: list[int]
-    blocks: list[int]
-    start: int
-    adapter: str
-
-
-@dataclass(frozen=True, slots=True)
-class KnownSequence:
-    """A sequence that goes on.
-
-    Attributes:
-        more_blocks: those after the ones that vLLM was told of.
-        num_sampled: tokens that were chosen since it was new.
-    """
-
-    name: str
-    more_blocks: list[int]
-    start: int
-    num_sampled: int
-
-
-@dataclass(frozen=True, slots=True)
-class VllmStep:
-    """What one step computes.
-
-    Attributes:
-        finished: names that will not come again.
-        num_tokens: positions to compute by name, of all in `new` and `known`.
-    """
-
-    new: list[NewSequence]
-    known: list[KnownSequence]
-    finished: set[str]
-    num_tokens: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class Computed:
     """What a step's forward pass gave, in vLLM's own order.
 
     Attributes:
         names: of the sequences.
         logits: [sequences, vocab] of the last position of each, in any dtype.
-        hidden: [positions, hidden], sequence after sequence.
+        logits_of: [rows, vocab] of a range of the step's positions, sequence after sequence.
     """
 
     names: list[str]
     logits: Tensor
-    hidden: Tensor
+    logits_of: Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +157,13 @@ class _OurChoice:
 
 
 class VllmExecutor:
-    """A model that vLLM loaded, and its steps. One thread at a time."""
+    """A model that vLLM loaded, and its steps; or a rank's part of it. One thread at a time."""
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, place: Place | None = None) -> None:
         """Loads the model. Takes seconds.
+
+        Args:
+            place: of a rank that follows; None leads, and starts the others.
 
         Raises:
             ConfigError: this release of vLLM, or this model, does not fit.
@@ -226,9 +172,20 @@ class VllmExecutor:
         if unknown:
             raise ConfigError(f"this vLLM wants what we do not give it: {', '.join(unknown)}")
         _allow_order_on_cpu()
-        config = _arguments(request).create_engine_config(UsageContext.LLM_CLASS)
-        # Its scheduler stays unused, but it makes executor and cache in the order of this release.
-        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._num_ranks = request.num_ranks
+        self._ranks: Ranks | None = None
+        if request.num_ranks > 1 and place is None:
+            self._ranks = Ranks(request)
+            place = self._ranks.place
+        self._rank = 0 if place is None else place.rank
+        try:
+            config = _arguments(request).create_engine_config(UsageContext.LLM_CLASS)
+            # Its scheduler stays unused, but it makes executor and cache in this release's order.
+            self._core = EngineCore(config, _executor_class(config, place), log_stats=False)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
         self._executor = self._core.model_executor
         self._runner: Any = self._executor.driver_worker.worker.model_runner
         self._choice = _OurChoice()
@@ -269,27 +226,36 @@ class VllmExecutor:
             kv_dtype=str(caches[0].dtype).removeprefix("torch."),
             block_size=block_size,
             num_layers=len(caches),
-            num_kv_heads=heads,
+            num_kv_heads=heads * self._num_ranks,
             content=content,
-            block_bytes=block_bytes,
+            block_bytes=block_bytes * self._num_ranks,
             code=_kernel_code(attention),
         )
 
-    def move_cache(self, memory: memoryview) -> None:
-        """Puts the cache elsewhere in host memory; what it held is lost.
+    def share_cache(self, pool: HostMemory) -> None:
+        """Puts the cache of all ranks into a pool; what it held is lost.
 
         Args:
-            memory: as large as the cache is.
+            pool: as large as their caches are together.
         """
+        self.move_cache(pool.view)
+        if self._ranks is not None:
+            self._ranks.share(pool.fd, pool.view.nbytes)
+
+    def move_cache(self, memory: memoryview) -> None:
+        """Puts this rank's cache elsewhere in host memory: its heads' part of each block there."""
         flat = torch.frombuffer(memory, dtype=torch.int8)
         caches: list[Tensor] = self._runner.kv_caches
-        assert memory.nbytes == caches[0].untyped_storage().nbytes(), "of another size"
+        cached = caches[0].untyped_storage().nbytes()
+        assert memory.nbytes == self._num_ranks * cached, "of another size"
         for cache in caches:
-            place = cache.storage_offset(), cache.size(), cache.stride()
-            cache.set_(flat.untyped_storage(), *place)
+            part, *inner = cache.stride()
+            start = self._rank * part + cache.storage_offset()
+            stride = (self._num_ranks * part, *inner)
+            cache.set_(flat.untyped_storage(), start, cache.size(), stride)
 
     def step(self, step: VllmStep, choose: Callable[[Computed], Sequence[int]]) -> None:
-        """Computes a step.
+        """Computes a step, with the other ranks.
 
         Args:
             choose: gives a token for each row of `Computed.names`; those of sequences that have
@@ -297,26 +263,73 @@ class VllmExecutor:
         """
         # As vLLM's own loop does; on a device tensors come from inference mode.
         with torch.inference_mode():
-            output = _scheduler_output(step, self._sampling, self._adapters)
-            told = self._executor.execute_model(output)
-            assert told is None, "vLLM's runner sampled by itself"
+            self._tell(step_message(step))
+            self._compute(step)
             state = self._runner.execute_model_state
             names = list(self._runner.input_batch.req_ids)
+            # Gathered from all ranks, so each of them has its KV of this step in the pool.
             logits = state.logits[: len(names), : self._vocab_size]
-            tokens = choose(Computed(names, logits, state.hidden_states))
-            self._choice.tokens = torch.tensor(
-                tokens, dtype=torch.int32, device=state.logits.device
-            )[:, None]
-            self._executor.sample_tokens(None)
+            tokens = choose(Computed(names, logits, self._told_logits))
+            self._tell({"tokens": list(tokens)})
+            self._take(tokens)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] of [rows, hidden]."""
-        made: Tensor = self._runner.model.compute_logits(hidden)
-        return made[:, : self._vocab_size]
+    def follow(self, step: VllmStep, hear: Callable[[], Mapping[str, Any]]) -> None:
+        """Computes this rank's part of a step.
+
+        Args:
+            hear: what the leader tells next.
+        """
+        with torch.inference_mode():
+            self._compute(step)
+            while "tokens" not in (told := hear()):
+                self._logits_of(*told["logits_of"])
+            self._take(told["tokens"])
 
     def close(self) -> None:
-        """Ends the executor."""
+        """Ends the executor, and the other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
         self._executor.shutdown()
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        if self._ranks is not None:
+            self._ranks.tell(message)
+
+    def _compute(self, step: VllmStep) -> None:
+        output = _scheduler_output(step, self._sampling, self._adapters)
+        told = self._executor.execute_model(output)
+        assert told is None, "vLLM's runner sampled by itself"
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        """Lets vLLM's runner go on with what was chosen."""
+        self._choice.tokens = torch.tensor(tokens, dtype=torch.int32)[:, None]
+        self._executor.sample_tokens(None)
+
+    def _told_logits(self, begin: int, end: int) -> Tensor:
+        self._tell({"logits_of": (begin, end)})
+        made = self._logits_of(begin, end)
+        assert made is not None, "rank 0 has all of the vocabulary"
+        return made[:, : self._vocab_size]
+
+    def _logits_of(self, begin: int, end: int) -> Tensor | None:
+        hidden = self._runner.execute_model_state.hidden_states[begin:end]
+        made: Tensor | None = self._runner.model.compute_logits(hidden)
+        return made
+
+
+def _executor_class(config: VllmConfig, place: Place | None) -> type[Executor]:
+    """Of one rank, or of one among several: vLLM's for engines that are started side by side.
+
+    Those would meet where the environment says, which is one place per process.
+    """
+    if place is None:
+        alone: type[Executor] = Executor.get_class(config)
+        return alone
+
+    def meet(_executor: object) -> tuple[str, int, int]:
+        return f"file://{place.meeting}", place.rank, place.rank
+
+    return type("RankExecutor", (ExecutorWithExternalLauncher,), {"_distributed_args": meet})
 
 
 def _arguments(request: EngineRequest) -> EngineArgs:
@@ -337,7 +350,8 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         async_scheduling=False,
         enforce_eager=True,
         disable_log_stats=True,
-        distributed_executor_backend="uni",
+        tensor_parallel_size=request.num_ranks,
+        distributed_executor_backend="uni" if request.num_ranks == 1 else "external_launcher",
         **_lora_arguments(request.adapters),
     )
 

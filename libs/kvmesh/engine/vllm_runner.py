@@ -27,13 +27,10 @@ from kvmesh.engine.vllm_check import file_identity, stop_tokens
 from kvmesh.engine.vllm_internals import (
     ORDER,
     Computed,
-    EngineRequest,
-    KnownSequence,
     ModelFacts,
-    NewSequence,
     VllmExecutor,
-    VllmStep,
 )
+from kvmesh.engine.vllm_messages import EngineRequest, KnownSequence, NewSequence, VllmStep
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are held in memory at once while prompt tokens are scored."""
@@ -96,7 +93,7 @@ class VllmRunner:
         need = MemoryNeed(0, (request.num_blocks + _SPARE_BLOCKS) * layout.block_bytes, 0)
         require_memory(need, available_bytes())
         pool = HostMemory(request.num_blocks, layout.block_bytes, _SPARE_BLOCKS)
-        executor.move_cache(pool.view)
+        executor.share_cache(pool)
         spec = ModelSpec(
             name=served_name,
             vocab_size=facts.vocab_size,
@@ -138,7 +135,7 @@ class VllmRunner:
 
         def choose(computed: Computed) -> list[int]:
             order = [by_name[name] for name in computed.names]
-            self._score(computed.hidden, [chunks[index] for index in order], order, result)
+            self._score(computed, [chunks[index] for index in order], order, result)
             return _choose(computed.logits, chunks, order, result)
 
         self._executor.step(step, choose)
@@ -172,7 +169,7 @@ class VllmRunner:
 
     def _score(
         self,
-        hidden: Tensor,
+        computed: Computed,
         ordered: Sequence[SequenceChunk],
         order: Sequence[int],
         result: StepResult,
@@ -185,8 +182,7 @@ class VllmRunner:
             # A row of logits is long: the rows of a whole prompt would not fit in memory at once.
             for begin in range(0, len(after), _SCORED_ROWS):
                 ids = after[begin : begin + _SCORED_ROWS]
-                rows = hidden[first + begin : first + begin + len(ids)]
-                logits = self._executor.logits(rows).float()
+                logits = computed.logits_of(first + begin, first + begin + len(ids)).float()
                 entries += score_tokens(logits, ids, chunk.sampling.num_prompt_logprobs)
             if entries:
                 result.prompt_logprobs[index] = entries

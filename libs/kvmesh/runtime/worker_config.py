@@ -64,6 +64,9 @@ class EngineSection:
         "", "name under which the model is served; default: folder name, or org/name"
     )
     lora: str = option("", "LoRA adapters as NAME=FOLDER, comma-separated; with the engine vllm")
+    tensor_parallel: int = positive(
+        1, "processes that share each layer of the model by heads; with the engine vllm"
+    )
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option("cpu", "cpu or cuda")
     num_blocks: int = positive(1024, "KV blocks")

@@ -51,6 +51,11 @@ def find_folder(config: EngineSection) -> Path | None:
             f"engine.lora names adapters, and the engine {config.kind} has none: set engine.kind "
             "vllm, or merge the adapter into the checkpoint (merge_and_unload of PEFT)"
         )
+    if config.tensor_parallel > 1 and config.kind != "vllm":
+        raise ConfigError(
+            f"engine.tensor_parallel is {config.tensor_parallel}, and the engine {config.kind} is "
+            "one process: set engine.kind vllm"
+        )
     if config.kind == "fake":
         return find_model(config.model, has_weights=False) if config.model else None
     if config.kind not in {"kvmesh", "vllm"}:
@@ -60,7 +65,12 @@ def find_folder(config: EngineSection) -> Path | None:
     require_named_device(config.device)
     if config.kind == "vllm":
         folder = find_model(config.model, is_ours=False)
-        require_vllm(folder, device=config.device, block_size=config.block_size)
+        require_vllm(
+            folder,
+            device=config.device,
+            block_size=config.block_size,
+            num_ranks=config.tensor_parallel,
+        )
         read_adapters(config.lora)
         return folder
     folder = find_model(config.model)
@@ -83,8 +93,9 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
     name = config.model_name or served_name(config.model) or "fake"
     if folder is None or config.kind == "fake":
         return _load_fake(config, folder, name)
-    if config.num_threads > (cores := usable_cores()):
-        log.warning("more_threads_than_cores", threads=config.num_threads, cores=cores)
+    threads = config.num_threads * config.tensor_parallel
+    if threads > (cores := usable_cores()):
+        log.warning("more_threads_than_cores", threads=threads, cores=cores)
     if config.kind == "vllm":
         return _load_vllm(config, folder, name)
     if not environment("OMP_WAIT_POLICY"):
@@ -113,7 +124,7 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
 def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
     default_environment(engine_environment(config.num_threads))
     # vLLM reads its environment when it is loaded.
-    from kvmesh.engine.vllm_internals import EngineRequest  # noqa: PLC0415
+    from kvmesh.engine.vllm_messages import EngineRequest  # noqa: PLC0415
     from kvmesh.engine.vllm_runner import VllmRunner  # noqa: PLC0415
 
     request = EngineRequest(
@@ -125,6 +136,9 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
         max_tokens=config.max_batch_tokens,
         max_sequences=BatchLimits().max_sequences,
         adapters=read_adapters(config.lora),
+        num_ranks=config.tensor_parallel,
+        # The event loop, which answers peers, needs a core too.
+        spin=usable_cores() > config.tensor_parallel * config.num_threads,
     )
     return VllmRunner.load(request, name)
 

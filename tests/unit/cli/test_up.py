@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "threshold": 512,
     "aliases": "",
     "lora": "",
+    "tensor_parallel": 1,
     "other_models": "",
 }
 PORTS = ApiPorts(8001, 8002)

@@ -83,7 +83,9 @@ def test_head_and_block_sizes_of_a_cpu(tmp_path: Path) -> None:
     (found_there,) = check.model_problems(model, device="cuda", block_size=16)
     assert found_there.startswith("on cuda vLLM's blocks are not within reach yet")
     model = check.read_vllm_model(write_checkpoint(tmp_path, head_dim=32))
-    assert check.model_problems(model, device="cpu", block_size=64) == []
+    assert check.model_problems(model, device="cpu", block_size=64, num_ranks=2) == []
+    (not_shared,) = check.model_problems(model, device="cpu", block_size=64, num_ranks=3)
+    assert not_shared.startswith("2 KV heads are not to be shared by 3 ranks")
 
 
 def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:
@@ -117,13 +119,13 @@ def test_a_folder_that_is_not_whole_is_named(tmp_path: Path) -> None:
 def test_what_kv_depends_on_is_in_its_identity(tmp_path: Path) -> None:
     here = write_checkpoint(tmp_path / "here")
     there = write_checkpoint(tmp_path / "there")
-    same = check.file_identity(here, "vllm BLHNC vec float32")
-    assert check.file_identity(there, "vllm BLHNC vec float32") == same
-    assert check.file_identity(here, "vllm BLHNC amx float32") != same
+    same = check.file_identity(here, "vllm BHLNC vec float32")
+    assert check.file_identity(there, "vllm BHLNC vec float32") == same
+    assert check.file_identity(here, "vllm BHLNC amx float32") != same
     other_weights = write_checkpoint(tmp_path / "other", seed=1)
-    assert check.file_identity(other_weights, "vllm BLHNC vec float32") != same
+    assert check.file_identity(other_weights, "vllm BHLNC vec float32") != same
     other_config = write_checkpoint(there, rope_theta=5.0)
-    assert check.file_identity(other_config, "vllm BLHNC vec float32") != same
+    assert check.file_identity(other_config, "vllm BHLNC vec float32") != same
 
 
 def test_all_reasons_are_in_one_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,3 +76,9 @@ def test_adapters_are_refused_by_engines_that_have_none() -> None:
     for kind in ("kvmesh", "fake"):
         with pytest.raises(ConfigError, match=r"engine\.kind vllm"):
             find_folder(EngineSection(kind=kind, model="m", lora="sql=folder"))
+
+
+def test_several_ranks_are_refused_by_engines_of_one() -> None:
+    for kind in ("kvmesh", "fake"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel is 2.*set engine\.kind vllm"):
+            find_folder(EngineSection(kind=kind, model="m", tensor_parallel=2))

@@ -1,0 +1,65 @@
+"""A rank of a worker's engine beside the first, in a process of its own; `Ranks` starts it.
+
+    python -m kvmesh.engine.vllm_follower FD
+
+Loads its part of the model, then computes the steps that it is told over the socket FD. It ends
+with its leader, whatever it is doing. Tests: tests/vllm/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kvmesh.engine.vllm_messages import read_request, read_step, receive
+
+if TYPE_CHECKING:
+    from kvmesh.engine.vllm_internals import VllmExecutor
+
+
+def main() -> None:
+    """Serves until the leader is gone."""
+    threading.Thread(target=_end_with_leader, name="leader", daemon=True).start()
+    with socket.socket(fileno=int(sys.argv[1])) as leader:
+        request, place = read_request(receive(leader))
+        # vLLM reads the environment, which is the leader's, when it is loaded.
+        from kvmesh.engine.vllm_internals import VllmExecutor  # noqa: PLC0415
+
+        executor = VllmExecutor(request, place)
+        executor.move_cache(_mapped(leader))
+        try:
+            _follow(executor, leader)
+        except EOFError:
+            os._exit(0)
+
+
+def _end_with_leader() -> None:
+    os.read(0, 1)
+    os._exit(0)
+
+
+def _mapped(leader: socket.socket) -> memoryview:
+    """The leader's pool."""
+    num_bytes = int(receive(leader)["pool_bytes"])
+    _, (fd,), _, _ = socket.recv_fds(leader, 1, 1)
+    mapping = mmap.mmap(fd, num_bytes)
+    os.close(fd)
+    return memoryview(mapping)
+
+
+def _follow(executor: VllmExecutor, leader: socket.socket) -> None:
+    while True:
+        step = read_step(receive(leader))
+
+        def hear() -> dict[str, Any]:
+            return receive(leader)
+
+        executor.follow(step, hear)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The other ranks of a worker's engine: processes that compute their heads of every layer.
+
+Rank 0 leads, in the worker's own process: it plans, samples and speaks with everybody. The others
+are told each step and its tokens, and have their heads' part of every block in the one pool
+(docs/adr/0046-ranks-share-one-pool.md). One dead rank is a dead worker: nobody computes without it,
+and the leader's step may wait for it in native code for ever, so the process ends at once.
+Torch-free. Tests: tests/unit/engine/test_vllm_ranks.py, tests/vllm/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvmesh.engine.vllm_messages import EngineRequest, Place, encoded, request_message
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+LOST_EXIT = 70
+"""Of a worker that lost a rank."""
+
+_FOLLOWER = (sys.executable, "-m", "kvmesh.engine.vllm_follower")
+_END_S = 5.0
+
+
+def _end_process() -> None:
+    sys.stderr.flush()
+    os._exit(LOST_EXIT)
+
+
+class Ranks:
+    """Ranks 1 and up of an engine; none where it has one rank."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        command: Sequence[str] = _FOLLOWER,
+        on_lost: Callable[[], None] = _end_process,
+    ) -> None:
+        """Starts them; they load as rank 0 loads, which they wait for and which waits for them.
+
+        Args:
+            command: of a rank, which is given the number of its socket.
+            on_lost: called in another thread when one ended by itself.
+        """
+        self._on_lost = on_lost
+        self._ends: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closing = False
+        self._folder = tempfile.TemporaryDirectory(prefix="kvmesh-ranks-")
+        # vLLM names shared memory after the file, so its name is nobody else's either.
+        self._meeting = Path(self._folder.name) / Path(self._folder.name).name
+        self._spin = request.spin
+        for rank in range(1, request.num_ranks):
+            self._start(command, request, rank)
+
+    @property
+    def place(self) -> Place:
+        """Rank 0's."""
+        return Place(0, str(self._meeting))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of their processes, by rank from 1 on."""
+        return [each.pid for each in self._processes]
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Tells each of them.
+
+        Raises:
+            OSError: one is gone.
+        """
+        if self._ends:
+            raw = encoded(message)
+            for end in self._ends:
+                end.sendall(raw)
+
+    def share(self, fd: int, num_bytes: int) -> None:
+        """Gives them the pool, once rank 0 has loaded; then all of them have met.
+
+        Args:
+            fd: its memfd.
+        """
+        self._folder.cleanup()
+        self.tell({"pool_bytes": num_bytes})
+        for end in self._ends:
+            socket.send_fds(end, [b"f"], [fd])
+
+    def close(self) -> None:
+        """Ends them. May be called again."""
+        self._closing = True
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            _end_of(process)
+        self._ends.clear()
+        self._folder.cleanup()
+
+    def _start(self, command: Sequence[str], request: EngineRequest, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            # Its standard input is closed with us, which it watches, also within native code.
+            process = subprocess.Popen(
+                [*command, str(fd)], stdin=subprocess.PIPE, pass_fds=[fd], close_fds=True
+            )
+        self._ends.append(ours)
+        self._processes.append(process)
+        ours.sendall(encoded(request_message(request, self._place_of(rank))))
+        watch = threading.Thread(
+            target=self._watch, args=(process, rank), name=f"rank-{rank}", daemon=True
+        )
+        watch.start()
+
+    def _place_of(self, rank: int) -> Place:
+        path = self._meeting
+        if not self._spin:
+            path = self._meeting.with_name(f"{self._meeting.name}-{rank}")
+            path.symlink_to(self._meeting)
+        return Place(rank, str(path))
+
+    def _watch(self, process: subprocess.Popen[bytes], rank: int) -> None:
+        code = process.wait()
+        if not self._closing:
+            log.error("rank_lost", rank=rank, pid=process.pid, exit_code=code)
+            self._on_lost()
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None, "a pipe"
+    process.stdin.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,99 @@
+"""Workers of two ranks: they say what one rank says, and share KV with workers of any number."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.api_client import ApiClient
+from tests.mesh_child import Child
+from tests.mesh_processes import MODEL_FOLDER, running_mesh
+from tests.vllm.oracle import VllmAlone, some_prompts
+from tests.vllm.said_by import GREEDY, PROMPTS, said_by
+from tests.vllm.streams import Load, undisturbed
+from tests.vllm_engine import BLOCK_SIZE
+from tests.waiting import until
+
+VLLM = {"engine.block-size": BLOCK_SIZE, "engine.num-blocks": 400}
+TWO_RANKS = {**VLLM, "engine.tensor-parallel": 2}
+ENDS_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    """What an engine of one rank says."""
+    return said_by(1)
+
+
+def test_one_rank_says_what_vllm_says(one_rank: dict[str, Any]) -> None:
+    alone = VllmAlone(MODEL_FOLDER, "float32")
+    assert one_rank["greedy"] == alone.greedy(PROMPTS, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("wait", ["sockets", "memory"])
+def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str) -> None:
+    two = said_by(2, wait)
+    for name in ("greedy", "drawn", "chunked"):
+        assert two[name] == one_rank[name], name
+    assert one_rank["chunked"] == one_rank["drawn"][:4]
+    assert two["scores"] == pytest.approx(one_rank["scores"], abs=1e-4)
+    # Each head's KV is where an engine of one rank has it.
+    assert len(two["pool"]) == len(one_rank["pool"])
+    assert two["pool"] == pytest.approx(one_rank["pool"], abs=1e-4)
+
+
+async def test_workers_of_any_number_of_ranks_share_kv_and_outlive_a_lost_rank(
+    tmp_path: Path,
+) -> None:
+    """A decode worker dies twice: first a rank of it, then its leader in the middle of a step."""
+    prompts = some_prompts(16, 200, seed=5)
+    flags = {"prefill-0": TWO_RANKS, "prefill-1": VLLM, "decode-0": TWO_RANKS, "decode-1": VLLM}
+    async with (
+        running_mesh(tmp_path, 2, 2, engine="vllm", flags=flags) as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        victim = mesh["decode-0"]
+        async with asyncio.TaskGroup() as clients:
+            load = Load(client, prompts)
+            for number in range(4):
+                clients.create_task(load.run(number))
+            await until(lambda: len(pairs_of(load)) == 4, "each with each", 240)
+            (follower,) = ranks_of(victim)
+            os.kill(follower, signal.SIGKILL)
+            await until(lambda: not victim.running, "its worker ends", ENDS_S)
+            assert "rank_lost" in victim.log_path.read_text()
+            victim.log_path.write_text("")  # an error, and one that was meant
+            await load.more(4)
+            await mesh.restart("decode-0")
+            await mesh.all_known()
+            await load.more(8)
+            (follower,) = ranks_of(victim)
+            victim.kill()
+            await until(lambda: not Path(f"/proc/{follower}").exists(), "its rank ends", ENDS_S)
+            await load.more(4)
+            load.stopping = True
+        await mesh.idle()
+    expected = undisturbed(prompts)
+    for index, answer in load.answers:
+        assert answer.ok, (answer.status, answer.error)
+        assert answer.token_ids == expected[index], f"prompt {index}"
+
+
+def pairs_of(load: Load) -> set[tuple[str, str]]:
+    """Prefill and decode workers of what was answered."""
+    return {(answer.prefill_worker, answer.decode_worker) for _, answer in load.answers}
+
+
+def ranks_of(worker: Child) -> list[int]:
+    """Processes of a worker's other ranks."""
+    assert worker.process is not None
+    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
+    pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    return [
+        int(pid) for pid in pids if b"vllm_follower" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
