@@ -1,9 +1,9 @@
-"""A rank of a worker's engine beside the first, in a process of its own; `Ranks` starts it.
+"""The process of a rank other than 0; `Ranks` starts it.
 
     python -m kvmesh.engine.vllm_follower FD
 
-Loads its part of the model, then computes the steps that it is told over the socket FD. It ends
-with its leader, whatever it is doing. Tests: tests/vllm/test_ranks.py.
+Loads its part of the model, then computes the steps that the leader sends over the socket FD. It
+ends when the leader ends, also in the middle of a step. Tests: tests/vllm/test_ranks.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Serves until the leader is gone."""
+    """Computes steps until the leader ends."""
     threading.Thread(target=_end_with_leader, name="leader", daemon=True).start()
     with socket.socket(fileno=int(sys.argv[1])) as leader:
         request, place = read_request(receive(leader))
-        # vLLM reads the environment, which is the leader's, when it is loaded.
+        # vLLM reads its environment variables on import; they are inherited from the leader.
         from kvmesh.engine.vllm_internals import VllmExecutor  # noqa: PLC0415
 
         executor = VllmExecutor(request, place)
@@ -43,7 +43,7 @@ def _end_with_leader() -> None:
 
 
 def _mapped(leader: socket.socket) -> memoryview:
-    """The leader's pool."""
+    """Receives the leader's KV pool and maps it."""
     num_bytes = int(receive(leader)["pool_bytes"])
     _, (fd,), _, _ = socket.recv_fds(leader, 1, 1)
     mapping = mmap.mmap(fd, num_bytes)

@@ -157,13 +157,13 @@ class _OurChoice:
 
 
 class VllmExecutor:
-    """A model that vLLM loaded, and its steps; or a rank's part of it. One thread at a time."""
+    """Loads a model, or one rank's part of it, and computes its steps. Use one thread at a time."""
 
     def __init__(self, request: EngineRequest, place: Place | None = None) -> None:
         """Loads the model. Takes seconds.
 
         Args:
-            place: of a rank that follows; None leads, and starts the others.
+            place: the place of a follower; None: this is the leader, which starts the followers.
 
         Raises:
             ConfigError: this release of vLLM, or this model, does not fit.
@@ -233,17 +233,17 @@ class VllmExecutor:
         )
 
     def share_cache(self, pool: HostMemory) -> None:
-        """Puts the cache of all ranks into a pool; what it held is lost.
+        """Moves the KV caches of all ranks into a pool; their contents are lost.
 
         Args:
-            pool: as large as their caches are together.
+            pool: has the size of all ranks' caches together.
         """
         self.move_cache(pool.view)
         if self._ranks is not None:
             self._ranks.share(pool.fd, pool.view.nbytes)
 
     def move_cache(self, memory: memoryview) -> None:
-        """Puts this rank's cache elsewhere in host memory: its heads' part of each block there."""
+        """Moves this rank's KV cache into its part of each block of a pool."""
         flat = torch.frombuffer(memory, dtype=torch.int8)
         caches: list[Tensor] = self._runner.kv_caches
         cached = caches[0].untyped_storage().nbytes()
@@ -255,7 +255,7 @@ class VllmExecutor:
             cache.set_(flat.untyped_storage(), start, cache.size(), stride)
 
     def step(self, step: VllmStep, choose: Callable[[Computed], Sequence[int]]) -> None:
-        """Computes a step, with the other ranks.
+        """Computes a step together with the other ranks.
 
         Args:
             choose: gives a token for each row of `Computed.names`; those of sequences that have
@@ -274,10 +274,10 @@ class VllmExecutor:
             self._take(tokens)
 
     def follow(self, step: VllmStep, hear: Callable[[], Mapping[str, Any]]) -> None:
-        """Computes this rank's part of a step.
+        """Computes a follower's part of a step.
 
         Args:
-            hear: what the leader tells next.
+            hear: waits for the leader's next message.
         """
         with torch.inference_mode():
             self._compute(step)
@@ -286,7 +286,7 @@ class VllmExecutor:
             self._take(told["tokens"])
 
     def close(self) -> None:
-        """Ends the executor, and the other ranks."""
+        """Ends the executor and the other ranks."""
         if self._ranks is not None:
             self._ranks.close()
         self._executor.shutdown()
@@ -301,7 +301,7 @@ class VllmExecutor:
         assert told is None, "vLLM's runner sampled by itself"
 
     def _take(self, tokens: Sequence[int]) -> None:
-        """Lets vLLM's runner go on with what was chosen."""
+        """Gives vLLM's runner the sampled tokens."""
         self._choice.tokens = torch.tensor(tokens, dtype=torch.int32)[:, None]
         self._executor.sample_tokens(None)
 
@@ -318,9 +318,10 @@ class VllmExecutor:
 
 
 def _executor_class(config: VllmConfig, place: Place | None) -> type[Executor]:
-    """Of one rank, or of one among several: vLLM's for engines that are started side by side.
+    """The executor class of vLLM for one rank alone, or the one for engines that a launcher starts.
 
-    Those would meet where the environment says, which is one place per process.
+    The latter takes its rank and its rendezvous from the environment. Here they are arguments,
+    because several engines may share an environment.
     """
     if place is None:
         alone: type[Executor] = Executor.get_class(config)

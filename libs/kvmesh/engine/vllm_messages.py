@@ -1,7 +1,7 @@
-"""What a worker's engine is made with and computes, as its ranks tell each other. Torch-free.
+"""Messages between the ranks of one worker: how an engine is made, and what a step computes.
 
-Messages are JSON behind their length: they cross sockets between processes of one worker, and what
-is read from there makes no objects by itself. Tests: tests/unit/engine/test_vllm_ranks.py.
+A message is its length and JSON, because the processes of a worker speak over sockets, and parsing
+JSON cannot run code. Torch-free. Tests: tests/unit/engine/test_vllm_ranks.py.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What a vLLM engine on a CPU is made with.
+    """Arguments of a vLLM engine on a CPU.
 
     Attributes:
-        max_model_len: 0 for as many positions as the model was made for and blocks hold.
-        num_blocks: those that are given away; one more is allocated.
-        max_tokens, max_sequences: of one step.
-        num_ranks: processes that share each layer, this one among them.
-        spin: ranks wait for each other in shared memory, and keep their cores meanwhile; else in
-            sockets.
+        max_model_len: longest sequence; 0: what the model supports and the blocks hold.
+        num_blocks: blocks that sequences can use; one more is allocated.
+        max_tokens, max_sequences: limits of one step.
+        num_ranks: number of processes that share each layer, the leader included.
+        spin: whether ranks wait for each other in shared memory, which keeps their cores busy;
+            otherwise they wait on sockets.
     """
 
     folder: Path
@@ -46,12 +46,12 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that vLLM has not seen, or not with these blocks.
+    """A sequence that is new to vLLM, or that has other blocks now.
 
     Attributes:
-        name: used for no other.
-        start: positions before it have KV in the blocks.
-        adapter: its name; empty is none.
+        name: unique; never used again.
+        start: the blocks hold KV of all positions before this one.
+        adapter: name of its LoRA adapter; empty: none.
     """
 
     name: str
@@ -63,11 +63,11 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class KnownSequence:
-    """A sequence that goes on.
+    """A sequence that vLLM knows.
 
     Attributes:
-        more_blocks: those after the ones that vLLM was told of.
-        num_sampled: tokens that were chosen since it was new.
+        more_blocks: blocks to append to its table.
+        num_sampled: number of tokens sampled since it was new.
     """
 
     name: str
@@ -78,11 +78,11 @@ class KnownSequence:
 
 @dataclass(frozen=True, slots=True)
 class VllmStep:
-    """What one step computes.
+    """The sequences and positions of one step.
 
     Attributes:
-        finished: names that will not come again.
-        num_tokens: positions to compute by name, of all in `new` and `known`.
+        finished: names of sequences that have ended.
+        num_tokens: number of positions to compute, by name, for all in `new` and `known`.
     """
 
     new: list[NewSequence]
@@ -93,12 +93,13 @@ class VllmStep:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank of an engine a process is.
+    """The rank of one process of an engine.
 
     Attributes:
-        rank: 0 leads.
-        meeting: a path of the file that the ranks of this engine, and nobody else, find each other
-            by. Where its name is the same for all, vLLM shares memory between them.
+        rank: number of the rank; 0 is the leader.
+        meeting: path of the file that the ranks of this engine rendezvous through. If its last
+            part is the same for all ranks, vLLM connects them by shared memory, otherwise by
+            sockets.
     """
 
     rank: int = 0
@@ -106,12 +107,12 @@ class Place:
 
 
 def request_message(request: EngineRequest, place: Place) -> dict[str, Any]:
-    """How a rank is told what to load."""
+    """The message that tells a rank what to load."""
     return {"request": asdict(request), **asdict(place)}
 
 
 def read_request(message: Mapping[str, Any]) -> tuple[EngineRequest, Place]:
-    """What `request_message` said."""
+    """Reads a message of `request_message`."""
     fields = dict(message["request"])
     fields["folder"] = Path(fields["folder"])
     fields["adapters"] = tuple(
@@ -121,7 +122,7 @@ def read_request(message: Mapping[str, Any]) -> tuple[EngineRequest, Place]:
 
 
 def step_message(step: VllmStep) -> dict[str, Any]:
-    """How a rank is told what to compute."""
+    """The message that tells a rank what to compute."""
     new = [(each.name, each.token_ids, each.blocks, each.start, each.adapter) for each in step.new]
     known = [(each.name, each.more_blocks, each.start, each.num_sampled) for each in step.known]
     return {
@@ -133,7 +134,7 @@ def step_message(step: VllmStep) -> dict[str, Any]:
 
 
 def read_step(message: Mapping[str, Any]) -> VllmStep:
-    """What `step_message` said."""
+    """Reads a message of `step_message`."""
     return VllmStep(
         [NewSequence(*each) for each in message["new"]],
         [KnownSequence(*each) for each in message["known"]],
@@ -143,16 +144,16 @@ def read_step(message: Mapping[str, Any]) -> VllmStep:
 
 
 def encoded(message: Mapping[str, Any]) -> bytes:
-    """As `receive` takes it."""
+    """A message as bytes, for `receive`."""
     body = json.dumps(message, default=str, separators=(",", ":")).encode()
     return _LENGTH.pack(len(body)) + body
 
 
 def receive(end: socket.socket) -> dict[str, Any]:
-    """The next message.
+    """Waits for the next message.
 
     Raises:
-        EOFError: the other end is closed.
+        EOFError: the peer has closed the socket.
     """
     (size,) = _LENGTH.unpack(_take(end, _LENGTH.size))
     message: dict[str, Any] = json.loads(_take(end, size))

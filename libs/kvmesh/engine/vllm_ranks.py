@@ -1,9 +1,13 @@
-"""The other ranks of a worker's engine: processes that compute their heads of every layer.
+"""Starts the other ranks of a worker's engine: each computes some heads of every layer.
 
-Rank 0 leads, in the worker's own process: it plans, samples and speaks with everybody. The others
-are told each step and its tokens, and have their heads' part of every block in the one pool
-(docs/adr/0046-ranks-share-one-pool.md). One dead rank is a dead worker: nobody computes without it,
-and the leader's step may wait for it in native code for ever, so the process ends at once.
+Rank 0 is the leader and runs in the worker's own process: it plans steps, samples, and is the only
+one that other services talk to. It sends each step and the sampled tokens to the others. All ranks
+keep KV in one pool; the heads of a rank are one part of every block
+(docs/adr/0046-ranks-share-one-pool.md).
+
+If a rank dies, the worker's process ends at once: no step can be computed without the rank, and the
+leader's step may wait for it forever in native code.
+
 Torch-free. Tests: tests/unit/engine/test_vllm_ranks.py, tests/vllm/test_ranks.py.
 """
 
@@ -25,7 +29,7 @@ from kvmesh.telemetry.logs import event_logger
 log = event_logger(__name__)
 
 LOST_EXIT = 70
-"""Of a worker that lost a rank."""
+"""Exit code of a worker that has lost a rank."""
 
 _FOLLOWER = (sys.executable, "-m", "kvmesh.engine.vllm_follower")
 _END_S = 5.0
@@ -37,7 +41,7 @@ def _end_process() -> None:
 
 
 class Ranks:
-    """Ranks 1 and up of an engine; none where it has one rank."""
+    """Ranks 1, 2, ... of an engine; none if the engine has only one rank."""
 
     def __init__(
         self,
@@ -46,11 +50,11 @@ class Ranks:
         command: Sequence[str] = _FOLLOWER,
         on_lost: Callable[[], None] = _end_process,
     ) -> None:
-        """Starts them; they load as rank 0 loads, which they wait for and which waits for them.
+        """Starts the processes. They load the model together with rank 0.
 
         Args:
-            command: of a rank, which is given the number of its socket.
-            on_lost: called in another thread when one ended by itself.
+            command: command line of a rank; the number of its socket is appended.
+            on_lost: called from another thread when a rank has ended unexpectedly.
         """
         self._on_lost = on_lost
         self._ends: list[socket.socket] = []
@@ -65,19 +69,19 @@ class Ranks:
 
     @property
     def place(self) -> Place:
-        """Rank 0's."""
+        """The place of rank 0."""
         return Place(0, str(self._meeting))
 
     @property
     def pids(self) -> list[int]:
-        """Of their processes, by rank from 1 on."""
+        """Process ids, by rank, starting with rank 1."""
         return [each.pid for each in self._processes]
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Tells each of them.
+        """Sends a message to each rank.
 
         Raises:
-            OSError: one is gone.
+            OSError: a rank has ended.
         """
         if self._ends:
             raw = encoded(message)
@@ -85,10 +89,11 @@ class Ranks:
                 end.sendall(raw)
 
     def share(self, fd: int, num_bytes: int) -> None:
-        """Gives them the pool, once rank 0 has loaded; then all of them have met.
+        """Passes the KV pool to all ranks. Rank 0 must have loaded, so that all ranks have met.
 
         Args:
-            fd: its memfd.
+            fd: memfd of the pool.
+            num_bytes: size of the pool.
         """
         self._folder.cleanup()
         self.tell({"pool_bytes": num_bytes})
@@ -96,7 +101,7 @@ class Ranks:
             socket.send_fds(end, [b"f"], [fd])
 
     def close(self) -> None:
-        """Ends them. May be called again."""
+        """Ends all ranks. May be called again."""
         self._closing = True
         for end in self._ends:
             end.close()
@@ -109,7 +114,7 @@ class Ranks:
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            # Its standard input is closed with us, which it watches, also within native code.
+            # The rank ends when its standard input is closed, which happens when this process ends.
             process = subprocess.Popen(
                 [*command, str(fd)], stdin=subprocess.PIPE, pass_fds=[fd], close_fds=True
             )
