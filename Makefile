@@ -204,6 +204,13 @@ bench-sim-error: setup ## the simulator against a real stack under the same load
 bench-live: setup ## the papers' mechanisms in real processes against their baselines; writes bench/results/live.*
 	$(PY) -m benchmarks.live $(ARGS)
 
+.PHONY: bench-fleet e2e-groups
+bench-fleet: setup ## groups, faults and substitutes of a running `kvmesh up` under load; writes bench/results/fleet.*
+	$(PY) -m benchmarks.fleet $(ARGS)
+
+e2e-groups: setup ## groups and substitutes in real processes, within minutes
+	OMP_NUM_THREADS=1 GRPC_VERBOSITY=ERROR $(PY) -m pytest -q -m 'not long' $(ARGS) tests/e2e/test_groups.py tests/e2e/test_group_life.py tests/e2e/test_substitutes.py
+
 bench-gateway: setup ## the gateway against other routers, all before fake workers, what its shortcuts save and its journal costs; writes bench/results/gateway*
 	$(PY) -m benchmarks.gateway $(ARGS)
 	$(PY) -m benchmarks.gateway_ablation

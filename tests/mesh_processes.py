@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import aiohttp
 
@@ -27,6 +28,7 @@ VOCAB_SIZE = 4096
 BLOCK_SIZE = 16
 
 Flags = Mapping[str, object]
+NO_FLAGS: Flags = MappingProxyType({})
 
 
 class Mesh:
@@ -111,8 +113,12 @@ class Mesh:
         path.with_suffix(".new").write_text(what)
         path.with_suffix(".new").replace(path)
 
-    def add_worker(self, name: str) -> Child:
-        """Starts a worker; its name says which kind."""
+    def add_worker(self, name: str, more: Flags = NO_FLAGS) -> Child:
+        """Starts a worker; its name says which kind.
+
+        Args:
+            more: flags in place of the usual ones.
+        """
         return self.add(
             name,
             name.partition("-")[0],
@@ -125,6 +131,7 @@ class Mesh:
                 "engine.model-name": MODEL,
                 "engine.dtype": "float32",
                 "engine.block-size": BLOCK_SIZE,
+                **more,
             },
         )
 

@@ -178,7 +178,10 @@ class QuotaConfig:
 class SharedRedisConfig:
     """The Redis in which gateways share tenants' usage and the journal of streams."""
 
-    url: str = option("", "redis:// URL; empty: quotas count in each gateway, streams die with it")
+    url: str = option(
+        "",
+        "redis:// or redis+sentinel:// URL; empty: each gateway counts quotas, streams die with it",
+    )
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
     timeout_s: float = positive(0.5, "a call that takes longer has failed")

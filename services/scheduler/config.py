@@ -66,7 +66,9 @@ class KvManagerTarget:
 class FleetStoreConfig:
     """The Redis that keeps the fleet over a restart of the scheduler."""
 
-    url: str = option("", "redis:// URL; empty rebuilds the fleet from the workers alone")
+    url: str = option(
+        "", "redis:// or redis+sentinel:// URL; empty rebuilds the fleet from the workers alone"
+    )
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
     password_file: str = option("", "file that holds the password")

@@ -251,12 +251,16 @@ class Substitutes:
                 return
 
     def _new_s(self, loss: _Loss, here: Here) -> float | None:
-        """Estimated seconds until a new process serves: the median start time for its model."""
+        """Estimated seconds until a new process serves: the median start time for its model.
+
+        At least as long as the lost worker took: the process starts on the same machine, where
+        the lost worker comes back by itself.
+        """
         if self._launcher is None or loss.num_started >= MOST_STARTED:
             return None
         infos = [loss.info, *(each.info for each in here.values())]
         told = [info.start_s for info in infos if info.model == loss.info.model and info.start_s]
-        return statistics.median(told) if told else START_S
+        return max(statistics.median(told), loss.info.start_s) if told else START_S
 
     async def _started(self, loss: _Loss, option: Option) -> Option | None:
         """Starts a process. Returns the option with its name; None if none was started."""

@@ -7,9 +7,7 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,17 +16,20 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.stack_state import read_description
-from kvmesh.core.config import child_environment
 from tests.e2e.api_client import Answer, ApiClient
-from tests.e2e.local_stack import member, running_up
-from tests.mesh_child import ROOT
-from tests.mesh_processes import MODEL_FOLDER, VOCAB_SIZE, fake_tokens
+from tests.e2e.local_stack import (
+    FEWER_TOKENS,
+    another_checkpoint,
+    group,
+    member,
+    running_up,
+)
+from tests.mesh_processes import MODEL_FOLDER, fake_tokens
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 CLIENTS = 3
-FEWER_TOKENS = VOCAB_SIZE - 64
 TOKENS = 20
 ONE_OF_EACH = ("--engine", "fake", "--prefill", "1", "--decode", "1")
 CHAT = """
@@ -37,21 +38,6 @@ scenario = "chat"
 prefill = 1
 decode = 1
 """
-
-
-async def group(state: Path, *words: str) -> str:
-    """Runs `kvmesh group`, and expects that it succeeds."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli", "group", *words),
-        *("--state-dir", str(state), "--timeout", "200"),
-        cwd=ROOT,
-        env=child_environment({"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"}),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    return out.decode()
 
 
 async def groups(state: Path) -> dict[str, dict[str, Any]]:
@@ -113,15 +99,6 @@ async def asked(client: ApiClient, *scenarios: str) -> AsyncIterator[Asked]:
             yield load
         finally:
             load.stopping = True
-
-
-def another_checkpoint(folder: Path) -> Path:
-    """The same with fewer tokens: the fake engine takes it for another model."""
-    shutil.copytree(MODEL_FOLDER, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["vocab_size"] = FEWER_TOKENS
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def is_new(state: Path, told: dict[str, Any]) -> bool:

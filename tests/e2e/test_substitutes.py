@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from kvmesh.cli.stack_state import read_description
 from kvmesh.core.types import Role
 from tests.chaos.load import under_load
 from tests.e2e.api_client import ApiClient
-from tests.e2e.local_stack import member, running_up, watched
+from tests.e2e.local_stack import a_taken_port, fault_of, faulty, member, running_up, watched
 from tests.mesh_child import scrape
 from tests.waiting import until
 
@@ -109,20 +106,9 @@ async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
         assert await steps(told, "process", "spare") == {"process": 1, "spare": 0}
 
 
-def faulty(folder: Path, name: str) -> Path:
-    """The file that makes the engine of a worker ill; see `tests/faulty_worker.py`."""
-    fault = folder / "fault"
-    (folder / "sitecustomize.py").write_text(
-        "import pathlib, sys\n"
-        f"if {name!r} in sys.orig_argv:\n"
-        "    from tests.faulty_worker import fall_ill\n"
-        f"    fall_ill(pathlib.Path({str(fault)!r}))\n"
-    )
-    return fault
-
-
 async def test_the_last_decode_worker_hangs_and_is_started_again(tmp_path: Path) -> None:
-    fault = faulty(tmp_path, LOST)
+    fault = fault_of(tmp_path, LOST)
+    faulty(tmp_path, LOST)
     async with (
         running_up(tmp_path, "--engine", "fake", "--prefill", "1", "--decode", "1") as told,
         ApiClient(f"http://{told['http']}") as client,
@@ -142,7 +128,8 @@ async def test_the_last_decode_worker_hangs_and_is_started_again(tmp_path: Path)
 
 
 async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path: Path) -> None:
-    fault = faulty(tmp_path, LOST)
+    fault = fault_of(tmp_path, LOST)
+    faulty(tmp_path, LOST)
     async with (
         running_up(tmp_path, "--engine", "fake", "--spare", "1") as told,
         ApiClient(f"http://{told['http']}") as client,
@@ -164,24 +151,6 @@ async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path
             "ended": 1,
             "process": 0,
         }
-
-
-@asynccontextmanager
-async def a_taken_port(port: int) -> AsyncIterator[None]:
-    """Somebody else listens there, as soon as it is free."""
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-        def is_bound() -> bool:
-            try:
-                taken.bind(("127.0.0.1", port))
-            except OSError:  # whoever was killed still has it
-                return False
-            return True
-
-        await until(is_bound, "the port is free")
-        taken.listen()
-        yield
 
 
 def stopped(folder: Path) -> bool:

@@ -36,7 +36,7 @@ async def client(server: RedisProcess) -> AsyncIterator[RedisClient]:
 async def test_answers_come_to_their_questions(client: RedisClient) -> None:
     found = await asyncio.gather(*(client.ask(ECHO, f"word {n}") for n in range(100)))
     assert found == [[b"{t:}", f"word {n}".encode()] for n in range(100)]
-    line = await client._node.lines.line()
+    line = await (await client._current()).lines.line()
     assert line.num_waiting == 0
 
 
@@ -86,7 +86,7 @@ async def test_a_killed_redis_fails_what_waits_and_a_new_one_is_found() -> None:
     with redis_process() as first:
         client = RedisClient(RedisConfig(first.url))
         await client.ask(ECHO, "a")
-        line = await client._node.lines.line()
+        line = await (await client._current()).lines.line()
         waiting = asyncio.create_task(client.ask(SLOW, "x"))
     with pytest.raises(StoreUnavailableError):
         await waiting

@@ -16,6 +16,8 @@ from redis.exceptions import AuthenticationError, RedisError
 from kvmesh.cli.findings import Finding
 from kvmesh.cli.machine_checks import version_numbers
 from kvmesh.core.config import environment, without_password
+from kvmesh.core.errors import KvMeshError
+from kvmesh.metadata.redis_sentinel import RedisMasters, names_sentinels
 
 _OLDEST_REDIS = (6, 2)
 _KEEPS_ALL = "noeviction"
@@ -29,6 +31,8 @@ async def check_redis_server(url: str, timeout_s: float = 2.0) -> Finding:
     """
     shown, password = without_password(url), environment("KVMESH_REDIS__PASSWORD") or None
     try:
+        if names_sentinels(url):
+            url = await RedisMasters(url, password or "", timeout_s).url()
         async with redis.asyncio.Redis.from_url(
             url,
             password=password,
@@ -40,7 +44,7 @@ async def check_redis_server(url: str, timeout_s: float = 2.0) -> Finding:
     except AuthenticationError as error:
         remedy = "set KVMESH_REDIS__PASSWORD, here as for the services"
         return Finding.fail("redis", f"{shown}: {error}", remedy)
-    except (RedisError, OSError, ValueError) as error:
+    except (RedisError, OSError, ValueError, KvMeshError) as error:
         return Finding.fail("redis", f"{shown}: {error}", "start it, or correct the URL")
     return _judged(shown, info)
 
@@ -50,9 +54,6 @@ def _judged(shown: str, info: Mapping[str, Any]) -> Finding:
     version = str(info.get("redis_version", "0"))
     if version_numbers(version) < _OLDEST_REDIS:
         return Finding.fail("redis", f"version {version}", "use 6.2 or newer")
-    if info.get("redis_mode") == "cluster":
-        remedy = "use a single server: the keys of one change would lie on several nodes"
-        return Finding.fail("redis", f"{shown} is a cluster", remedy)
     policy = info.get("maxmemory_policy", _KEEPS_ALL)
     if info.get("maxmemory") and policy != _KEEPS_ALL:
         remedy = f"set maxmemory-policy {_KEEPS_ALL}: keys that vanish cost cache hits and quotas"

@@ -26,6 +26,7 @@ from kvmesh.metadata.redis_library import (
     redis,
 )
 from kvmesh.metadata.redis_line import RedisLines, script_name
+from kvmesh.metadata.redis_sentinel import RedisMasters, names_sentinels
 from kvmesh.metadata.store import StoreUnavailableError
 
 Argument = bytes | str | int
@@ -48,7 +49,9 @@ def milliseconds(seconds: float) -> int:
 class RedisConfig:
     """Address and credentials of Redis."""
 
-    url: str = option("redis://127.0.0.1:6379/0", "redis://, rediss:// (TLS) or unix:// URL")
+    url: str = option(
+        "redis://127.0.0.1:6379/0", "redis://, rediss:// (TLS), unix:// or redis+sentinel:// URL"
+    )
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
     timeout_s: float = positive(0.5, "a call that takes longer has failed")
@@ -88,7 +91,8 @@ def tagged(prefix: str) -> str:
 
 
 class RedisClient:
-    """Runs scripts; one per process. In a Redis Cluster it finds the node that has its keys.
+    """Runs scripts; one per process. In a Redis Cluster it finds the node that has its keys, and
+    behind sentinels the server that is the master, again after each failure.
 
     Raises:
         ConfigError: the URL cannot be parsed, or the password's file cannot be read. An unreachable
@@ -100,8 +104,41 @@ class RedisClient:
         self._config = config
         self._password = _password(config)
         self._names: dict[str, str] = {}
-        self._left: list[_Node] = []
-        self._node = self._first = self._open(config.url)
+        self._nodes: dict[str, _Node] = {}
+        self._masters: RedisMasters | None = None
+        self._search: asyncio.Task[_Node] | None = None
+        self._first: _Node | None = None
+        if names_sentinels(config.url):
+            self._masters = RedisMasters(config.url, self._password, config.timeout_s)
+        else:
+            self._first = self._at(config.url)
+        self._node = self._first
+
+    def _at(self, url: str) -> _Node:
+        """Connections to a server: those that were left come into use again."""
+        if url not in self._nodes:
+            self._nodes[url] = self._open(url)
+        return self._nodes[url]
+
+    async def _current(self) -> _Node:
+        """The node that is asked; all who wait for a search wait for the same one.
+
+        Raises:
+            StoreUnavailableError: no sentinel knows it.
+        """
+        if self._node is not None:
+            return self._node
+        if self._search is None:
+            self._search = asyncio.create_task(self._find(), name="find the master")
+        return await asyncio.shield(self._search)
+
+    async def _find(self) -> _Node:
+        assert self._masters is not None, "only sentinels have nothing to begin with"
+        try:
+            self._node = self._at(await self._masters.url())
+            return self._node
+        finally:
+            self._search = None
 
     def _open(self, url: str) -> _Node:
         config, password = self._config, self._password
@@ -147,7 +184,7 @@ class RedisClient:
         Raises:
             StoreUnavailableError: Redis cannot be reached, is too slow, or refused.
         """
-        node = self._node
+        node = await self._current()
         if not node.lines.can_open:
             return await self.run(script, *arguments)
         name = self._names.get(script)
@@ -167,6 +204,7 @@ class RedisClient:
             return reply
         if str(reply).startswith(("NOSCRIPT", "MOVED")):
             return await self.run(script, *arguments)  # which loads the script, or follows the move
+        self._go_back(node)  # it may be the replica now
         raise StoreUnavailableError(str(reply))
 
     async def wait_for_entry(self, stream: str, after: str, wait_s: float) -> None:
@@ -182,7 +220,7 @@ class RedisClient:
 
     async def _call(self, call: Callable[[_Node], Awaitable[Any]]) -> Any:
         """Calls the node that has our keys; in a cluster another node may redirect to it."""
-        node = self._node
+        node = await self._current()
         try:
             try:
                 return await call(node)
@@ -196,17 +234,19 @@ class RedisClient:
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
     def _go_to(self, node: _Node, host: str, port: int) -> _Node:
-        if node is self._node:  # no other call has switched the node meanwhile
+        if node is self._node or self._node is None:  # no other call has switched it meanwhile
             where = urlsplit(self._config.url)
             login, at, _ = where.netloc.rpartition("@")
             host = host or str(where.hostname)  # empty if the node does not know its own address
             netloc = f"{login}{at}[{host}]:{port}" if ":" in host else f"{login}{at}{host}:{port}"
             self._leave(node)
-            self._node = self._open(urlunsplit(where._replace(netloc=netloc)))
+            self._node = self._at(urlunsplit(where._replace(netloc=netloc)))
         return self._node
 
     def _go_back(self, node: _Node) -> None:
-        """Returns to the first node after an error: the keys may have moved, and it knows where."""
+        """Returns to the first node after an error, or to none: the keys may have moved, and the
+        first node or a sentinel knows where.
+        """
         if node is self._node and node is not self._first:
             self._leave(node)
             self._node = self._first
@@ -214,12 +254,12 @@ class RedisClient:
     def _leave(self, node: _Node) -> None:
         if node is not self._first:
             node.lines.close()
-            self._left.append(node)
 
     async def close(self) -> None:
         """Closes all connections. May be called again."""
-        for node in {id(each): each for each in (*self._left, self._first, self._node)}.values():
+        if self._search is not None:
+            self._search.cancel()
+        for node in self._nodes.values():
             node.lines.close()
             await node.client.aclose()
             await node.patient.aclose()
-        self._left.clear()

@@ -49,9 +49,12 @@ LOST_WINDOW_S = 5.0
 MIN_LOST = 3
 """A worker that lost `MIN_LOST` requests of gateways within `LOST_WINDOW_S` seconds is ejected."""
 
+DAMAGED_WINDOW_S = 60.0
+"""Window for damaged sequences. It is long: a worker that is tried last gets few requests."""
+
 MIN_DAMAGED = 2
-"""Number of sequences in the window with logits that are not numbers that ejects a worker; a single
-one may be the fault of its request."""
+"""Number of sequences in that window with logits that are not numbers that ejects a worker; a
+single one may be the fault of its request."""
 
 MIN_REFUSED = 5
 """Number of requests in the window that an idle worker refuses before it is ejected."""
@@ -167,8 +170,9 @@ class _Record:
         elif self.idle_since is None:
             self.idle_since = now
         self.last = load
-        for times in (self.lost, self.refused, self.damaged):
+        for times in (self.lost, self.refused):
             _drop_before(times, now - LOST_WINDOW_S)
+        _drop_before(self.damaged, now - DAMAGED_WINDOW_S)
 
 
 class HealthBoard:
@@ -250,6 +254,7 @@ class HealthBoard:
                     record.verdict = Verdict(Health.SUSPECT, why, fault)
                     continue
                 record.ejected_at = now
+                record.damaged.clear()  # what comes after its rest counts anew
             budget -= 1
         return {info.worker_id: self._record(info).verdict for info, _ in judged}
 

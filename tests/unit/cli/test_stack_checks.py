@@ -83,7 +83,7 @@ async def test_redis_that_is_not_there() -> None:
         ("redis_version:7.0.15", Level.OK, "7.0.15"),
         ("redis_version:8.0-rc1", Level.OK, "8.0-rc1"),
         ("redis_version:5.0.1", Level.FAIL, "5.0.1"),
-        ("redis_version:7.0.15\r\nredis_mode:cluster", Level.FAIL, "cluster"),
+        ("redis_version:7.0.15\r\nredis_mode:cluster", Level.OK, "7.0.15"),
         ("redis_version:7.0.15\r\nmaxmemory:9\r\nmaxmemory_policy:noeviction", Level.OK, "7.0"),
         ("redis_version:7.0.15\r\nmaxmemory:9\r\nmaxmemory_policy:allkeys-lru", Level.WARN, "lru"),
         ("redis_version:7.0.15\r\nmaxmemory:0\r\nmaxmemory_policy:allkeys-lru", Level.OK, "7.0"),

@@ -11,6 +11,7 @@ from kvmesh.core.turns import at_once
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.step_watch import StepWatch
 from kvmesh.policy.health import (
+    DAMAGED_WINDOW_S,
     HANG_FACTOR,
     HANG_S,
     IDLE_S,
@@ -99,7 +100,8 @@ def test_a_worker_that_computes_no_numbers_is_drained_and_one_bad_request_is_non
     fleet.judge()
     fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1)
     assert fleet.level("d1") is Health.SUSPECT
-    assert fleet.level("d1", LOST_WINDOW_S) is Health.OK, "no further one in that time"
+    assert fleet.level("d1", LOST_WINDOW_S) is Health.SUSPECT
+    assert fleet.level("d1", DAMAGED_WINDOW_S) is Health.OK, "no further one in that time"
     fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1 + MIN_DAMAGED)
     verdict = fleet.judge()[WorkerId("d1")]
     assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.DAMAGED)

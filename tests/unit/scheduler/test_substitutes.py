@@ -324,6 +324,17 @@ async def test_a_worker_that_hangs_is_killed_at_once_where_its_next_life_is_soon
     assert parts.steps() == ["return", "ended"]
 
 
+async def test_a_process_is_not_started_beside_one_that_starts_as_soon() -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)})
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=starter)
+    slow = worker_info("d0", Role.DECODE, incarnation=2, start_s=1.2 * START_S)
+    parts.take(slow)
+    await parts.look()
+    parts.lose("d0")
+    await parts.look()
+    assert (parts.steps(), starter.told) == (["return"], [])
+
+
 LAST = Verdict(Health.SUSPECT, HealthReason.LAST, HealthReason.HANGS)
 """What the judge says of one that nobody can stand in for yet."""
 

@@ -1,0 +1,98 @@
+"""A fleet that is run while requests run: groups, faults, substitutes, each under load.
+
+    python -m benchmarks.fleet [--part upgrade ...] [--scale 0.5] [--dry]
+
+Each part starts `kvmesh up` with fake engines, as a user would, and does to it what is measured;
+restarts start services one by one, two of each. Every answer is compared with that of an
+undisturbed engine. Tests: tests/unit/benchmarks/test_fleet.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import fleet_faults, fleet_groups, fleet_restarts
+from benchmarks.fleet_load import say
+from benchmarks.result import RESULTS, Row, Target, document, markdown, save
+
+NOTES = """\
+clients ask one request after the other; p99 is of the times to the last token; `failed` are all
+ requests without a whole answer, `wrong` those whose tokens are not an undisturbed engine's
+- isolation: group `calm`, two clients, alone, then beside group `any` with 20 clients, two of which
+ would keep its prefill worker busy, then alone again; steps of 0.3 s, so that what a busy machine
+ adds counts little
+- upgrade: two clients of each of three groups; `kvmesh group` is told what to do, and the
+ scheduler is killed with SIGKILL as soon as the group is in the state that the row says
+- substitute: a decode worker is killed with SIGKILL in a stack in which the way of that row costs
+ least; `full capacity` is from the kill until as many as before decode; `substitutes` are workers
+ that took the place, its own next life not counted. An empty spare is no way of its own: spares
+ have their model loaded
+- restart: two kvmanagers, schedulers, gateways, prefill and decode workers, and Redis with a
+ replica and three sentinels; each is ended with SIGTERM and started again, in a random order, under
+ eight streams; `done` is until all know of it again
+- ejection: eight workers and eight clients; from the fault until the fleet, as gateways see it,
+ has the worker as one that is tried last, and takes nothing new. Whoever computed one damaged
+ sequence is tried last, and ejected with the second, which comes when all others are full; `met it`
+ are streams that moved; p99 is of requests that others served. Cut off: the process is stopped, so
+ that its connections stay and nothing passes\
+""".replace("\n ", " ").split("\n- ")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One table."""
+
+    run: Callable[[Path, float], Awaitable[list[Row]]]
+    judge: Callable[[Sequence[Row]], list[Target]]
+
+
+PARTS = {
+    "isolation": Part(fleet_groups.isolation, fleet_groups.judge_isolation),
+    "upgrade": Part(fleet_groups.upgrade, fleet_groups.judge_upgrade),
+    "substitutes": Part(fleet_faults.substitutes, fleet_faults.judge_substitutes),
+    "restarts": Part(fleet_restarts.rolling, fleet_restarts.judge_rolling),
+    "ejection": Part(fleet_faults.ejection, fleet_faults.judge_ejection),
+}
+
+
+async def measure(names: Sequence[str], scale: float) -> tuple[list[Row], list[Target]]:
+    """Rows and targets of these parts."""
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory(prefix="kvmesh-fleet-") as folder:
+        for name in names:
+            say(name)
+            own = Path(folder) / name
+            own.mkdir()
+            found = await PARTS[name].run(own, scale)
+            rows += found
+            targets += PARTS[name].judge(found)
+    return rows, targets
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the loads' lengths")
+    parser.add_argument("--dry", action="store_true", help="print, and write no file")
+    chosen = parser.parse_args(argv)
+    began = time.perf_counter()
+    rows, targets = asyncio.run(measure(chosen.part, chosen.scale))
+    took = f"took {time.perf_counter() - began:.0f} s"
+    result = document(rows, targets, 1, [*NOTES, took])
+    if not chosen.dry:
+        save(result, RESULTS / "fleet.json")
+    sys.stdout.write(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

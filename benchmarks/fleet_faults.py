@@ -1,0 +1,288 @@
+"""Faults live: the place of a killed worker is filled in each of the ways that there are, and ill
+workers are ejected from among eight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fleet_groups import STATE, group_file
+from benchmarks.fleet_load import Clients, clients, p99_ms, say, serving
+from benchmarks.result import Row, Target
+from kvmesh.cli.scheduler_access import LiveFleet
+from kvmesh.cli.stack_state import read_description
+from kvmesh.core.health import Health
+from kvmesh.core.types import Role
+from tests.e2e.local_stack import (
+    a_taken_port,
+    fault_of,
+    faulty,
+    group,
+    member,
+    running_up,
+    watched,
+)
+from tests.mesh_child import scrape
+from tests.waiting import until
+
+# --- substitutes ---------------------------------------------------------------------------------
+
+LOST = "decode-0"
+WAYS = ("spare", "return", "flip", "slack", "process")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A stack in which one way costs least.
+
+    Attributes:
+        words: for `kvmesh up`.
+        more: of its environment.
+        groups: further ones, with their prefill and decode workers.
+        keeps_port: somebody else has the port of the lost worker, so it cannot come back.
+    """
+
+    words: tuple[str, ...]
+    more: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[tuple[str, int, int], ...] = ()
+    keeps_port: bool = False
+
+
+SUBSTITUTES = {
+    "spare": Way(("--prefill", "2", "--decode", "2", "--spare", "1")),
+    "return": Way(("--prefill", "2", "--decode", "2")),
+    "flip": Way(("--prefill", "4", "--decode", "1"), {"KVMESH_PLANNING__ROLES": "apply"}),
+    "slack": Way(("--prefill", "1", "--decode", "1"), groups=(("other", 1, 3),)),
+    "process": Way(("--prefill", "2", "--decode", "2"), keeps_port=True),
+}
+NUM_CLIENTS, LONG_ANSWER = 4, 60
+"""Prefill workers have little to do, so that one of them may help."""
+
+
+async def substitutes(folder: Path, _scale: float) -> list[Row]:
+    """One decode worker is killed under load, once for each way to fill its place."""
+    rows = []
+    for name, way in SUBSTITUTES.items():
+        own = folder / name
+        own.mkdir()
+        words = ("--engine", "fake", *way.words)
+        async with (
+            running_up(own, *words, more=way.more) as told,
+            watched(told) as view,
+        ):
+            if way.groups:
+                await group(own / STATE, "apply", str(group_file(own, *way.groups)))
+            row = await _filled(name, way, told, view)
+            rows.append({"part": "substitute", "case": name, **row})
+            say(f"  {rows[-1]}")
+    return rows
+
+
+async def _filled(name: str, way: Way, told: Mapping[str, Any], view: LiveFleet) -> Row:
+    loop = asyncio.get_running_loop()
+    whole = serving(view, Role.DECODE)
+    async with (
+        AsyncExitStack() as later,
+        clients(f"http://{told['http']}", {"": NUM_CLIENTS}, LONG_ANSWER) as load,
+    ):
+        await load.more(16)
+        lost = member(dict(told), LOST)
+        before = load.asked[:]
+        os.kill(lost["pid"], signal.SIGKILL)
+        began = loop.time()
+        if way.keeps_port:
+            await later.enter_async_context(a_taken_port(int(lost["address"].rpartition(":")[2])))
+        await until(lambda: not whole <= serving(view, Role.DECODE), "its loss is seen", 60)
+        seen_s = loop.time() - began
+        await until(
+            lambda: len(serving(view, Role.DECODE)) >= len(whole), "its place is filled", 60
+        )
+        full_s = loop.time() - began
+        await load.more(16)
+    after = [each for each in load.asked if began <= each.at + each.took_s]
+    counts = await _ways(told)
+    taken = {way: count for way, count in counts.items() if count}
+    return {
+        "answers": len(load.asked),
+        "failed": load.failed(),
+        "wrong": load.wrong(),
+        "p99 ms before": p99_ms(before),
+        "p99 ms": p99_ms(after),
+        "full capacity s": round(full_s, 2),
+        "substitutes": int(sum(counts[each] for each in ("spare", "flip", "slack", "process"))),
+        "detail": ", ".join(taken) + f"; loss seen after {seen_s:.2f} s",
+        "as meant": bool(counts[name]),
+    }
+
+
+async def _ways(told: Mapping[str, Any]) -> dict[str, float]:
+    """How often places were to be filled in which way."""
+    port = member(dict(told), "scheduler")["metrics_port"]
+    found = await scrape(f"http://127.0.0.1:{port}/metrics")
+    return {each: found.value("kvmesh_scheduler_substitutes_total", step=each) for each in WAYS}
+
+
+def judge_substitutes(rows: Sequence[Row]) -> list[Target]:
+    """What was to hold."""
+    most = max(row["substitutes"] for row in rows)
+    filled = sum(row["as meant"] for row in rows)
+    return [
+        Target("substitute: ways that were taken where they cost least", filled, len(WAYS)),
+        Target("substitute: most workers that took one place", most, 1, at_most=True),
+        Target("substitute: requests lost", sum(r["failed"] for r in rows), 0, at_most=True),
+        Target("substitute: wrong answers", sum(r["wrong"] for r in rows), 0, at_most=True),
+    ]
+
+
+# --- ejection ------------------------------------------------------------------------------------
+
+SLOTS, EJECT_CLIENTS, TOKENS = 4, 8, 20
+EIGHT = ("--engine", "fake", "--prefill", "4", "--decode", "4")
+STEPS = {
+    "KVMESH_ENGINE__FAKE_STEP_S": "0.05",
+    "KVMESH_WORKER__DECODE_SLOTS": str(SLOTS),
+    "KVMESH_ROUTING__AGGREGATE_TOKENS": "0",
+}
+FAULTS = (
+    ("hang", "decode-0"),
+    ("slow 10", "decode-1"),
+    ("nan", "prefill-0"),
+    ("killed", "decode-2"),
+    ("cut off", "prefill-1"),
+)
+"""What happens, and to whom."""
+
+MAY_STAY = ("nan",)
+"""One damaged sequence may be the request's fault. Who is tried last may get no second one."""
+
+
+async def ejection(folder: Path, scale: float) -> list[Row]:
+    """Eight workers, of which one after another falls ill."""
+    rows = []
+    faulty(folder, *(name for _, name in FAULTS))
+    async with running_up(folder, *EIGHT, more=STEPS) as told, watched(told) as view:
+        url = f"http://{told['http']}"
+        await until(lambda: len(view.workers) == 8, "eight are there", 60)
+        for fault, name in FAULTS:
+            async with clients(url, {"": EJECT_CLIENTS}, TOKENS) as load:
+                row = await _ejected(fault, name, folder, url, view, load, int(80 * scale))
+            rows.append({"part": "ejection", "case": fault, "detail": name, **row})
+            say(f"  {rows[-1]}")
+    return rows
+
+
+async def _ejected(
+    fault: str, name: str, folder: Path, url: str, view: LiveFleet, load: Clients, count: int
+) -> Row:
+    loop = asyncio.get_running_loop()
+    moved = await _moves(url)
+    await load.more(count)
+    before, since = load.asked[:], len(load.asked)
+    life = next(each.info.incarnation for each in view.workers if each.info.worker_id == name)
+    others: set[str] = set()
+
+    def is_out(level: Health) -> bool:
+        found = {str(each.info.worker_id): each for each in view.workers}
+        others.update(w for w, e in found.items() if e.health >= Health.DEGRADED and w != name)
+        ill = found.get(name)
+        return ill is None or ill.health >= level or ill.info.incarnation != life
+
+    async with _ill(fault, name, folder):
+        began = loop.time()
+        await until(lambda: is_out(Health.SUSPECT), f"{name} is tried last", 60)
+        last_s = loop.time() - began
+        if fault not in MAY_STAY:
+            await until(lambda: is_out(Health.DEGRADED), f"{name} is ejected", 60)
+        out_s = loop.time() - began
+        await load.more(count)
+    await until(lambda: is_well(view), "all are well again", 90)
+    after = load.asked[since:]
+    spared = [each for each in after if not each.met(name)]
+    return {
+        "answers": len(load.asked),
+        "failed": load.failed(),
+        "wrong": load.wrong(),
+        "tried last s": round(last_s, 2),
+        "ejected s": round(out_s, 2) if fault not in MAY_STAY else None,
+        "met it": int(await _moves(url) - moved),
+        "ejected beside": len(others),
+        "p99 ms before": p99_ms(before),
+        "p99 ms": p99_ms(spared),
+        "ratio": round(p99_ms(spared) / p99_ms(before), 3),
+    }
+
+
+@asynccontextmanager
+async def _ill(fault: str, name: str, folder: Path) -> AsyncIterator[None]:
+    """Makes a worker ill; at the end it has another life."""
+    pid = _pid(folder, name)
+    if fault == "killed":
+        os.kill(pid, signal.SIGKILL)
+    elif fault == "cut off":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        fault_of(folder, name).write_text(fault)
+    yield
+    fault_of(folder, name).unlink(missing_ok=True)
+    if _pid(folder, name) == pid and fault != "killed":
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: _pid(folder, name) != pid, f"{name} has ended", 60)
+
+
+def _pid(folder: Path, name: str) -> int:
+    """0 while it does not run, or another process has its place for good."""
+    told = read_description(folder / STATE) or {"members": []}
+    return next((int(each["pid"]) for each in told["members"] if each["name"] == name), 0)
+
+
+def is_well(view: LiveFleet) -> bool:
+    """Whether all eight are there, and none is ill."""
+    return len(view.workers) == 8 and all(each.health is Health.OK for each in view.workers)
+
+
+async def _moves(url: str) -> float:
+    metrics = await scrape(f"{url}/metrics")
+    return metrics.value("kvmesh_gateway_moves_total")
+
+
+def judge_ejection(rows: Sequence[Row]) -> list[Target]:
+    """What was to hold."""
+    return [
+        *(
+            Target(
+                f"ejection, {row['case']}: seconds until it is "
+                f"{'tried last' if row['case'] in MAY_STAY else 'ejected'}",
+                row["tried last s" if row["case"] in MAY_STAY else "ejected s"],
+                3.0,
+                at_most=True,
+            )
+            for row in rows
+        ),
+        Target("ejection: requests lost", sum(r["failed"] for r in rows), 0, at_most=True),
+        Target("ejection: wrong answers", sum(r["wrong"] for r in rows), 0, at_most=True),
+        Target(
+            "ejection: most requests that met one",
+            max(r["met it"] for r in rows),
+            SLOTS,
+            at_most=True,
+        ),
+        Target(
+            "ejection: healthy ones ejected",
+            sum(r["ejected beside"] for r in rows),
+            0,
+            at_most=True,
+        ),
+        Target(
+            "ejection: others' p99 over before, worst",
+            max(r["ratio"] for r in rows),
+            1.2,
+            at_most=True,
+        ),
+    ]

@@ -1,0 +1,135 @@
+"""What needs no processes of the fleet's benchmark: steps, answers, verdicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fleet_faults, fleet_groups
+from benchmarks.fleet import NOTES, PARTS
+from benchmarks.fleet_load import Asked, Clients, p99_ms
+from benchmarks.result import Row
+from kvmesh.cli.group import read_groups
+from kvmesh.policy.group_life import GroupState, GroupWish
+from kvmesh.rpc.convert_group import state_word
+from kvmesh.v1 import scheduler_service_pb2 as pb
+from tests.e2e.api_client import Answer, ApiClient, Choice
+from tests.e2e.local_stack import another_checkpoint
+from tests.mesh_processes import MODEL_FOLDER, fake_tokens
+
+PROMPT, TOKENS = [5, 6, 7], 12
+
+
+SEED = 1
+
+
+def asked(token_ids: list[int], took_s: float = 1.0, prefill: str = "", decode: str = "") -> Asked:
+    headers = {"x-kvmesh-prefill-worker": prefill, "x-kvmesh-decode-worker": decode}
+    answer = Answer(200, headers, 0.1, {0: Choice(token_ids=token_ids)})
+    return Asked("", PROMPT, SEED, 0.0, took_s, answer)
+
+
+async def clients(*answers: Asked) -> Clients:
+    async with ApiClient("http://127.0.0.1:1") as client:
+        return Clients(client, TOKENS, (1, 1), list(answers))
+
+
+async def test_an_answer_is_of_one_checkpoint_or_wrong(tmp_path: Path) -> None:
+    new = another_checkpoint(tmp_path / "new")
+    old_tokens, new_tokens = (
+        fake_tokens(PROMPT, TOKENS, temperature=1.0, seed=SEED, folder=each)
+        for each in (MODEL_FOLDER, new)
+    )
+    assert old_tokens != new_tokens
+    mixed = old_tokens[: TOKENS // 2] + new_tokens[TOKENS // 2 :]
+    load = await clients(asked(old_tokens), asked(new_tokens), asked(mixed))
+    assert load.wrong(MODEL_FOLDER, new) == 1
+    assert load.wrong() == 2
+    assert load.wrong(MODEL_FOLDER, new, since=3) == 0
+
+
+async def test_a_request_without_a_whole_answer_has_failed() -> None:
+    refused = Asked("", PROMPT, 1, 0.0, 0.1, Answer(503, {}, 0.1))
+    broken = Asked("", PROMPT, 1, 0.0, 0.1, Answer(200, {}, 0.1, error={"message": "lost"}))
+    load = await clients(asked([1]), refused, broken)
+    assert (load.failed(), load.failed(2)) == (2, 1)
+
+
+def test_who_met_a_worker_had_it_for_prefill_or_decode() -> None:
+    found = asked([], prefill="p0", decode="d0")
+    assert [found.met(name) for name in ("p0", "d0", "d1")] == [True, True, False]
+    times = [asked([], took_s=number / 100) for number in range(1, 102)]
+    assert p99_ms(times) == pytest.approx(1000.0)
+
+
+def view(wish: GroupWish, state: pb.GroupState.ValueType, num_workers: int = 2) -> pb.GroupView:
+    message = pb.GroupView(state=state, workers=[pb.GroupWorker()] * num_workers)
+    message.wish.checkpoint = wish.checkpoint
+    if wish.opened is not None:
+        message.wish.opened = wish.opened
+    return message
+
+
+def test_the_scheduler_is_killed_in_every_state_of_the_workflow(tmp_path: Path) -> None:
+    file = fleet_groups.group_file(tmp_path, ("chat", 1, 1), ("doc", 1, 1))
+    assert [wish.scenario for wish in read_groups(file)] == ["chat", "doc"]
+    steps = fleet_groups.steps(file, Path("/new"))
+    states = [value for name, value in pb.GroupState.items() if value]
+    wishes = [GroupWish("chat", "/new", opened=opened) for opened in (None, "", "/new")]
+    killed = {
+        state_word(state)
+        for step in steps
+        for state in states
+        for wish in wishes
+        if step.kill_in(view(wish, state))
+    }
+    assert killed == {state.value for state in GroupState} - {GroupState.GONE.value}
+    before, after = (
+        view(GroupWish("chat", "/new", opened=opened), pb.GROUP_STATE_UPGRADING)
+        for opened in ("", "/new")
+    )
+    told = {step.name: (step.kill_in(before), step.kill_in(after)) for step in steps}
+    assert told["upgrade chat"] == (True, False)
+    assert told["upgrade doc"] == (False, True)
+    done = {step.name: step.is_done for step in steps}
+    ready = view(GroupWish("chat", "/new", opened="/new"), pb.GROUP_STATE_READY)
+    assert done["upgrade chat"](ready)
+    assert not done["upgrade chat"](view(GroupWish("chat"), pb.GROUP_STATE_READY))
+    assert not done["remove doc"](ready)
+    assert done["remove doc"](None)
+
+
+ROW: Row = {"answers": 9, "failed": 0, "wrong": 0, "p99 ms": 100.0, "p99 ms before": 100.0}
+ROWS: dict[str, Row] = {
+    "isolation": {**ROW, "case": "policy kvmesh", "ratio": 1.0},
+    "upgrade": ROW,
+    "substitutes": {**ROW, "as meant": True, "substitutes": 1},
+    "restarts": {"answers": 9, "failed or wrong": 0},
+    "ejection": {**ROW, "case": "hang", "ratio": 1.0, "ejected s": 2.0, "met it": 4}
+    | {"ejected beside": 0},
+}
+WORSE: dict[str, Row] = {
+    "isolation": {"ratio": 1.3},
+    "upgrade": {"wrong": 1},
+    "substitutes": {"substitutes": 2},
+    "restarts": {"failed or wrong": 1},
+    "ejection": {"ejected s": 3.1},
+}
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_targets_are_met_or_not(part: str) -> None:
+    rows = [ROWS[part]] * len(fleet_faults.WAYS)
+    assert all(target.met for target in PARTS[part].judge(rows))
+    worse = [*rows[1:], {**rows[0], **WORSE[part]}]  # the last row of restarts is of all of them
+    assert not all(target.met for target in PARTS[part].judge(worse))
+
+
+def test_every_part_has_a_note() -> None:
+    told = {note.partition(":")[0] for note in NOTES}
+    assert {part.rstrip("s") for part in PARTS} <= {each.rstrip("s") for each in told}
+
+
+def test_each_way_to_fill_a_place_has_a_stack() -> None:
+    assert tuple(fleet_faults.SUBSTITUTES) == fleet_faults.WAYS
