@@ -1,6 +1,6 @@
 """Each rule of the attempt, when it is changed, fails its state machine.
 
-A mutation replaces a piece of `attempt.py` or `candidates.py` by another one.
+A mutation replaces a piece of `attempt.py`, `candidates.py` or `questions.py` by another one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from services.gateway.request import attempt, candidates
+from services.gateway.request import attempt, candidates, questions
 from tests.property.test_attempt_machine import AttemptMachine
 
-SOURCES = {module: Path(module.__file__ or "").read_text() for module in (candidates, attempt)}
+MODULES = (candidates, questions, attempt)
+SOURCES = {module: Path(module.__file__ or "").read_text() for module in MODULES}
 
-CANCELS = (
-    "        self._cancel_prefill(out)\n        self._cancel_decode(out)\n        self.state, self"
-)
 MUTATIONS = {
     # the search for workers
     "IDLE, two workers: the prompt is shown at once": (
@@ -42,8 +40,8 @@ MUTATIONS = {
         "if False and self.holder not in",
     ),
     "nobody left: no word of it": (
-        "out.append(act.Exhausted() if question is None else self._ask(*question, now))",
-        "if question is not None:\n            out.append(self._ask(*question, now))",
+        "return [*given_up, told, self._ask_next(now)]",
+        "return [e for e in (*given_up, told, self._ask_next(now)) if e != act.Exhausted()]",
     ),
     "no time left: the next one is asked": (
         "        if now >= self.until:\n",
@@ -54,12 +52,12 @@ MUTATIONS = {
         "if True:",
     ),
     "RESERVING, reserved: the lease ends": (
-        "out: list[Action] = [act.Hold(number, worker_id, lease_ms)]",
-        "out: list[Action] = []",
+        "return [hold, self._ask_next(now)]",
+        "return [self._ask_next(now)]",
     ),
     "RESERVING, reserved: nobody is offered it": (
-        "        self.state = State.HELD\n        return self._ask_next(out, now)",
-        "        self.state = State.HELD\n        return out",
+        "return [hold, self._ask_next(now)]",
+        "return [hold]",
     ),
     "STARTING, reserved only: another one is offered it": (
         "        if state is State.STARTING:\n",
@@ -67,21 +65,21 @@ MUTATIONS = {
     ),
     "STARTING, reserved only: it counts as two workers": (
         "is_one = decode.kind is Kind.START",
-        "is_one = self._prefill is None",
+        "is_one = self._open.offer is None",
     ),
     "reserved by another worker is taken": ("if worker_id != asked.worker_id:", "if False:"),
     "reserved twice": (
         "if state is not State.STARTING and (starts or state is not State.RESERVING):",
         "if False:",
     ),
-    "a number is used twice": ("        self.num_asked += 1\n", "        self.num_asked = 1\n"),
+    "a number is used twice": ("self.num_asked += 1\n", "self.num_asked = 1\n"),
     "RESERVING, refused: it is left open": (
-        "if by is reservation or is_lost or reservation.kind is Kind.START:",
-        "if offer is not None and (is_lost or reservation.kind is Kind.START):",
+        "if by is blocks or is_lost or blocks.kind is Kind.START:",
+        "if offer is not None and (is_lost or blocks.kind is Kind.START):",
     ),
     "refused: nobody notes it": (
-        "            out.append(act.Refuse(side, refusal, by.worker_id))\n",
-        "            pass\n",
+        "return [*given_up, told, self._ask_next(now)]",
+        "return [*given_up, self._ask_next(now)]",
     ),
     "refused for ever is not remembered": (
         "if is_answer and refusal.reason in PERMANENT:",
@@ -96,31 +94,31 @@ MUTATIONS = {
         "if is_answer:",
     ),
     "OFFERING, accepted: it is no offer": (
-        "        self.num_offers += 1\n        self.state = State.PREFILL",
-        "        self.state = State.PREFILL",
+        "        self.num_offers += 1\n",
+        "",
     ),
     "OFFERING, accepted of an older offer counts": (
-        "if self.state is not State.OFFERING or self._last_asked.number != number:",
+        "if self.state is not State.OFFERING or self._open.last.number != number:",
         "if self.state is not State.OFFERING:",
     ),
     "OFFERING, accepted late counts": (
-        "if self.state is not State.OFFERING or self._last_asked.number != number:",
-        "if (self._prefill or self._decode) is None or self._last_asked.number != number:",
+        "if self.state is not State.OFFERING or self._open.last.number != number:",
+        "if (self._open.offer or self._open.blocks) is None or self._open.last.number != number:",
     ),
     "OFFERING, refused: the offer is left open": (
-        "side is Side.PREFILL\n        self._cancel_prefill(out)\n",
-        "side is Side.PREFILL\n",
+        "given_up = self._open.cancel_offer()",
+        "given_up: Actions = ()",
     ),
     "OFFERING, LOST: the blocks are shown to another one": (
-        "if by is reservation or is_lost or reservation.kind is Kind.START:",
-        "if by is reservation or reservation.kind is Kind.START:",
+        "if by is blocks or is_lost or blocks.kind is Kind.START:",
+        "if by is blocks or blocks.kind is Kind.START:",
     ),
     "OFFERING, no answer when the search ends: the blocks stay": (
         "is_lost = refusal.reason in _UNANSWERED",
         "is_lost = refusal.reason is RefusalReason.LOST",
     ),
     "OFFERING, refused: the blocks are given up": (
-        "if by is reservation or is_lost or reservation.kind is Kind.START:",
+        "if by is blocks or is_lost or blocks.kind is Kind.START:",
         "if True:",
     ),
     "OFFERING, blocks given up: those who refused them are not asked again": (
@@ -132,19 +130,19 @@ MUTATIONS = {
         "            self._candidates.restart_decode()\n",
     ),
     "OFFERING, chained and refused: blocks of one worker are shown to another": (
-        "if by is reservation or is_lost or reservation.kind is Kind.START:",
-        "if by is reservation or is_lost:",
+        "if by is blocks or is_lost or blocks.kind is Kind.START:",
+        "if by is blocks or is_lost:",
     ),
     "OFFERING, failed by decode: the reservation stays": (
-        "if by is reservation or is_lost or reservation.kind is Kind.START:",
-        "if offer is None or is_lost or reservation.kind is Kind.START:",
+        "if by is blocks or is_lost or blocks.kind is Kind.START:",
+        "if offer is None or is_lost or blocks.kind is Kind.START:",
     ),
     "OFFERING, failed by decode: the search ends": (
-        "return self._ask_next(out, now) if was_asking else out",
-        "return self._ask_next(out, now) if is_answer else out",
+        "        if was_asking:\n",
+        "        if is_answer:\n",
     ),
     "OFFERING, failed by decode: the prefill worker is blamed": (
-        "is_answer = was_asking and by is self._last_asked",
+        "is_answer = was_asking and by is self._open.last",
         "is_answer = was_asking",
     ),
     "OFFERING, failed by decode: it was no offer": (
@@ -156,12 +154,12 @@ MUTATIONS = {
         "self.num_offers += offer is not None",
     ),
     "HELD, failed by decode: it goes on asking": (
-        "return self._ask_next(out, now) if was_asking else out",
-        "return self._ask_next(out, now)",
+        "        if was_asking:\n",
+        "        if True:\n",
     ),
     "HELD, failed by decode: nobody notes it": (
-        "            out.append(act.Refuse(Side.DECODE, refusal, None))\n",
-        "            pass\n",
+        "self.state = State.IDLE\n        return [*given_up, told]",
+        "self.state = State.IDLE\n        return given_up",
     ),
     "no answer: it is waited for": (
         "if state in _ASKING:\n            return min",
@@ -174,24 +172,24 @@ MUTATIONS = {
     # tokens
     "PREFILL, first token: it is not counted": ("        self.position += 1\n", ""),
     "PREFILL, first token twice": (
-        "if self.state is not State.PREFILL or self._last_asked.number != number:",
-        "if (self._prefill or self._decode) is None or self._last_asked.number != number:",
+        "if self.state is not State.PREFILL or self._open.last.number != number:",
+        "if (self._open.offer or self._open.blocks) is None or self._open.last.number != number:",
     ),
     "PREFILL, one worker: the handoff is waited for": (
-        "        if self._prefill is None:\n            self._start_decoding(out)",
-        "        if False:\n            self._start_decoding(out)",
+        "        if self._open.offer is None:\n            out += self._start",
+        "        if False:\n            out += self._start",
     ),
     "PREFILL, two workers: no handoff is waited for": (
-        "        if self._prefill is None:\n            self._start_decoding(out)",
-        "        if True:\n            self._start_decoding(out)",
+        "        if self._open.offer is None:\n            out += self._start",
+        "        if True:\n            out += self._start",
     ),
     "PREFILL, the only token: it goes on": (
-        "        if event.finish_reason is not None:\n            self._forget_prefill(out)",
-        "        if False:\n            self._forget_prefill(out)",
+        "        if event.finish_reason is not None:\n",
+        "        if False:\n",
     ),
     "PREFILL, the only token: the reservation is left": (
-        "            return self._end(out, Outcome.DONE)\n",
-        "            self._decode = None\n            return self._end(out, Outcome.DONE)\n",
+        "return [first, *self._open.forget_offer(), *self._end(Outcome.DONE)]",
+        "return [first, *self._open.forget_offer(), *self._end(Outcome.DONE)][:-1]",
     ),
     "PREFILL, tokens before the first one: dropped": (
         "self._early.append((number, Tokens(first_position, token_ids, logprobs, finish, error)))",
@@ -199,23 +197,23 @@ MUTATIONS = {
     ),
     "PREFILL, tokens of blocks given up count": (
         "out += self.tokens(asked, now, *tokens)",
-        "out += self.tokens(self._decode.number if self._decode else asked, now, *tokens)",
+        "out += self.tokens(getattr(self._open.blocks, 'number', asked), now, *tokens)",
     ),
     "HANDOFF, handed off: prefill is cancelled later": (
-        "        self._forget_prefill(out)\n        out.append(act.Decoding(",
-        "        out.append(act.Decoding(",
+        "return [*self._open.forget_offer(), act.Decoding(decode",
+        "return [act.Decoding(decode",
     ),
     "HANDOFF, handed off: the lease is renewed for ever": (
-        "        out.append(act.Decoding(self._decode.number, self._decode.worker_id))\n",
-        "",
+        "return [*self._open.forget_offer(), act.Decoding(decode.number, decode.worker_id)]",
+        "return self._open.forget_offer()",
     ),
     "HANDOFF, tokens: the handoff is still waited for": (
-        "        if state is State.HANDOFF:\n            self._start_decoding(out)",
-        "        if False:\n            self._start_decoding(out)",
+        "        if state is State.HANDOFF:\n            out += self._start",
+        "        if False:\n            out += self._start",
     ),
     "HANDOFF, handed off: its patience goes on": (
-        "            self._progress_at = now\n            self._start_decoding(out)",
-        "            self._start_decoding(out)",
+        "        self._progress_at = now\n        return self._start",
+        "        return self._start",
     ),
     "DECODE, repeated tokens: delivered": ("        if num_known:\n", "        if False:\n"),
     "DECODE, repeated tokens: scores are not cut": (
@@ -227,8 +225,8 @@ MUTATIONS = {
         "        if True:\n",
     ),
     "DECODE, nothing new: no progress": (
-        "        self._progress_at = now\n        if state is",
-        "        if state is",
+        "        self._progress_at = now\n        out: list",
+        "        out: list",
     ),
     "DECODE, a gap: delivered": ("        if num_known < 0:\n", "        if False:\n"),
     "DECODE, a gap of one: delivered": (
@@ -237,12 +235,12 @@ MUTATIONS = {
     ),
     "DECODE, the next one: a gap": ("        if num_known < 0:\n", "        if num_known <= 0:\n"),
     "DECODE, the last tokens: it goes on": (
-        "            self._end(out, Outcome.DONE)\n        return out",
-        "        return out",
+        "            out += self._end(Outcome.DONE)\n",
+        "",
     ),
     "DECODE, the last tokens: the worker is told": (
-        "out.append(act.Forget(Side.DECODE, number))\n            self._decode = None\n",
-        "pass\n",
+        "            out += self._open.forget_blocks()\n",
+        "",
     ),
     "tokens of an older question count": (
         "asked.number != number:\n            return ()\n        if state is not State.DECODE",
@@ -266,12 +264,12 @@ MUTATIONS = {
         "side = asked.side",
     ),
     "failed: the wrong worker": (
-        'act.Move(asked.worker_id, f"{side.value}_failed"',
-        'act.Move(self._decode.worker_id, f"{side.value}_failed"',
+        'self._moved(asked, f"{side.value}_failed"',
+        'self._moved(self._open.blocks, f"{side.value}_failed"',
     ),
     "stalled: the wrong worker": (
-        "slow = self._last_asked",
-        "slow = self._decode",
+        "slow = self._open.last",
+        "slow = self._open.blocks",
     ),
     "stalled: another word": ('f"{self.state.name.lower()}_stalled"', '"stalled"'),
     "DECODE, stalled: as patient as before": (
@@ -290,20 +288,24 @@ MUTATIONS = {
     ),
     "the deadline: it moves": ("if now >= self._deadline:", "if False:"),
     "cancel: the offer is left": (
-        CANCELS,
-        "        self._cancel_decode(out)\n        self.state, self",
+        "        offer = self.cancel_offer()\n",
+        "        offer: Actions = ()\n",
     ),
     "cancel: the reservation is left": (
-        CANCELS,
-        "        self._cancel_prefill(out)\n        self.state, self",
+        "return offer if asked is None else (*offer, Cancel(Side.DECODE, asked.number))",
+        "return offer",
+    ),
+    "the worker of an older question counts": (
+        "if asked is not None and asked.number == number:",
+        "if asked is not None:",
     ),
     "cancel: twice": (
         "return () if self.outcome is not None else self._end",
         "return self._end",
     ),
     "lost: nobody is told": (
-        "            out.append(word)\n",
-        "            pass\n",
+        "return [*self._open.cancel(), *told]",
+        "return self._open.cancel()",
     ),
     "late: another outcome": ("Outcome.LATE", "Outcome.BROKEN"),
 }
@@ -333,8 +335,8 @@ def _run(sources: Mapping[ModuleType, str], examples: int) -> None:
         _Found: it failed.
     """
     made = [_module(module.__name__, source) for module, source in sources.items()]
-    rules, attempts = made
-    attempts.Candidates = rules.Candidates
+    rules, asked, attempts = made
+    attempts.Candidates, attempts.Questions = rules.Candidates, asked.Questions
     try:
 
         class Changed(AttemptMachine):

@@ -74,6 +74,7 @@ from kvmesh.core.types import (
 from services.gateway.request import actions as act
 from services.gateway.request.actions import Action, Actions, Kind, Limits, Outcome, Side, State
 from services.gateway.request.candidates import PERMANENT, Candidates
+from services.gateway.request.questions import Questions
 from services.gateway.wire.worker_events import FirstToken, Tokens
 
 _ASKS = {Kind.RESERVE: State.RESERVING, Kind.OFFER: State.OFFERING, Kind.START: State.STARTING}
@@ -95,7 +96,6 @@ class Attempt:
         state: see the table.
         outcome: None until the attempt is over.
         position: of the next token.
-        num_asked: number of the last question.
         num_offers: how often a prompt was offered to a worker that has answered or was lost.
     """
 
@@ -103,21 +103,23 @@ class Attempt:
         self.state = State.IDLE
         self.outcome: Outcome | None = None
         self.position = position
-        self.num_asked = num_asked
         self.num_offers = 0
         self._limits = limits
         self._deadline = deadline
         self._progress_at = 0.0
         self._candidates = Candidates()
-        # What is open at workers, from the question until Forget or Cancel.
-        self._decode: act.Ask | None = None
-        self._prefill: act.Ask | None = None
+        self._open = Questions(num_asked)
         self._early: list[tuple[int, Tokens]] = []
+
+    @property
+    def num_asked(self) -> int:
+        """Number of the last question."""
+        return self._open.num_asked
 
     @property
     def holder(self) -> WorkerId | None:
         """The decode worker whose reservation waits for a prefill worker."""
-        return self._last_asked.worker_id if self.state is State.HELD else None
+        return self._open.last.worker_id if self.state is State.HELD else None
 
     @property
     def due(self) -> float:
@@ -143,11 +145,11 @@ class Attempt:
             until: the search's deadline.
         """
         assert self.state in (State.IDLE, State.HELD), f"asks when {self.state.value}"
-        out: list[Action] = []
+        given_up: Actions = ()
         if self.state is State.HELD and self.holder not in {each.worker_id for each in decode}:
-            self._cancel_decode(out)
+            given_up = self._open.cancel()
         self._candidates.replace(prefill, decode, until)
-        return self._ask_next(out, now)
+        return [*given_up, self._ask_next(now)]
 
     def reserved(
         self, number: int, worker_id: WorkerId, lease_ms: int, now: float, *, starts: bool = False
@@ -157,7 +159,7 @@ class Attempt:
         Args:
             starts: it computes the prompt as well.
         """
-        asked, state = self._decode, self.state
+        asked, state = self._open.blocks, self.state
         if asked is None or asked.number != number:
             return ()
         if state is not State.STARTING and (starts or state is not State.RESERVING):
@@ -166,20 +168,18 @@ class Attempt:
             # Another worker took over the address; the fleet view will catch up.
             text = f"{worker_id} answered for {asked.worker_id}"
             return self._refused(asked, Side.DECODE, Refusal(RefusalReason.LOST, text), now)
-        out: list[Action] = [act.Hold(number, worker_id, lease_ms)]
+        hold = act.Hold(number, worker_id, lease_ms)
         if starts:
-            return self._taken(out, now)
+            return [hold, self._taken(now)]
         if state is State.STARTING:
-            out.append(self._ask(Kind.OFFER, asked.candidate, now))
-            return out
-        self.state = State.HELD
-        return self._ask_next(out, now)
+            return [hold, self._ask(Kind.OFFER, asked.candidate, now)]
+        return [hold, self._ask_next(now)]
 
     def accepted(self, number: int, now: float) -> Actions:
         """A prefill worker computes the prompt."""
-        if self.state is not State.OFFERING or self._last_asked.number != number:
+        if self.state is not State.OFFERING or self._open.last.number != number:
             return ()
-        return self._taken([], now)
+        return [self._taken(now)]
 
     def ended(
         self, number: int, refusal: Refusal, now: float, *, by_prefill: bool = False
@@ -189,84 +189,76 @@ class Attempt:
         Args:
             by_prefill: for a question to both sides of a worker (START): the side that ended it.
         """
-        both = (self._prefill, self._decode)
-        asked = next((each for each in both if each is not None and each.number == number), None)
+        asked = self._open.of(number)
         if asked is None:
             return ()
         side = Side.PREFILL if by_prefill else asked.side
         if self.state not in _GENERATING:
             return self._refused(asked, side, refusal, now)
-        move = act.Move(asked.worker_id, f"{side.value}_failed", refusal.message)
-        return self._end([], Outcome.MOVED, move)
+        return self._moved(asked, f"{side.value}_failed", refusal.message)
 
-    def _ask_next(self, out: list[Action], now: float) -> Actions:
+    def _ask_next(self, now: float) -> Action:
+        self.state = State.IDLE if self._open.blocks is None else State.HELD
         question = self._candidates.next(now, is_reserved=self.state is State.HELD)
-        out.append(act.Exhausted() if question is None else self._ask(*question, now))
-        return out
+        return act.Exhausted() if question is None else self._ask(*question, now)
 
     def _ask(self, kind: Kind, candidate: Candidate, now: float) -> act.Ask:
-        self.num_asked += 1
-        asked = act.Ask(kind, self.num_asked, candidate)
-        if kind is Kind.OFFER:
-            self._prefill = asked
-        else:
-            self._decode = asked
-        self.state = _ASKS[kind]
-        self._progress_at = now
-        return asked
+        self.state, self._progress_at = _ASKS[kind], now
+        return self._open.ask(kind, candidate)
 
     def _refused(self, by: act.Ask, side: Side, refusal: Refusal, now: float) -> Actions:
         """The worker asked last did not take it, or a decode worker lost its reservation."""
-        offer, reservation = self._prefill, self._decode
-        assert reservation is not None, "a question is open"
-        out: list[Action] = []
+        offer, blocks = self._open.offer, self._open.blocks
+        assert blocks is not None, "a question is open"
         was_asking = self.state in _ASKING
-        is_answer = was_asking and by is self._last_asked
+        is_answer = was_asking and by is self._open.last
         if is_answer and refusal.reason in PERMANENT:
             self._candidates.exclude(by.worker_id)
         self.num_offers += offer is not None or side is Side.PREFILL
-        self._cancel_prefill(out)
         # Who did not answer may be writing into the blocks; chained, both sides are one worker.
         is_lost = refusal.reason in _UNANSWERED
-        if by is reservation or is_lost or reservation.kind is Kind.START:
-            self._cancel_decode(out)
+        if by is blocks or is_lost or blocks.kind is Kind.START:
+            given_up = self._open.cancel()
             if offer is not None:
                 self._candidates.restart_decode()
-        if is_answer:
-            out.append(act.Refuse(side, refusal, by.worker_id))
-        else:  # it may be asked again
-            out.append(act.Refuse(Side.DECODE, refusal, None))
-        return self._ask_next(out, now) if was_asking else out
+        else:
+            given_up = self._open.cancel_offer()
+        # One that lost its reservation may be asked again.
+        told = act.Refuse(side, refusal, by.worker_id)
+        if not is_answer:
+            told = act.Refuse(Side.DECODE, refusal, None)
+        if was_asking:
+            return [*given_up, told, self._ask_next(now)]
+        self.state = State.IDLE
+        return [*given_up, told]
 
-    def _taken(self, out: list[Action], now: float) -> Actions:
-        prefill, decode = self._last_asked, self._decode
+    def _taken(self, now: float) -> act.Taken:
+        prefill, decode = self._open.last, self._open.blocks
         assert decode is not None, "blocks are held"
         self.num_offers += 1
-        self.state = State.PREFILL
-        self._progress_at = now
+        self.state, self._progress_at = State.PREFILL, now
         is_one = decode.kind is Kind.START
         placement = Placement.AGGREGATED if is_one else Placement.DISAGGREGATED
-        out.append(act.Taken(placement, prefill.worker_id, decode.worker_id))
-        return out
+        return act.Taken(placement, prefill.worker_id, decode.worker_id)
 
     # -- Generating -------------------------------------------------------------------------------
 
     def first_token(self, number: int, event: FirstToken, now: float) -> Actions:
         """The prompt was computed."""
-        if self.state is not State.PREFILL or self._last_asked.number != number:
+        if self.state is not State.PREFILL or self._open.last.number != number:
             return ()
         if event.finish_reason is FinishReason.ERROR:
-            return self._end([], Outcome.BROKEN, act.Break(event.error))
+            return self._end(Outcome.BROKEN, act.Break(event.error))
         self._progress_at = now
         self.position += 1
         logprobs = () if event.logprobs is None else (event.logprobs,)
-        out: list[Action] = [act.Deliver((event.token_id,), logprobs, event.finish_reason, event)]
+        first = act.Deliver((event.token_id,), logprobs, event.finish_reason, event)
         if event.finish_reason is not None:
-            self._forget_prefill(out)
-            return self._end(out, Outcome.DONE)
+            return [first, *self._open.forget_offer(), *self._end(Outcome.DONE)]
         self.state = State.HANDOFF
-        if self._prefill is None:
-            self._start_decoding(out)
+        out: list[Action] = [first]
+        if self._open.offer is None:
+            out += self._start_decoding()
         early, self._early = self._early, []
         for asked, tokens in early:
             out += self.tokens(asked, now, *tokens)
@@ -274,11 +266,10 @@ class Attempt:
 
     def handed_off(self, number: int, now: float) -> Actions:
         """The KV is complete at the decode worker."""
-        out: list[Action] = []
-        if self.state is State.HANDOFF and self._last_asked.number == number:
-            self._progress_at = now
-            self._start_decoding(out)
-        return out
+        if self.state is not State.HANDOFF or self._open.last.number != number:
+            return ()
+        self._progress_at = now
+        return self._start_decoding()
 
     def tokens(
         self,
@@ -291,39 +282,38 @@ class Attempt:
         error: str = "",
     ) -> Actions:
         """A decode worker generated tokens; see `Tokens` for the arguments."""
-        asked, state = self._decode, self.state
+        asked, state = self._open.blocks, self.state
         if asked is None or asked.number != number:
             return ()
         if state is not State.DECODE and state is not State.HANDOFF:
             # The first token comes over another connection, and may come later.
             self._early.append((number, Tokens(first_position, token_ids, logprobs, finish, error)))
             return ()
-        out: list[Action] = []
         num_known = self.position - first_position
         if num_known < 0:
             text = f"tokens at {first_position}, expected {self.position}"
-            return self._end(out, Outcome.MOVED, act.Move(asked.worker_id, "token_gap", text))
+            return self._moved(asked, "token_gap", text)
         self._progress_at = now
+        out: list[Action] = []
         if state is State.HANDOFF:
-            self._start_decoding(out)
+            out += self._start_decoding()
         if finish is FinishReason.ERROR:
-            return self._end(out, Outcome.BROKEN, act.Break(error))
+            return [*out, *self._end(Outcome.BROKEN, act.Break(error))]
         if num_known:
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if token_ids or finish is not None:
             self.position += len(token_ids)
             out.append(act.Deliver(token_ids, logprobs, finish))
         if finish is not None:
-            out.append(act.Forget(Side.DECODE, number))
-            self._decode = None
-            self._end(out, Outcome.DONE)
+            out += self._open.forget_blocks()
+            out += self._end(Outcome.DONE)
         return out
 
-    def _start_decoding(self, out: list[Action]) -> None:
-        assert self._decode is not None, "blocks are held"
-        self._forget_prefill(out)
-        out.append(act.Decoding(self._decode.number, self._decode.worker_id))
+    def _start_decoding(self) -> Actions:
+        decode = self._open.blocks
+        assert decode is not None, "blocks are held"
         self.state = State.DECODE
+        return [*self._open.forget_offer(), act.Decoding(decode.number, decode.worker_id)]
 
     # -- Ends -------------------------------------------------------------------------------------
 
@@ -331,7 +321,7 @@ class Attempt:
         """Time passed."""
         if now < self.due:
             return ()
-        slow = self._last_asked
+        slow = self._open.last
         if self.state in _ASKING:
             reason, text = RefusalReason.LOST, "the worker did not answer in time"
             if now >= self._candidates.until:  # the request ran out of time, not the worker
@@ -339,44 +329,17 @@ class Attempt:
                 text = "the deadline passed before the worker answered"
             return self._refused(slow, slow.side, Refusal(reason, text), now)
         if now >= self._deadline:
-            return self._end([], Outcome.LATE, act.Expire())
+            return self._end(Outcome.LATE, act.Expire())
         text = f"no progress at {slow.worker_id}"
-        move = act.Move(slow.worker_id, f"{self.state.name.lower()}_stalled", text)
-        return self._end([], Outcome.MOVED, move)
+        return self._moved(slow, f"{self.state.name.lower()}_stalled", text)
 
     def cancel(self) -> Actions:
         """Nobody wants it any more; may be called again."""
-        return () if self.outcome is not None else self._end([], Outcome.CANCELLED)
+        return () if self.outcome is not None else self._end(Outcome.CANCELLED)
 
-    def _end(self, out: list[Action], outcome: Outcome, word: Action | None = None) -> Actions:
-        self._cancel_prefill(out)
-        self._cancel_decode(out)
+    def _moved(self, by: act.Ask, reason: str, text: str) -> Actions:
+        return self._end(Outcome.MOVED, act.Move(by.worker_id, reason, text))
+
+    def _end(self, outcome: Outcome, *told: Action) -> Actions:
         self.state, self.outcome = State.OVER, outcome
-        if word is not None:
-            out.append(word)
-        return out
-
-    # -- What is open at workers ------------------------------------------------------------------
-
-    @property
-    def _last_asked(self) -> act.Ask:
-        asked = self._prefill or self._decode
-        assert asked is not None, "a worker knows of it"
-        return asked
-
-    def _forget_prefill(self, out: list[Action]) -> None:
-        if self._prefill is not None:
-            out.append(act.Forget(Side.PREFILL, self._prefill.number))
-            self._prefill = None
-
-    def _cancel_prefill(self, out: list[Action]) -> None:
-        if self._prefill is not None:
-            out.append(act.Cancel(Side.PREFILL, self._prefill.number))
-            self._prefill = None
-            self.state = State.HELD
-
-    def _cancel_decode(self, out: list[Action]) -> None:
-        if self._decode is not None:
-            out.append(act.Cancel(Side.DECODE, self._decode.number))
-            self._decode = None
-        self.state = State.IDLE
+        return [*self._open.cancel(), *told]
