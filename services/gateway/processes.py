@@ -27,6 +27,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from kvmesh.core.children import ask_to_end, kill
 from kvmesh.core.config import child_environment
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.interrupts import leave_when_terminated
 from kvmesh.core.silence import until_silent
 from kvmesh.runtime.app import metrics_server
 from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE, shared_registry
@@ -263,6 +264,7 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
         ConfigError: a port is taken.
     """
     gc.enable()  # see `kvmesh.core.loading`
+    leave_when_terminated()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(shared_folder())
         ports = stack.enter_context(held_ports(config))

@@ -127,6 +127,31 @@ async def test_sigterm_drains_and_exits_with_zero() -> None:
         assert await asyncio.wait_for(process.wait(), 20) == 0
 
 
+async def test_sigterm_in_a_start_that_waits_exits_with_zero() -> None:
+    """And closes what the start has opened, in the task that opened it."""
+    code = (
+        "import asyncio\n"
+        "from kvmesh.runtime.app import run_service\n"
+        "from tests.integration.test_app import Config\n"
+        "async def build(config, context):\n"
+        "    group = await context.stack.enter_async_context(asyncio.TaskGroup())\n"
+        "    context.stack.callback(print, 'closed')\n"
+        "    print('waits', flush=True)\n"
+        "    await asyncio.Future()\n"
+        "run_service('test', Config, build)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=PIPE, stderr=PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"waits\n"
+    process.send_signal(signal.SIGTERM)
+    said, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, said) == (0, b"closed\n")
+    assert b'"stopped"' in errors
+    assert b"Traceback" not in errors
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

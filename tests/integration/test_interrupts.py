@@ -1,4 +1,4 @@
-"""Ctrl-C while a program loads its modules: it ends without a word."""
+"""Ctrl-C or SIGTERM while a program loads its modules: it ends without a word."""
 
 from __future__ import annotations
 
@@ -22,23 +22,35 @@ LOADS_FOR_EVER = "import threading\nprint('loading', flush=True)\nthreading.Even
 def handled_by_python() -> Iterator[None]:
     """Also where the tests run in the background, which ignores interrupts, as children would."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    term = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, term)
+
+
+SERVICES = ("gateway", "scheduler", "kvmanager", "prefill", "decode")
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "loaded"),
+    ("module", "arguments", "loaded", "number", "code"),
     [
-        ("kvmesh.cli", [], "difflib"),
-        ("kvmesh.cli", ["up"], "psutil"),
-        ("services.gateway", [], "grpc"),
-        ("services.scheduler", [], "grpc"),
-        ("services.kvmanager", [], "grpc"),
-        ("services.prefill", [], "grpc"),
-        ("services.decode", [], "grpc"),
+        ("kvmesh.cli", [], "difflib", signal.SIGINT, -signal.SIGINT),
+        ("kvmesh.cli", ["up"], "psutil", signal.SIGINT, -signal.SIGINT),
+        *(
+            (f"services.{name}", [], "grpc", *each)
+            for name in SERVICES
+            for each in ((signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 0))
+        ),
     ],
 )
-def test_nothing_is_said(module: str, arguments: list[str], loaded: str, tmp_path: Path) -> None:
+def test_nothing_is_said(
+    module: str,
+    arguments: list[str],
+    loaded: str,
+    number: signal.Signals,
+    code: int,
+    tmp_path: Path,
+) -> None:
     (tmp_path / f"{loaded}.py").write_text(LOADS_FOR_EVER)
     paths = f"{tmp_path}:{ROOT / 'libs'}:{ROOT}"
     with subprocess.Popen(
@@ -51,11 +63,11 @@ def test_nothing_is_said(module: str, arguments: list[str], loaded: str, tmp_pat
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "loading\n"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, err = process.communicate()
         finally:
             process.kill()
-    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+    assert (process.returncode, out, err) == (code, "", "")
 
 
 def test_python_handles_interrupts_again_after_the_imports() -> None:

@@ -100,6 +100,10 @@ ServicerT = TypeVar("ServicerT")
 DrainHook = Callable[[], Awaitable[None]]
 
 
+class StoppedError(Exception):
+    """The service was told to stop before it served."""
+
+
 class ServiceContext:
     """The argument of `build`: the server to add servicers to, and owners of what `build` makes.
 
@@ -291,25 +295,70 @@ Build = Callable[[ConfigT, ServiceContext], Awaitable[None]]
 async def serving(
     name: str, config: ConfigT, build: Build[ConfigT], stop: asyncio.Event | None = None
 ) -> AsyncIterator[ServiceContext]:
-    """Builds a service and serves it inside the current loop; in-process tests use it too."""
+    """Builds a service and serves it inside the current loop; in-process tests use it too.
+
+    Raises:
+        StoppedError: `stop` was set before the service served.
+    """
+    stop = stop or asyncio.Event()
     async with AsyncExitStack() as stack:
-        context = ServiceContext(name, config.server, stack, stop or asyncio.Event())
-        stack.push_async_callback(context.close)  # for a failing build
-        await context.set_serving(False)
-        await build(config, context)
-        context.complete_server()
-        await context.open_admin(config)
-        # Pushed again, so that streams and tasks end before the objects that they use are closed.
-        stack.push_async_callback(context.close)
-        await context.server.start()
-        await context.set_serving(True)
+        async with _ended_by(stop):
+            context = ServiceContext(name, config.server, stack, stop)
+            stack.push_async_callback(context.close)  # for a failing build
+            await context.set_serving(False)
+            await build(config, context)
+            context.complete_server()
+            await context.open_admin(config)
+            # Pushed again, so that streams and tasks end before the objects that they use are
+            # closed.
+            stack.push_async_callback(context.close)
+            await context.server.start()
+            await context.set_serving(True)
         log.info("serving", address=f"{config.server.host}:{context.port}")
         yield context
+
+
+@asynccontextmanager
+async def _ended_by(stop: asyncio.Event) -> AsyncIterator[None]:
+    """Cancels the context's block when `stop` is set.
+
+    Raises:
+        StoppedError: the block was cancelled.
+    """
+    starting = asyncio.current_task()
+    assert starting is not None, "a coroutine runs in a task"
+
+    async def watch() -> None:
+        await stop.wait()
+        starting.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stop.is_set() and not starting.uncancel():
+            raise StoppedError from None
+        raise
+    finally:
+        watching.cancel()
 
 
 async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after: int) -> int:
     stop = asyncio.Event()
     _install_signals(stop)
+    try:
+        code = await _serve(name, config, build, collect_after, stop)
+    except StoppedError:
+        code = 0
+    await _let_tasks_end()
+    if not code:
+        log.info("stopped")
+    return code
+
+
+async def _serve(
+    name: str, config: ConfigT, build: Build[ConfigT], collect_after: int, stop: asyncio.Event
+) -> int:
     async with serving(name, config, build, stop) as context:
         gc.enable()  # see `kvmesh.core.loading`
         # All present objects stay: later collections need not walk them, which costs 30 ms each
@@ -329,8 +378,6 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT], collect_after
             return 1
         log.info("draining")
         await context.drain(config.server.drain_s)
-    await _let_tasks_end()
-    log.info("stopped")
     return 0
 
 
