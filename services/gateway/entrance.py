@@ -14,7 +14,8 @@ from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.frontend import Frontend, busy
 from services.gateway.request.choice import Caller
 from services.gateway.request.event_ids import HEADER, GivenId
-from services.gateway.request.journal import Journal, Kept, kept_by_client, owner_of
+from services.gateway.request.journal import Journal
+from services.gateway.request.kept_stream import Kept, kept_by_client, owner_of
 from services.gateway.request.mesh import Mesh
 from services.gateway.tenants.access import KeyRing
 from services.gateway.tenants.admission import Admission

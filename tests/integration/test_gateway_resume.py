@@ -251,7 +251,7 @@ def _text(event: Event) -> str:
 
 async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     one, other = two
-    _, raw, _ = await post(one, "completions", {**TEXT, "max_tokens": 4})
+    _, raw, _ = await post(one, "completions", {**TEXT, "max_tokens": 20})
     await written(one)
     last_id = events_of(raw)[1].last_id
     key = parse_id(last_id).key
@@ -268,7 +268,7 @@ async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     assert await refusal(last_id, path="chat/completions") == gone
     assert await refusal(f"{'x' * 22}:1") == gone
     assert await refusal(f"{key}:1,1") == gone
-    assert await refusal(f"{key}:4") == gone  # all tokens, but no end
+    assert await refusal(f"{key}:20") == gone  # all tokens, but no end
     assert await refusal(f"{key}:5000") == gone
     assert other.gateway.metrics.value("kvmesh_gateway_resumes_total", outcome="gone") == 5
 
@@ -346,7 +346,7 @@ async def test_the_journal_has_a_bound_and_a_lifetime(tmp_path: Path) -> None:
     with redis_process(tmp_path) as redis:
         small = ResumeConfig(journal_mib=1, keep_s=3600.0)
         async with stacks(tmp_path, redis, resume=small) as (one, other):
-            bodies = [{**TEXT, "max_tokens": 2, "ignored": "x" * 60_000} for _ in range(20)]
+            bodies = [{**TEXT, "max_tokens": 20, "ignored": "x" * 60_000} for _ in range(20)]
             streams = [events_of((await post(one, "completions", each))[1]) for each in bodies]
             ids = [events[0].last_id for events in streams]
             while (await post(other, "completions", None, ids[-1]))[0] != 200:

@@ -31,7 +31,7 @@ def end_when_interrupted() -> None:
 
 
 def leave_when_terminated() -> None:
-    """Lets SIGTERM end the process with 0 after its `finally` blocks, until a handler is installed."""
+    """Lets SIGTERM end the process with 0, after its `finally` blocks, until it is handled."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 

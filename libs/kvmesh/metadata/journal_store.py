@@ -1,7 +1,7 @@
 """Journals of streams in Redis, from which another gateway can resume a stream.
 
-A stream is a list under `P stream:<key>`: its head, then records in the order of writing. It is
-kept as long as the writing gateway may need it, and a short time after its end.
+A stream is a list under `P stream:<key>`: its head, then parts with records in the order of
+writing. It is kept as long as the writing gateway may need it, and a short time after its end.
 Tests: tests/unit/gateway/request/test_journal.py, tests/integration/test_gateway_resume.py.
 """
 
@@ -17,22 +17,20 @@ if TYPE_CHECKING:
 
 _WRITE = """
 local told = {}
-for i = 2, #ARGV, 4 do
+for i = 2, #ARGV, 5 do
   local word, key = ARGV[i], ARGV[1] .. 'stream:' .. ARGV[i + 1]
-  local value, life_ms = ARGV[i + 2], ARGV[i + 3]
+  local head, records, life_ms = ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
   local length = 0
-  if word == 'begin' then
+  if word == 'add' then
+    length = records == '' and redis.call('LLEN', key) or redis.call('RPUSHX', key, records)
+    if length > 0 and head ~= '' then redis.call('LSET', key, 0, head) end
+  else
     redis.call('DEL', key)
-    length = redis.call('RPUSH', key, value)
-  elseif word == 'add' then
-    length = redis.call('RPUSHX', key, value)
-  elseif word == 'head' then
-    length = redis.call('LLEN', key)
-    if length > 0 then redis.call('LSET', key, 0, value) end
+    if word == 'begin' then
+      length = redis.call('RPUSH', key, head, records)
+    end
   end
-  if word == 'drop' then
-    redis.call('DEL', key)
-  elseif life_ms ~= '' then
+  if life_ms ~= '' then
     redis.call('PEXPIRE', key, life_ms)
   end
   told[#told + 1] = length
@@ -50,14 +48,16 @@ class Line(NamedTuple):
     """A write to a stream.
 
     Attributes:
-        word: `begin` a stream with its head, change its `head`, `add` a record, `end` it, or `drop`
-            it.
+        word: `begin` a stream, `add` to it, or `drop` it.
+        head: of a new stream, or a new head of an old one; empty: unchanged.
+        records: to add; may be empty.
         life_s: seconds that the stream is kept from now on; None: unchanged.
     """
 
     word: str
     key: str
-    value: bytes = b""
+    head: bytes = b""
+    records: bytes = b""
     life_s: float | None = None
 
 
@@ -75,8 +75,7 @@ class RedisJournalStore:
         """Writes lines in order, many in one call.
 
         Returns:
-            For each line, whether the stream existed; False for `end` and `drop`, which do not
-            check it.
+            For each line, whether the stream exists now.
 
         Raises:
             StoreUnavailableError: Redis did not answer; some lines may have been written.
@@ -84,16 +83,16 @@ class RedisJournalStore:
         found: list[bool] = []
         for start in range(0, len(lines), MAX_WRITES):
             arguments: list[bytes | str] = []
-            for word, key, value, life_s in lines[start : start + MAX_WRITES]:
+            for word, key, head, records, life_s in lines[start : start + MAX_WRITES]:
                 life = "" if life_s is None else str(max(1, round(life_s * 1000)))
-                arguments += (word, key, value, life)
+                arguments += (word, key, head, records, life)
             told = await self._client.ask(_WRITE, *arguments)
             with understanding():
                 found += [int(length) > 0 for length in told]
         return found
 
     async def read(self, key: str) -> list[bytes]:
-        """Returns head and records of a stream; empty if there is none.
+        """Returns a stream's head and the parts that follow it; empty if there is none.
 
         Raises:
             StoreUnavailableError: Redis did not answer.

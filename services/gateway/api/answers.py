@@ -96,7 +96,7 @@ class EventTemplate:
 
     def event(self, text: str, id_line: str = "") -> bytes:
         """The event with this text."""
-        return (id_line + self._head + encode_basestring(text) + self._tail).encode()
+        return f"{id_line}{self._head}{encode_basestring(text)}{self._tail}".encode()
 
 
 @lru_cache(maxsize=1024)

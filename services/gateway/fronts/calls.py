@@ -32,7 +32,8 @@ from services.gateway.entrance import Entrance, model_of
 from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.request.choice import Caller, Choice, Delivered, prompt_sum
 from services.gateway.request.event_ids import HEADER, GivenId, parse_id
-from services.gateway.request.journal import Entry, Kept, delivered_of, owner_of
+from services.gateway.request.journal import Entry
+from services.gateway.request.kept_stream import Kept, delivered_of, owner_of
 from services.gateway.request.stream_head import Head
 from services.gateway.tenants.admission import Ticket
 

@@ -7,13 +7,13 @@ Each event's `id` tells the client's position in the stream; the client returns 
 (`stream_head`) is present while the journal may not hold the stream yet. There is one place per
 choice, empty before the choice's first event. A place consists of:
 
-- the number of tokens that the client has;
+- the number of the choice's tokens that the journal holds;
 - `~` and the number of the prompt's cached tokens, if the journal may not hold it yet;
-- the last tokens in hex, each after a dot, if the journal may not hold them yet;
+- the tokens that follow in hex, each after a dot: the journal may not hold them yet;
 - `!` if the choice is complete.
 
 `$` means that the client also has the usage that follows all choices.
-Example: `Fh2bW…:7.1f.a0!` is a stream of one choice, complete after 7 tokens; the journal holds 5.
+Example: `Fh2bW…:5.1f.a0!` is a stream of one choice, complete after 7 tokens; the journal holds 5.
 Pure. Tests: tests/unit/gateway/request/test_event_ids.py.
 """
 
@@ -53,42 +53,38 @@ class Place:
         waiting: the last ones of them, which no journal may hold.
 
     Attributes:
-        num_tokens: number of tokens that the client has after this event.
-        waiting: the last ones of them, which the journal may not hold yet.
-        tail: the part of the id that lists the waiting tokens and the number of cached ones.
+        num_kept: number of tokens that the journal holds.
+        waiting: the tokens after them, which it may not hold yet.
         cached: number of cached prompt tokens, if the journal may not hold it yet.
+        told: all of this in the format of an id.
         is_opened: some event was sent.
         is_complete: the last event was sent.
     """
 
-    __slots__ = ("cached", "is_complete", "is_opened", "num_tokens", "tail", "waiting")
+    __slots__ = ("cached", "is_complete", "is_opened", "num_kept", "told", "waiting")
 
     def __init__(self, num_tokens: int = 0, waiting: Sequence[int] = ()) -> None:
-        self.num_tokens = num_tokens
+        self.num_kept = num_tokens - len(waiting)
         self.waiting = list(waiting)
         self.cached: int | None = None
         self.is_opened = num_tokens > 0
         self.is_complete = False
-        self.tail = ""
-        self._note_tail()
+        self.told = ""
+        self._tell()
 
     @property
     def text(self) -> str:
         """The place in the format of an id."""
         if not self.is_opened:
             return ""
-        return f"{self.num_tokens}{self.tail}{'!' if self.is_complete else ''}"
+        return f"{self.told}!" if self.is_complete else self.told
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Adds the next event's tokens and returns the place after it. Called for all tokens."""
-        self.num_tokens = count = self.num_tokens + len(token_ids)
-        self.waiting += token_ids
-        tail = self.tail
-        for token_id in token_ids:
-            tail = f"{tail}.{token_id:x}"
-        self.tail = tail
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Adds the next event's tokens. Called for all tokens."""
         self.is_opened = True
-        return f"{count}{tail}"
+        self.waiting += token_ids
+        for token_id in token_ids:
+            self.told = f"{self.told}.{token_id:x}"
 
     def open(self) -> None:
         """Notes that an event was sent."""
@@ -101,17 +97,19 @@ class Place:
     def has_cached(self, num_tokens: int) -> None:
         """Sets the number of cached prompt tokens; called before any token."""
         self.cached = num_tokens
-        self._note_tail()
+        self._tell()
 
     def kept(self, num_tokens: int) -> None:
-        """Removes the first `num_tokens` waiting tokens: the journal holds them, and `cached`."""
+        """Notes that the journal holds the first `num_tokens` waiting tokens, and `cached`."""
+        self.num_kept += num_tokens
         del self.waiting[:num_tokens]
         self.cached = None
-        self._note_tail()
+        self._tell()
 
-    def _note_tail(self) -> None:
+    def _tell(self) -> None:
         cached = "" if self.cached is None else f"~{self.cached}"
-        self.tail = cached + "".join([f".{token_id:x}" for token_id in self.waiting])
+        tail = "".join([f".{token_id:x}" for token_id in self.waiting])
+        self.told = f"{self.num_kept}{cached}{tail}"
 
 
 def id_line(name: str, places: Sequence[Place], *, is_over: bool = False) -> str:
@@ -187,7 +185,4 @@ def _place(text: str) -> GivenPlace | None:
         return None
     tail = tuple(int(token_id, 16) for token_id in found[3].split(".")[1:])
     cached = None if found[2] is None else int(found[2])
-    num_kept = int(found[1]) - len(tail)
-    if num_kept < 0:
-        return None
-    return GivenPlace(num_kept, tail, cached, is_opened=True, is_complete=bool(found[4]))
+    return GivenPlace(int(found[1]), tail, cached, is_opened=True, is_complete=bool(found[4]))

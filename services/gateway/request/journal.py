@@ -1,10 +1,10 @@
 """What another gateway needs to go on with a stream: its request, and its tokens so far.
 
 Nothing waits for it: an id names what is not written yet itself (`event_ids`), as long as that is
-the start as well (`stream_head`). So a stream is written when it began, when `MAX_WAITING` tokens
-wait, and when it ended; what there is of all streams goes out together, every `FLUSH_S`. A stream
-that goes on is written under a new key, and has ids of the old one until then: two gateways never
-write to one.
+the start as well (`stream_head`). So a stream is written when `MAX_WAITING` tokens wait, and when
+one that was written ends; short ones never are. What there is of all streams goes out together,
+every `FLUSH_S`. A stream that goes on is written under a new key, and has ids of the old one until
+then: two gateways never write to one.
 Tests: tests/integration/test_gateway_resume.py, tests/unit/gateway/request/test_journal.py.
 """
 
@@ -12,31 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import struct
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvmesh.core.errors import GoneError
 from kvmesh.core.values import changed
 from kvmesh.metadata.journal_store import Line
 from kvmesh.metadata.store import StoreUnavailableError
-from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.choice import Behind, Caller, Choice, Delivered
+from services.gateway.request.choice import Choice
 from services.gateway.request.event_ids import MAX_CHOICES, MAX_TAIL, GivenId, Place, id_line
-from services.gateway.request.stream_head import (
-    Head,
-    head_bytes,
-    head_of,
-    head_of_start,
-    start_text,
-)
-from services.gateway.tenants.admission import Ticket
+from services.gateway.request.kept_stream import Kept, cached_bytes, kept_of, record_bytes
+from services.gateway.request.stream_head import Head, head_bytes, start_text
 
 log = event_logger(__name__)
 
@@ -51,102 +41,20 @@ MANY = 32
 """So many streams that are to be written do not wait for that."""
 
 _LEAST_ROOM = MAX_WAITING - MAX_TAIL
-_RECORD = struct.Struct("<HI")
 HEAD_BYTES = 512
 """A head takes so much besides its body."""
-_CACHED = 0x8000
-"""Set in a record's choice: its number is that of cached prompt tokens, and no tokens follow."""
 
 
 class JournalStore(Protocol):
     """Where streams are written; see `RedisJournalStore`. Raises StoreUnavailableError."""
 
     async def write(self, lines: Sequence[Line]) -> list[bool]:
-        """Writes in order; for `begin`, `head` and `add`, whether the stream is there."""
+        """Writes in order; for each line, whether the stream is there."""
         ...
 
     async def read(self, key: str) -> list[bytes]:
         """Head and records of a stream; empty if there is none."""
         ...
-
-
-@dataclass(slots=True)
-class Kept:
-    """A stream as the journal has it.
-
-    Attributes:
-        token_ids: of each choice.
-        cached_tokens: of each choice's prompt, as its usage tells.
-    """
-
-    head: Head
-    token_ids: list[list[int]]
-    cached_tokens: list[int]
-
-
-def owner_of(ticket: Ticket | None) -> str:
-    """Whose a stream is."""
-    tenant = Tenant() if ticket is None else ticket.tenant
-    return f"{tenant.namespace}{tenant.name}"
-
-
-def record_bytes(choice: int, first: int, token_ids: Sequence[int]) -> bytes:
-    """Tokens of a choice, the first of them at a position."""
-    return _RECORD.pack(choice, first) + array("I", token_ids).tobytes()
-
-
-def kept_of(parts: Sequence[bytes]) -> Kept:
-    """A stream from what was written; what was written twice counts once.
-
-    Raises:
-        ValueError, LookupError, TypeError: that is no stream.
-    """
-    head = head_of(parts[0])
-    kept = Kept(head, [[] for _ in range(head.num_choices)], [0] * head.num_choices)
-    for part in parts[1:]:
-        if len(part) < _RECORD.size:
-            raise ValueError("a record is too short")
-        choice, first = _RECORD.unpack_from(part)
-        if choice & _CACHED:
-            kept.cached_tokens[choice ^ _CACHED] = first
-            continue
-        token_ids = array("I", part[_RECORD.size :])
-        kept.token_ids[choice][first : first + len(token_ids)] = token_ids
-    return kept
-
-
-def kept_by_client(given: GivenId, owner: str, caller: Caller, body: bytes) -> Kept:
-    """A stream of which the journal holds nothing yet, from an id that is whole and the request.
-
-    Raises:
-        GoneError: it is another caller's.
-        InvalidRequestError: it was another request.
-    """
-    count = len(given.places)
-    where = (caller.scenario, caller.placement.value)
-    head = head_of_start(given.start, owner, body, count, *where)
-    return Kept(head, [[] for _ in range(count)], [0] * count)
-
-
-def delivered_of(given: GivenId, kept: Kept) -> Delivered:
-    """What a client has, by what it says and what the journal holds.
-
-    Raises:
-        GoneError: the journal holds less than the client says.
-    """
-    if len(given.places) != kept.head.num_choices:
-        raise GoneError("Last-Event-ID: another stream has this key")
-    choices: list[Behind | None] = []
-    for choice, place in enumerate(given.places):
-        token_ids = kept.token_ids[choice]
-        if len(token_ids) < place.num_kept:
-            raise GoneError("Last-Event-ID: the stream's tokens are not kept")
-        so_far = (*token_ids[: place.num_kept], *place.tail)
-        cached = kept.cached_tokens[choice] if place.cached is None else place.cached
-        behind = Behind(so_far, cached, place.is_complete)
-        choices.append(behind if place.is_opened else None)
-    head, is_paid = kept.head, not given.start  # a client may say so
-    return Delivered(head.seed, head.prompt_sum, is_paid, head.checkpoints, tuple(choices))
 
 
 @dataclass(slots=True, eq=False)
@@ -185,11 +93,12 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.is_alone = len(self.places) == 1
-        self.rename()
+        if all(self.head.checkpoints):
+            self.rename()
 
     def rename(self) -> None:
         """Has ids say no more than they have to."""
-        is_behind = any(place.num_tokens > len(place.waiting) for place in self.places)
+        is_behind = any(place.num_kept for place in self.places)
         if self.written is self.head:
             self.name = self.key
         elif self.written is None and self.before and is_behind:
@@ -198,12 +107,16 @@ class Entry:
             self.name = f"{self.key}.{start_text(self.head)}"
 
     def placed(self, choice: int, checkpoint: str) -> None:
-        """A choice is served by a checkpoint; before its first event."""
+        """A choice is served by a checkpoint; before its first event.
+
+        There is no event before each choice has one, and no name either.
+        """
         checkpoints = list(self.head.checkpoints)
         if checkpoints[choice] != checkpoint:
             checkpoints[choice] = checkpoint
             self.head = changed(self.head, checkpoints=tuple(checkpoints))
-            self.room = 0
+            if self.written is not None:
+                self.room = 0
             self.rename()
 
     def id_line(self, *, is_over: bool = False) -> str:
@@ -213,12 +126,12 @@ class Entry:
     def after(self, choice: int, token_ids: Sequence[int]) -> str:
         """The next event has these tokens, too: its line. Every token of a stream passes here."""
         place = self.places[choice]
-        position = place.add(token_ids)
+        place.add(token_ids)
         self.room = room = self.room - len(token_ids)
         if room <= 0 and not self.is_dirty:
             self.journal.mark(self)
         if room > _LEAST_ROOM and self.is_alone:
-            return f"id: {self.name}:{position}\n"  # as nearly all are
+            return f"id: {self.name}:{place.told}\n"  # as nearly all are
         return self.id_line()
 
     def lose(self) -> None:
@@ -236,14 +149,12 @@ class _Sent(NamedTuple):
     Attributes:
         head: that the journal has then.
         counts: tokens of its choices.
-        numbers: of its lines that tell whether it is there.
         is_over: its end as well.
     """
 
     entry: Entry
     head: Head
     counts: list[tuple[Place, int]]
-    numbers: range
     is_over: bool
 
 
@@ -309,7 +220,9 @@ class Journal:
             behind.append(token_ids)
             places.append(Place(len(token_ids), tail))
         before = "" if given is None else given.name
-        return Entry(self, secrets.token_urlsafe(16), head, places, before, behind)
+        # One that goes on is written soon, since its old name is going to be forgotten.
+        room = 0 if before else MAX_WAITING
+        return Entry(self, secrets.token_urlsafe(16), head, places, before, behind, room=room)
 
     def mark(self, entry: Entry) -> None:
         """It has something to be written."""
@@ -367,14 +280,21 @@ class Journal:
             if not entry.is_kept or self._is_late(entry):
                 self._forget(entry)
             elif self._fits(entry):
-                sent.append(self._take(entry, lines))
+                lines.append(self._line(entry))
+                counts = [
+                    (place, len(place.waiting))
+                    for place in entry.places
+                    if place.waiting or place.cached is not None
+                ]
+                sent.append(_Sent(entry, entry.head, counts, bool(entry.until)))
         drops, self._drops = self._drops, []
         told = await self._write([*lines, *drops]) if lines or drops else []
-        for each in sent:
-            if told is None:
+        if told is None:
+            for each in sent:
                 self._again(each.entry)
-            else:
-                self._done(each, told)
+        else:
+            for each, is_there in zip(sent, told, strict=False):  # then there are the drops
+                self._done(each, is_there=is_there)
         self._tell_bytes()
 
     def _is_late(self, entry: Entry) -> bool:
@@ -403,41 +323,36 @@ class Journal:
             self._again(entry)
         return False
 
-    def _take(self, entry: Entry, lines: list[Line]) -> _Sent:
-        """Adds what a stream has to be written to the lines."""
-        begin, head, key = len(lines), entry.head, entry.key
+    def _line(self, entry: Entry) -> Line:
+        """What a stream has to be written."""
+        word, head, life_s = "add", b"", None
+        records: list[bytes] = []
+        if entry.written is not entry.head:
+            head = head_bytes(entry.head)
         if entry.written is None:
-            lines.append(Line("begin", key, head_bytes(head), self._life_s))
-        elif entry.written is not head:
-            lines.append(Line("head", key, head_bytes(head)))
-        counts = list[tuple[Place, int]]()
+            word, life_s = "begin", self._life_s
+            for choice, place in enumerate(entry.places):
+                if place.num_kept:
+                    behind = entry.behind[choice][: place.num_kept]
+                    records.append(record_bytes(choice, 0, behind))
         for choice, place in enumerate(entry.places):
-            count = len(place.waiting)
-            if entry.written is None and place.num_tokens > count:
-                token_ids = entry.behind[choice][: place.num_tokens - count]
-                lines.append(Line("add", key, record_bytes(choice, 0, token_ids)))
             if place.cached is not None:
-                lines.append(Line("add", key, _RECORD.pack(_CACHED | choice, place.cached)))
-            if count:
-                value = record_bytes(choice, place.num_tokens - count, place.waiting)
-                lines.append(Line("add", key, value))
-            if count or place.cached is not None:
-                counts.append((place, count))
-        numbers = range(begin, len(lines))
+                records.append(cached_bytes(choice, place.cached))
+            if place.waiting:
+                records.append(record_bytes(choice, place.num_kept, place.waiting))
         if entry.until:
-            lines.append(Line("end", key, life_s=self._keep_s))
-        return _Sent(entry, head, counts, numbers, bool(entry.until))
+            life_s = self._keep_s
+        return Line(word, entry.key, head, b"".join(records), life_s)
 
-    def _done(self, sent: _Sent, told: Sequence[bool]) -> None:
+    def _done(self, sent: _Sent, *, is_there: bool) -> None:
         entry = sent.entry
-        if not all(told[number] for number in sent.numbers):
+        if not is_there:
             entry.lose()
         for place, count in sent.counts:
             place.kept(count)
             entry.num_bytes += 4 * count
             self._num_bytes += 4 * count
-        num_waiting = sum([len(place.waiting) for place in entry.places])
-        entry.room = MAX_WAITING - num_waiting
+        entry.room = MAX_WAITING - sum([len(place.waiting) for place in entry.places])
         if entry.written is not sent.head:
             entry.written = sent.head
             entry.behind.clear()

@@ -61,7 +61,7 @@ def test_an_id_says_where_every_choice_is(
 @pytest.mark.parametrize(
     "text",
     [
-        *("1:2", "-1", "1.zz", "0.1f", "1!!", "1\n", " 1", "1.1f.", "1~", "$1", "1é"),
+        *("1:2", "-1", "1.zz", "1!!", "1\n", " 1", "1.1f.", "1~", "$1", "1é"),
         *("9" * 10, f"1.{'f' * 9}", "," * MAX_CHOICES),
     ],
 )
@@ -78,4 +78,4 @@ def test_a_client_forgets_where_it_is_when_the_journal_is_too_far_behind() -> No
     place.add([7])
     assert id_line(KEY, [place]) == "id:\n"
     place.kept(MAX_TAIL)
-    assert id_line(KEY, [place]) == f"id: {KEY}:{MAX_TAIL + 1}.7\n"
+    assert id_line(KEY, [place]) == f"id: {KEY}:{MAX_TAIL}.7\n"
