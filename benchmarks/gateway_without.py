@@ -15,21 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def _without_quick_values() -> None:
-    from kvmesh.core import values  # noqa: PLC0415
-
-    quick = values.quick
-
-    def slow(cls: Any) -> Any:
-        plain = cls.__dict__["__init__"]
-        quick(cls)
-        type.__setattr__(cls, "__init__", plain)
-        return cls
-
-    module: Any = values
-    module.quick = slow
-
-
 def _without_direct_http() -> None:
     from services.gateway.fronts import http_direct  # noqa: PLC0415
 
@@ -135,7 +120,6 @@ SHORTCUTS: Mapping[str, Shortcut] = {
     "event-template": Shortcut("events with only the text put in", _without_event_template),
     "joined-writes": Shortcut("one write per turn of the loop", _without_joined_writes),
     "batched-metrics": Shortcut("observations sorted together", _without_batched_metrics),
-    "quick-values": Shortcut("constructors of frozen values", _without_quick_values),
 }
 
 

@@ -134,7 +134,7 @@ async def test_sigterm_in_a_start_that_waits_exits_with_zero() -> None:
         "from kvmesh.runtime.app import run_service\n"
         "from tests.integration.test_app import Config\n"
         "async def build(config, context):\n"
-        "    group = await context.stack.enter_async_context(asyncio.TaskGroup())\n"
+        "    await context.stack.enter_async_context(asyncio.timeout(60))\n"
         "    context.stack.callback(print, 'closed')\n"
         "    print('waits', flush=True)\n"
         "    await asyncio.Future()\n"
