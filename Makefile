@@ -29,8 +29,9 @@ TEST_PROCESSES ?= 2
 MESH_TEST_PROCESSES ?= 3
 TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose and not long'
 # Real processes race with a busy machine: what fails once in hundreds of runs gets one more try,
-# both tries are printed, and a third test that needs one fails the run.
-PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR
+# both tries are printed, and a third test that needs one fails the run. Files run in their order:
+# those of tests/chaos and tests/e2e take longest, and would leave one process busy at the end.
+PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR --no-loadscope-reorder
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
 # gRPC tells of every peer that leaves.
