@@ -1,10 +1,10 @@
-// Attention of one query per sequence over paged KV, blocks read where they lie.
+// Attention of one query per sequence over paged KV, with blocks read in place.
 //
-// For every 64 positions and each KV head, the scores of its queries, their weights and the sums of
-// values follow one another while keys and values are in the first cache; those of the next head
-// are asked for meanwhile. Of fewer sequences than threads the KV heads are shared out, and where
-// that does not come out even contexts are cut into parts that are joined at the end, as in
-// Flash-Decoding. Twin: attention_reference.py.
+// For every 64 positions and each KV head, the code computes scores, weights and weighted sums in a
+// row, while keys and values are in the L1 cache; it prefetches those of the next head meanwhile.
+// With fewer sequences than threads, KV heads are divided among threads. If that does not come out
+// even, contexts are split into parts that are merged at the end, as in Flash-Decoding.
+// Twin: attention_reference.py.
 
 #pragma once
 
@@ -31,13 +31,13 @@ struct Decode {
   Pool pool;
 };
 
-// Queries that share what is loaded.
+// Number of queries that share one load of keys or values.
 constexpr int kQueries = 4;
 
-// The running softmax of all heads of one sequence over a part of its context.
+// Online softmax of all heads of one sequence over a part of its context.
 struct Softmax {
-  // Per head: a bound of its scores, sixteen parts of the sum of its weights, and the weighted sum
-  // of values, not yet divided.
+  // Per head: an upper bound of its scores, the sum of its weights in sixteen lanes, and the
+  // weighted sum of values, not yet normalised.
   float *peaks, *totals, *acc;
 
   static int64_t size(int64_t heads, int64_t dim) { return heads * (1 + kWidth + dim); }
@@ -46,7 +46,7 @@ struct Softmax {
     return {memory, memory + heads, memory + heads * (1 + kWidth)};
   }
 
-  // That of the heads from one on.
+  // The same state, starting with head `head`.
   Softmax from(int64_t head, int64_t dim) const {
     return {peaks + head, totals + head * kWidth, acc + head * dim};
   }
@@ -57,7 +57,7 @@ struct Softmax {
   }
 };
 
-// Where the keys of some positions lie, those of the first KV head.
+// Addresses of some positions' keys, for the first KV head.
 template <typename T>
 struct Positions {
   const T* rows[kTile];
@@ -69,7 +69,7 @@ struct Positions {
     count = static_cast<int>(std::min<int64_t>(kTile, last - first));
     int64_t block = first / pool.block_size, offset = first % pool.block_size;
     for (int i = 0; i < kTile; ++i) {
-      // Vectors are filled up with what is there; its weight will be none.
+      // Missing positions repeat the last address, to fill vectors; their weight will be zero.
       rows[i] = i < count ? kv + table[block] * pool.block_stride + offset * stride : rows[i - 1];
       offset = offset + 1 == pool.block_size ? 0 : offset + 1;
       block += offset == 0 && i + 1 < count;
@@ -78,7 +78,7 @@ struct Positions {
 
 };
 
-// What is asked for while other positions are computed: `at` leads to the keys of a KV head.
+// Positions to prefetch while others are computed; `at` is the offset of a KV head's keys.
 template <typename T>
 struct Ahead {
   const Positions<T>* positions;
@@ -92,7 +92,7 @@ struct Ahead {
   }
 };
 
-// Values of a key that one step of a product takes, and that step.
+// Number of a key's values in one step of a dot product.
 template <typename T, int V>
 constexpr int kStep = kWidth;
 #ifdef __AVX512BF16__
@@ -111,7 +111,7 @@ inline Floats add_products(Floats sum, const T* key, const T* query) {
   return sum + load(key) * load(query);
 }
 
-// Scores of H queries with sixteen keys, from `first` on.
+// Computes scores of H queries with sixteen keys, starting with position `first`.
 template <typename T, int V, int H>
 inline void score(const T* q, const Positions<T>& here, int first, int64_t at, float scale,
                   const Ahead<T>& ahead, Floats* scores) {
@@ -120,7 +120,7 @@ inline void score(const T* q, const Positions<T>& here, int first, int64_t at, f
   for (int quarter = 0; quarter < 4; ++quarter) {
     Floats pairs[H][2];
     for (int some = 0; some < 4; some += kKeys) {
-      // Products of these keys stay in registers until they are added up.
+      // The products of these keys stay in registers until they are summed.
       Floats products[H][kKeys] = {};
       const T* keys[kKeys];
       for (int p = 0; p < kKeys; ++p) {
@@ -144,7 +144,7 @@ inline void score(const T* q, const Positions<T>& here, int first, int64_t at, f
                            scale;
 }
 
-// Scores of one query to weights; what was summed under a lower bound is scaled anew.
+// Turns scores of one query into weights; rescales earlier sums if the bound rises.
 template <int V>
 inline void weigh(const Floats* scores, int vectors, Softmax own, float* weights) {
   Floats peak = scores[0];
@@ -183,7 +183,8 @@ inline void add_values(const Positions<T>& here, int64_t at, const float* weight
     for (int n = 0; n < N; ++n) store(acc + (h * V + n) * kWidth, sums[h][n]);
 }
 
-// H queries of one KV head over some positions, of which `at` leads to that head's keys.
+// Attends with H queries of one KV head over some positions; `at` is the offset of that head's
+// keys.
 template <typename T, int V, int H>
 void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at,
             const Ahead<T>& ahead, Softmax own) {
@@ -210,7 +211,7 @@ void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at
                                 v == 0 ? ahead : Ahead<T>{}, values);
 }
 
-// The queries of some KV heads of one sequence over a part of its context.
+// Attends with the queries of some KV heads of one sequence over a part of its context.
 template <typename T, int V>
 void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* table, KvHeads those,
                  int64_t first, int64_t last, Softmax own) {
@@ -243,7 +244,7 @@ void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* tab
   }
 }
 
-// Joins what the parts of one sequence hold of some KV heads and writes their part of its row.
+// Merges the parts of one sequence for some KV heads and writes them to their place in its row.
 template <typename T, int V>
 void join_parts(const Decode& call, float* memory, KvHeads those, int64_t splits, int64_t size,
                 T* out) {
@@ -254,7 +255,7 @@ void join_parts(const Decode& call, float* memory, KvHeads those, int64_t splits
     float peak = sink;
     for (int64_t part = 0; part < splits; ++part)
       peak = std::max(peak, Softmax::in(memory + part * size, heads).peaks[head]);
-    // A sink takes its share of the softmax and gives no value.
+    // A sink takes a share of the softmax and has no value.
     float total = call.sinks == nullptr ? 0.0f : power_of_two(sink - peak);
     Floats joined[V] = {};
     for (int64_t part = 0; part < splits; ++part) {
@@ -267,9 +268,9 @@ void join_parts(const Decode& call, float* memory, KvHeads those, int64_t splits
   }
 }
 
-// How fewer sequences than threads are cut, so that every thread has a part: KV heads are shared out
-// as far as that comes out even, and contexts are split for the rest. What the parts hold, of at most
-// so many heads, is the calling thread's.
+// Division of the work if there are fewer sequences than threads: KV heads are divided as far as
+// that comes out even, and contexts are split for the rest. The parts' sums, of at most `heads`
+// heads, are in memory of the calling thread.
 struct Parts {
   int64_t shares, splits, size;
   float* memory;
@@ -281,7 +282,7 @@ struct Parts {
         memory(splits > 1 ? scratch<float, Use::kSoftmax>(sequences * shares * splits * size)
                           : nullptr) {}
 
-  // Those of a share.
+  // KV heads of a share.
   KvHeads heads(int64_t share, int64_t kv_heads) const {
     return {share * kv_heads / shares, (share + 1) * kv_heads / shares};
   }
@@ -292,8 +293,8 @@ struct Parts {
   }
 };
 
-// Attention of all sequences, by all threads of the region that calls it. `before` is called for
-// every sequence and KV head, in runs, before anything is attended with them.
+// Attention of all sequences, by all threads of the calling parallel region. `before` is called for
+// every sequence and run of KV heads before attention with them.
 template <typename T, int V, typename Before>
 void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out,
             const Parts& parts, const Before& before) {

@@ -1,11 +1,12 @@
-// Steps of a decoder layer on the CPU that cost more in calls and passes over memory than in
-// arithmetic. Twins: reference.py, attention_reference.py. Loaded by host_library.py through a C ABI.
-// Each dtype is compiled by itself (host_f32.cpp, host_bf16.cpp), for several levels of instructions.
+// Operations of a decoder layer on the CPU that cost more in calls and memory passes than in
+// arithmetic. Twins: reference.py, attention_reference.py. Loaded by host_library.py through a C
+// ABI. Each dtype is compiled separately (host_f32.cpp, host_bf16.cpp), for several instruction
+// levels.
 //
-// Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). What is
-// done row by row is in rows.h, products of a few rows in products.h, attention of prompts in
-// prefill.h, of decode steps in decode.h and over latents in latent.h, linear attention in
-// recurrence.h, and what runs several of them in one call in layer.h.
+// Sums are fp32 whatever the tensors' dtype, and bf16 results are rounded once (vectors.h). rows.h
+// has row-wise operations, products.h products of a few rows, prefill.h attention of prompts,
+// decode.h of decode steps, latent.h over latents, recurrence.h linear attention, and layer.h
+// combines several of them in one call.
 
 #pragma once
 
@@ -54,7 +55,7 @@ int few_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int thre
   return 0;
 }
 
-// Returns 1 for a head size that is not compiled.
+// Returns 1 if the head size is not compiled.
 template <typename T>
 int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stride, const T* kv,
                      T* out, int threads) {

@@ -1,5 +1,5 @@
-// Decode attention over latents (MLA): all heads of a sequence meet the same vectors, which are read
-// where they lie. Twin: latent.py.
+// Decode attention over latents (MLA): all heads of a sequence use the same vectors, which are read
+// in place. Twin: latent.py.
 
 #pragma once
 
@@ -19,10 +19,10 @@ struct Latents {
   float scale;
 };
 
-// Heads that share what is loaded.
+// Number of heads that share one load of a vector.
 constexpr int kLatentHeads = 4;
 
-// Running softmax of some heads of one sequence.
+// Online softmax of some heads of one sequence.
 struct LatentSums {
   const float* q;
   float highest[kLatentHeads], total[kLatentHeads];

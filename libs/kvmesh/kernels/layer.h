@@ -1,7 +1,7 @@
-// Decoder layers, or one half of one, in one call for steps of a few rows: attention with its
-// projections, an MLP, and the norms before them; and the last norm with the head. One region of threads serves all that happens in
-// between, and nothing returns to Python. The parts are those of rows.h, products.h and decode.h, so
-// that results are the same to the bit as by calls of their own.
+// Decoder layers, or half of one, in one call for steps of a few rows: attention with its
+// projections, an MLP, and the norms before them; also the last norm with the head. One parallel
+// region serves the whole call, and nothing returns to Python in between. The parts are those of
+// rows.h, products.h and decode.h, so results equal those of separate calls bit for bit.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// What host_layer.py hands over, in the same order: what a layer keeps, and what its rows are.
+// Structures of host_layer.py, in the same order: weights of a layer, and the rows of a step.
 struct AttentionParts {
   const void *qkv, *qkv_bias, *output, *output_bias, *qk_norm;
   const float* sinks;
@@ -28,7 +28,7 @@ struct MlpParts {
   int64_t hidden, inner;
 };
 
-// `place` is the layer's number in the pool.
+// `place` is the layer's index in the pool.
 struct LayerParts {
   AttentionParts attention;
   MlpParts mlp;
@@ -53,7 +53,7 @@ Weight<T> weight_of(const void* panels, const void* bias, int64_t outputs, int64
   return {static_cast<const T*>(panels), static_cast<const T*>(bias), outputs, inputs};
 }
 
-// An MLP and the memory between its products; `run` is for all threads of a region.
+// An MLP with its intermediate memory; all threads of a parallel region call `run`.
 template <typename T>
 struct Mlp {
   Weight<T> gate_up, down;
@@ -69,7 +69,7 @@ struct Mlp {
 
   void run(const T* x, T* out, int64_t rows) const {
     const int64_t inner = down.inputs, pairs = inner / kPanel;
-    // Gates and ups of the same columns are one thread's, which activates them at once.
+    // One thread computes gates and ups of the same columns and activates them at once.
 #pragma omp for schedule(guided)
     for (int64_t panel = 0; panel < pairs; ++panel) {
       T gates[kMostRows * kPanel], ups[kMostRows * kPanel];
@@ -84,7 +84,7 @@ struct Mlp {
   }
 };
 
-// Attention of rows, one of each sequence, and the memory between its products.
+// Attention of rows of different sequences, with its intermediate memory.
 template <typename T>
 struct Attention {
   Rope<T> rope;
@@ -110,8 +110,8 @@ struct Attention {
     return step.rows * (width(own, step) + own.heads * step.dim);
   }
 
-  // Projects the rows, turns their heads, writes keys and values, attends and projects back; for all
-  // threads of a region.
+  // Projects the rows, rotates their heads, writes keys and values, attends and projects back;
+  // called by all threads of a parallel region.
   void run(const T* x, T* out) const {
     const int64_t rows = call.sequences, width = qkv.outputs;
     multiply_rows(x, qkv, heads, rows);
@@ -155,8 +155,8 @@ int attention_layer(const AttentionParts& own, const DecodeRows& step, const T* 
   return 0;
 }
 
-// `x` is the residual stream, to which `delta`, or nothing when it is null, and then what the layers
-// give is added, all but what the last MLP gives: that is in `out`. The layers' heads are of one size.
+// Adds `delta` (unless null) and the layers' outputs to the residual stream `x`, except the last
+// MLP's output, which goes to `out`. All layers have one head size.
 template <typename T>
 int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& step, T* x,
                    const T* delta, const T* cos, const T* signed_sin, T* kv, T* out, int threads) {
@@ -188,7 +188,7 @@ int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& st
   return 0;
 }
 
-// Adds `delta` to the stream `x` and scores what its norm gives; scores are of T's precision.
+// Adds `delta` to the stream `x` and computes the logits of its norm, with T's precision.
 template <typename T>
 int head_logits(const HeadParts& own, T* x, const T* delta, float* logits, int64_t rows,
                 int threads) {

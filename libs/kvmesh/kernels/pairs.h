@@ -1,6 +1,6 @@
-// Two vectors that are worked on side by side as one of twice the lanes, and what both kinds of
-// vectors have in common. A vector that is wider than the CPU's is split by GCC itself, but at ten
-// times the cost when compiling, and it goes through memory.
+// Pairs of vectors that act as one vector of twice the lanes, and functions for both kinds of
+// vectors. GCC can split vectors that are wider than the CPU's, but that takes ten times as long to
+// compile, and the vectors pass through memory.
 
 #pragma once
 
@@ -19,7 +19,7 @@ struct Pair {
   V low, high;
 };
 
-// What a lane holds, and how many lanes there are.
+// Type of a lane, and number of lanes.
 template <typename V>
 struct Lane {
   using Type = std::remove_reference_t<decltype(V{}[0])>;
@@ -29,7 +29,7 @@ struct Lane<Pair<V>> : Lane<V> {};
 template <typename V>
 constexpr int kLanes = static_cast<int>(sizeof(V) / sizeof(typename Lane<V>::Type));
 
-// The pair alone says what a lane holds, so numbers are converted as for plain vectors.
+// The lane type is explicit here, so numbers convert as for plain vectors.
 #define KVMESH_PAIR_OPERATOR(OP)                                                      \
   template <typename V>                                                               \
   inline auto operator OP(const Pair<V>& a, const Pair<V>& b) {                       \
@@ -74,7 +74,7 @@ inline Pair<V>& operator|=(Pair<V>& a, const Pair<V>& b) {
   return a = a | b;
 }
 
-// By lane the first where the mask is set, else the second.
+// Selects, per lane, the first value if the mask is set, else the second.
 template <typename Mask, typename V>
 inline V select(const Mask& mask, const V& yes, const V& no) {
   return mask ? yes : no;
@@ -84,8 +84,8 @@ inline Pair<V> select(const Pair<Mask>& mask, const Pair<V>& yes, const Pair<V>&
   return {select(mask.low, yes.low, no.low), select(mask.high, yes.high, no.high)};
 }
 
-// Vectors beside one of so many bytes: of as many lanes of 32 and of 16 bits. GCC ignores sizes that
-// depend on a template's arguments.
+// Vector types with as many lanes of 32 and 16 bits as one of so many bytes has. GCC ignores sizes
+// that depend on a template's arguments.
 template <int BYTES>
 struct Beside;
 template <>
@@ -108,7 +108,7 @@ using IntsOf = typename Beside<sizeof(V)>::Ints;
 template <typename V>
 using HalvesOf = typename Beside<sizeof(V)>::Halves;
 
-// Numbers that follow one another, by lane.
+// Consecutive numbers, one per lane.
 template <typename V>
 struct Counted {
   static V from(int first) {
@@ -159,7 +159,7 @@ inline float highest_of(const Pair<V>& value) {
   return highest_of(select(value.low > value.high, value.low, value.high));
 }
 
-// Whether a lane of what a comparison gave is set.
+// Whether any lane of a comparison's result is set.
 template <typename V>
 inline bool any_set(const V& mask) {
 #if defined(__AVX2__)
@@ -178,9 +178,9 @@ inline bool any_set(const Pair<V>& mask) {
   return any_set(mask.low | mask.high);
 }
 
-// Adds neighbours of two vectors whose lanes are `BIT` apart: those of `a` to lanes without the bit,
-// those of `b` to the others. Four rounds add up sixteen vectors, one in each lane, by a quarter of
-// the shuffles that sixteen single sums take.
+// Adds neighbouring lanes of two vectors, `BIT` apart: those of `a` to lanes without the bit, those
+// of `b` to the others. Four rounds sum sixteen vectors, one per lane, with a quarter of the
+// shuffles of sixteen separate sums.
 template <int BIT, typename V>
 inline V add_neighbours(const V& a, const V& b) {
   const IntsOf<V> lane = Counted<IntsOf<V>>::from(0);
@@ -193,7 +193,7 @@ inline Pair<V> add_neighbours(const Pair<V>& a, const Pair<V>& b) {
   else return {add_neighbours<BIT>(a.low, b.low), add_neighbours<BIT>(a.high, b.high)};
 }
 
-// Lanes of the first halves of two vectors in turn, and of the second halves.
+// Interleaves the first halves of two vectors, or the second halves.
 template <typename V>
 struct Interleaved {
   static V low(const V& a, const V& b) { return of(a, b, 0); }
@@ -215,7 +215,7 @@ struct Interleaved<Pair<V>> {
   static Pair<V> of(const V& a, const V& b) { return {Half::low(a, b), Half::high(a, b)}; }
 };
 
-// Memory that a vector takes whole; as one copy a pair would go through memory again.
+// Loads and stores a whole vector; a pair copied as one object would pass through memory.
 template <typename V>
 struct Whole {
   static V load(const void* from) {
@@ -237,7 +237,7 @@ struct Whole<Pair<V>> {
   }
 };
 
-// The same bits with lanes of another type.
+// Reinterprets the bits with another lane type.
 template <typename To, typename From>
 struct Bits {
   static To as(const From& from) {
@@ -254,7 +254,7 @@ struct Bits<Pair<To>, Pair<From>> {
   }
 };
 
-// Values of 16 bits as lanes of 32 bits, and back.
+// Converts 16-bit values to 32-bit lanes and back.
 template <typename V>
 struct Widened {
   static V load(const uint16_t* from) {

@@ -1,10 +1,10 @@
-// Attention of prompt chunks over paged KV, blocks read where they lie: causal, over a context and
-// the chunk itself, or over a part of a context that all of the chunk sees.
+// Attention of prompt chunks over paged KV, with blocks read in place: causal, over a context and
+// the chunk itself, or over a part of a context that the whole chunk sees.
 //
-// Queries of one KV head that stand near each other share a tile: for every 64 positions, keys
-// are turned and values interleaved once into the form that `multiply` reads, and used for all
-// rows of the tile. Scores never leave the first cache. Tiles of positions begin at multiples of
-// 64 whatever the chunk, so a row's result does not depend on how its prompt was cut.
+// Neighbouring queries of one KV head form a tile. For every 64 positions, keys are transposed and
+// values interleaved once into the layout of `multiply`, and used for all rows of the tile. Scores
+// never leave the L1 cache. Tiles of positions begin at multiples of 64 whatever the chunk, so a
+// row's result does not depend on how its prompt was split.
 //
 // Source: FlashAttention-2, arXiv 2307.08691, over the blocks of arXiv 2309.06180.
 
@@ -22,20 +22,20 @@
 
 namespace {
 
-// Shape of the pool as one layer sees it; strides count elements.
+// Shape of the pool for one layer; strides count elements.
 struct Pool {
   int64_t block_stride, value_offset, block_size, kv_heads;
 };
 
-// KV heads from one on, and before which one.
+// Range of KV heads: `first` to before `last`.
 struct KvHeads {
   int64_t first, last;
 };
 
 constexpr float kLog2E = 1.44269504f;
 
-// How products of queries and keys become scores times log2(e), as powers of two are cheaper: by a
-// factor, and then bent to stay between -bound and bound where that is not 0.
+// Conversion of q·k products to scores times log2(e), since powers of two are cheaper: a factor,
+// then soft-capping to -bound..bound unless the bound is 0.
 struct Scale {
   float factor, bound;
 
@@ -44,7 +44,7 @@ struct Scale {
     return cap > 0 ? Scale{scale / cap, cap * kLog2E} : Scale{scale * kLog2E, 0.0f};
   }
 
-  // Scores of what is multiplied with the factor already.
+  // Applies soft-capping to products that are multiplied by the factor already.
   Floats bend(Floats scores) const { return hyperbolic_tangent(scores) * bound; }
 };
 
@@ -55,26 +55,26 @@ struct Prefill {
   Scale scale;
   const float* sinks;
   Pool pool;
-  // Without it every query sees all positions of its sequence; then there is no window.
+  // If false, every query sees all positions of its sequence, and there is no window.
   bool causal;
-  // Of each row and head, the log of the sum of exponentials; or null.
+  // Log of the sum of exponentials per row and head, or null.
   float* lse;
 };
 
-// Positions that are turned at once.
+// Number of positions that are transposed at once.
 constexpr int kTile = 64;
 constexpr int kVectors = kTile / kWidth;
-// Rows of queries that share them, about.
+// Approximate number of query rows that share them.
 constexpr int64_t kTileRows = 384;
-// Rows whose sums fit the registers: with four vectors of each, or with one at a time.
+// Number of rows whose sums fit the registers, with four vectors of each or one at a time.
 constexpr int kRows = 6;
-// A peak may rise by this power of two before sums are scaled anew.
+// Power of two by which a peak may rise before sums are rescaled.
 constexpr float kSlack = 8.0f;
 constexpr float kNothing = -1e30f;
-// Before all positions, still an int32 when a few are added.
+// Before all positions, and still an int32 when a few are added.
 constexpr int64_t kFar = -(int64_t{1} << 30);
 
-// What products are made of: bf16 pairs where the CPU multiplies them, else floats.
+// Operand type of products: bf16 if the CPU multiplies pairs of them, else float.
 template <typename T>
 struct Factor {
   using Type = float;
@@ -86,7 +86,7 @@ struct Factor<Bf16> {
 };
 #endif
 
-// Values of one lane: the pairs or the single float that one step of a product consumes.
+// Number of values in a lane: the pair or single float that one step of a product takes.
 template <typename C>
 constexpr int kLane = static_cast<int>(sizeof(float) / sizeof(C));
 
@@ -105,7 +105,7 @@ inline Floats multiply_add(Floats sum, const Bf16* weights, const Bf16* x) {
 }
 #endif
 
-// Adds the product of `kRows` rows with [steps][width][kLane] weights, V vectors of its width.
+// Adds the product of `kRows` rows with [steps][width][kLane] weights, V vectors of the width.
 template <typename C, int V>
 inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t width, int steps,
                      Floats (&sums)[kRows][V]) {
@@ -129,14 +129,14 @@ inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t wid
 }
 
 #ifdef __AVX512F__
-// Without a mask GCC 12 takes the operand that nothing reads for one that was forgotten.
+// Without a mask GCC 12 warns that the unused operand is uninitialised.
 constexpr __mmask16 kAllLanes = 0xffff;
 #endif
 
 // 2^x of each lane, relative error about 2e-7; below -126 the result is at most about 1e-38.
 inline Floats power_of_two(Floats x) {
 #ifdef __AVX512DQ__
-  // What is over the next lower integer, which `scalef` then takes as the power.
+  // The fraction above the next lower integer; `scalef` then applies the integer power.
   const auto r = bits_as<Floats>(
       _mm512_maskz_reduce_ps(kAllLanes, bits_as<__m512>(x), _MM_FROUND_TO_NEG_INF));
   Floats p = r * 1.87757658e-3f + 8.98934063e-3f;
@@ -170,9 +170,9 @@ inline bool any_above(Floats x, float bound) {
 #endif
 }
 
-// Turns sixteen vectors of sixteen 32-bit values: what was a row becomes a column.
+// Transposes sixteen vectors of sixteen 32-bit values.
 inline void turn(Words (&rows)[kWidth]) {
-  // Four rounds that interleave rows i and i + 8 transpose, as a shuffled deck returns.
+  // Four perfect shuffles, which interleave rows i and i + 8, transpose the matrix.
   for (int round = 0; round < 4; ++round) {
     Words next[kWidth];
     for (int i = 0; i < kWidth / 2; ++i) {
@@ -187,7 +187,7 @@ inline Words load_words(const float* from, float) { return bits_as<Words>(load(f
 inline Words load_words(const Bf16* from, float) { return bits_as<Words>(load(from)); }
 inline Words load_words(const Bf16* from, Bf16) { return Whole<Words>::load(from); }
 
-// Keys and values of 64 positions, as `multiply` wants them; positions not there are zeros.
+// Keys and values of 64 positions in the layout of `multiply`; missing positions are zeros.
 template <typename T, typename C>
 struct Tile {
   int64_t dim;
@@ -226,7 +226,7 @@ struct Tile {
       if constexpr (kLane<C> == 1) {
         if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at));
       } else {
-        // A bf16 widened has its bits in the upper half.
+        // A widened bf16 has its bits in the upper half.
         if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at)) >> 16;
         if (rows[1] != nullptr) words |= bits_as<Words>(load(rows[1] + offset + at));
       }
@@ -253,8 +253,8 @@ struct Rows {
   }
 };
 
-// Scores of one row with V vectors of positions to weights; the row's running softmax follows.
-// `from` and `to` bound the positions that it sees, counted from the first.
+// Turns scores of one row, V vectors of positions, into weights and updates the row's online
+// softmax. The row sees positions from `from` to before `to`, relative to the first one.
 template <typename C, int V>
 inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, int64_t from,
                   int64_t to, C* weights) {
@@ -289,7 +289,7 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
   store(&rows.totals[row * kWidth], total);
 }
 
-// Adds weighted values to N vectors of the sums of `kRows` rows, from element `at` on.
+// Adds weighted values to N vectors of the sums of `kRows` rows, starting with element `at`.
 template <typename C, int N>
 inline void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* values, int steps,
                        int64_t at) {
@@ -302,13 +302,13 @@ inline void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* va
     for (int n = 0; n < N; ++n) store(acc + i * rows.dim + n * kWidth, sums[i][n]);
 }
 
-// Which positions of a tile the queries of a tile see: query i those in [from + i, to + i), or all
-// of them in [from, to) without slope.
+// Positions of a tile that its queries see: query i sees [from + i, to + i) with slope 1, and
+// [from, to) with slope 0.
 struct Sight {
   int64_t from, to, group, slope;
 };
 
-// `kRows` rows over the first V vectors of a tile of positions.
+// Attends with `kRows` rows over the first V vectors of a tile of positions.
 template <typename C, int V>
 void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, const Sight& sight,
                  Scale scale) {
@@ -338,7 +338,7 @@ void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, con
   }
 }
 
-// All rows of a tile over the positions of another.
+// Attends with all rows of a query tile over a tile of positions.
 template <typename C>
 void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, const Sight& sight,
                  const Scale& scale) {
@@ -355,7 +355,7 @@ void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, c
   }
 }
 
-// A run of queries of one sequence, for all of whose heads there is a task each.
+// A run of queries of one sequence, with one task per KV head.
 struct QueryTile {
   int64_t sequence, first, count;
 };
@@ -372,7 +372,7 @@ std::vector<QueryTile> query_tiles(const Prefill& call) {
   return tiles;
 }
 
-// Writes what the rows of one head hold, divided by their totals and the sink's share.
+// Writes the rows of one head, divided by their totals including the sink's share.
 template <typename T, typename C>
 void finish_rows(const Prefill& call, Rows<C>& rows, T* out, int64_t row, int64_t head) {
   float total = sum(load(&rows.totals[row * kWidth])), factor = 1.0f;
@@ -400,7 +400,7 @@ void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_he
                           (kv_head * group + row % group) * dim;
     for (int64_t i = 0; i < dim; i += kWidth) store(&rows.q[row * dim + i], load(from + i));
   }
-  // None of the queries sees a position before `begin`.
+  // No query sees a position before `begin`.
   const int64_t first = len - left, end = call.causal ? first + queries.count : len;
   const int64_t begin = call.window > 0 ? std::max<int64_t>(0, first + 1 - call.window) : 0;
   for (int64_t at = begin / kTile * kTile; at < end; at += kTile) {
@@ -439,7 +439,7 @@ void prefill(const Prefill& call, const T* q, const T* kv, T* out, int64_t dim, 
   {
     Tile<T, C> tile(dim);
     Rows<C> rows(dim);
-    // Late queries see most: they go first, so that threads end together.
+    // Late queries see most positions, so they go first and threads end together.
 #pragma omp for schedule(dynamic)
     for (int64_t task = tasks - 1; task >= 0; --task)
       attend_queries(call, tiles[task / kv_heads], task % kv_heads, q, kv, out, tile, rows);

@@ -1,5 +1,5 @@
-// Products of a few rows with weights in panels of 64 outputs, as fast as memory delivers them,
-// which oneDNN's own products are not.
+// Products of a few rows with weights in panels of 64 outputs, at the speed of memory, which oneDNN
+// does not reach.
 
 #pragma once
 
@@ -14,19 +14,19 @@
 
 namespace {
 
-// Rows that are computed together at most: with vectors of 512 bits so many are faster than by oneDNN,
-// as measured on Zen 5 (96 still are, by little); host.py asks for fewer where oneDNN has tiles for
-// bf16.
+// Maximum number of rows that are computed together: with 512-bit vectors they are faster than
+// oneDNN up to this number, measured on Zen 5 (at 96 still a little). host.py uses fewer if oneDNN
+// has bf16 tiles.
 constexpr int kMostRows = 64;
-// Whether more rows than that are computed here as well, so many after so many: where oneDNN has no
-// products of the dtype, or keeps its weights in another form.
+// Whether more rows are computed here as well, in chunks: if oneDNN has no products of the dtype,
+// or another layout of weights.
 template <typename T>
 constexpr bool kAnyRows = !kManyRegisters || !std::is_same_v<typename Factor<T>::Type, T>;
-// Rows that are computed at once: their sums fill three quarters of the vector registers.
+// Number of rows whose sums fill three quarters of the vector registers.
 constexpr int kRowBlock = 6;
 constexpr int kPanel = 64;
 
-// Adds to the sums of some rows their products with V vectors of weights, over one step of inputs.
+// Adds the products of some rows with V vectors of weights to their sums, for one step of inputs.
 template <int V>
 inline void multiply_add(const float* weights, const float* x, int64_t x_stride, int rows,
                          Floats (*sums)[kRowBlock]) {
@@ -38,7 +38,7 @@ inline void multiply_add(const float* weights, const float* x, int64_t x_stride,
 
 inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(value) << 16); }
 
-// Weights of two inputs lie side by side in each lane.
+// Splits weights of two inputs, which share a lane.
 struct EvenOdd {
   Floats even, odd;
 
@@ -65,25 +65,25 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
   }
 }
 
-// Weights are asked for so many values before `multiply_add` reads them, of so many panels side by
-// side: a core's own prefetcher has fewer reads under way than memory would answer.
+// Prefetch distance in weights, by the number of panels read side by side: a core's hardware
+// prefetcher has fewer reads in flight than memory can serve.
 template <typename T, int PANELS>
 constexpr int64_t kAhead = (PANELS == 1 ? 2048 : 1536) / sizeof(T);
 
-// Asks for a lane of inputs of a panel. It is used once, and drives nothing out of the caches.
+// Prefetches one lane of inputs of a panel, which is used once and should not evict cached data.
 template <typename T>
 inline void fetch_lane(const T* weights) {
   for (int v = 0; v < kPanel / kWidth; ++v)
     __builtin_prefetch(reinterpret_cast<const char*>(weights) + v * 64, 0, 0);
 }
 
-// Inputs that are multiplied for all rows before the next: weights of so many, and of as many that
-// come, lie in the first cache.
+// Number of inputs that are multiplied for all rows before the next: their weights, and as many
+// prefetched ones, fit the L1 cache.
 template <typename C>
 constexpr int64_t kDepth = 256 / sizeof(C);
 
-// Adds the product of R rows with 64 outputs over some inputs to `sums`; fetches LINES lines of what
-// comes next in memory for every lane of inputs.
+// Adds the product of R rows with 64 outputs over some inputs to `sums`; prefetches LINES lines of
+// the following memory per lane of inputs.
 template <typename C, int R, int LINES>
 void panel_rows(const C* x, int64_t x_stride, const C* panel, int64_t count, const char* next,
                 float (*sums)[kPanel]) {
@@ -93,7 +93,7 @@ void panel_rows(const C* x, int64_t x_stride, const C* panel, int64_t count, con
     for (int v = 0; v < kAtOnce; ++v)
       for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + (first + v) * kWidth);
     const char* line = next + first * 64;
-    // Weights that are read once for each sixteen outputs would be driven out of the first cache.
+    // Weights that are read once per sixteen outputs would otherwise be evicted from the L1 cache.
     constexpr int kCache = kManyRegisters ? 3 : 2;
     for (int64_t i = 0; i < count; i += kLane<C>, line += LINES * 64) {
       for (int v = 0; v < kAtOnce; ++v)
@@ -105,7 +105,7 @@ void panel_rows(const C* x, int64_t x_stride, const C* panel, int64_t count, con
   }
 }
 
-// As `panel_rows` of at most a block of rows.
+// Variant of `panel_rows` for any number of rows in a block.
 template <typename C, int LINES>
 void panel_block(const C* x, int64_t x_stride, const C* panel, int64_t rows, int64_t count,
                  const char* next, float (*sums)[kPanel]) {
@@ -119,8 +119,8 @@ void panel_block(const C* x, int64_t x_stride, const C* panel, int64_t rows, int
   }
 }
 
-// A panel, its bias or null, where its columns of the product go, and the panel that this thread
-// multiplies with afterwards.
+// A panel, its bias or null, the destination of its columns, and the panel that this thread
+// multiplies next.
 template <typename T>
 struct Panel {
   const T *weights, *bias;
@@ -128,7 +128,7 @@ struct Panel {
   const T* next;
 };
 
-// Product of at most a block of rows with one or two panels: their sums never leave the registers.
+// Product of at most one block of rows with one or two panels; the sums stay in registers.
 template <typename T, int R, int PANELS>
 void few_rows_panels(const T* x, const Panel<T> (&panels)[PANELS], int64_t stride, int64_t inputs) {
   Floats sums[PANELS][kPanel / kWidth][kRowBlock] = {};
@@ -150,8 +150,8 @@ void few_rows_panels(const T* x, const Panel<T> (&panels)[PANELS], int64_t strid
     }
 }
 
-// What is multiplied of a panel and of rows over some inputs: they themselves where the CPU multiplies
-// their dtype, else widened once for all rows.
+// Operands of a panel and rows over some inputs: the originals if the CPU multiplies their dtype,
+// else copies widened once for all rows.
 template <typename T, typename C>
 struct Factors {
   alignas(64) C panel[kDepth<C> * kPanel], x[kMostRows * kDepth<C>];
@@ -186,7 +186,7 @@ struct Factors<T, T> {
   }
 };
 
-// Writes sums with the panel's bias where its columns go.
+// Writes sums plus the panel's bias to their destination.
 template <typename T>
 void finish_panel(const Panel<T>& panel, const float (*sums)[kPanel], int64_t rows,
                   int64_t stride) {
@@ -197,8 +197,8 @@ void finish_panel(const Panel<T>& panel, const float (*sums)[kPanel], int64_t ro
     }
 }
 
-// Product of more rows with one panel. Weights come from memory while those before them are
-// multiplied: the first blocks of rows ask for equal shares of what comes next.
+// Product of more rows with one panel. Weights are prefetched while earlier ones are multiplied:
+// the first blocks of rows prefetch equal shares of the following memory.
 template <typename T>
 void more_rows_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
                      int64_t inputs) {
@@ -237,7 +237,7 @@ struct Weight {
   const T *panels, *bias;
   int64_t outputs, inputs;
 
-  // The panel of that number, whose columns go to `out`.
+  // Panel `number`, whose columns go to `out`.
   Panel<T> panel(int64_t number, T* out, int64_t next) const {
     return {weights_of(number), bias == nullptr ? nullptr : bias + number * kPanel, out,
             weights_of(next)};
@@ -247,8 +247,8 @@ struct Weight {
   const T* weights_of(int64_t number) const { return panels + number * kPanel * inputs; }
 };
 
-// Columns of one panel of the product, at most `kMostRows` rows; `stride` leads to the next row of
-// what comes out. A row's sums are taken in the same order whatever the number of rows.
+// Columns of one panel of the product, for at most `kMostRows` rows; `stride` is the distance of
+// result rows. A row's sums are taken in the same order whatever the number of rows.
 template <typename T>
 void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
                     int64_t inputs) {
@@ -266,8 +266,8 @@ void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t str
   more_rows_panel(x, panel, rows, stride, inputs);
 }
 
-// As `multiply_panel` of one after the other. Two streams of weights keep more of a core's reads
-// under way than one; sums of more rows with both would not fit the registers.
+// Equals two calls of `multiply_panel`. Two streams of weights keep more of a core's reads in
+// flight than one. With more rows, the sums of both panels would not fit the registers.
 template <typename T>
 void multiply_panels(const T* x, const Panel<T> (&panels)[2], int64_t rows, int64_t stride,
                      int64_t inputs) {
@@ -285,8 +285,8 @@ void multiply_panels(const T* x, const Panel<T> (&panels)[2], int64_t rows, int6
   multiply_panel(x, other, rows, stride, inputs);
 }
 
-// The product, by all threads of the region that calls it. Panels are handed out in runs that grow
-// shorter: memory does not serve every core alike, and the last one would be waited for.
+// The product, by all threads of the calling parallel region. Panels are assigned in runs that get
+// shorter, since memory does not serve all cores equally and the slowest would finish late.
 template <typename T>
 void multiply_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows) {
 #pragma omp for schedule(guided)
@@ -295,8 +295,8 @@ void multiply_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows) {
                    weight.inputs);
 }
 
-// Of many rows: so many at a time, and so many inputs deep, with which weights of sixteen outputs fill
-// half of the first cache and the sums seldom leave the registers.
+// Chunk of many rows, and its depth in inputs: weights of sixteen outputs fill half of the L1
+// cache, and the sums seldom leave the registers.
 constexpr int64_t kChunkRows = 96;
 constexpr int64_t kChunkDepth = 256;
 
@@ -345,7 +345,7 @@ struct Columns {
       }
   }
 
-  // Where row 0 begins, and how far it is to the next.
+  // Address of row 0, and distance to the next row.
   std::pair<const float*, int64_t> rows_of(const T* from, int64_t inputs, int64_t rows,
                                            int64_t count) {
     if constexpr (std::is_same_v<T, float>) return {from, inputs};
@@ -359,7 +359,7 @@ struct Columns {
   static constexpr int kLaneOf = static_cast<int>(sizeof(float) / sizeof(T));
 };
 
-// As `multiply_panel` of at most `kChunkRows` rows, in floats.
+// Variant of `multiply_panel` for at most `kChunkRows` rows, in floats.
 template <typename T>
 void multiply_columns(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
                       int64_t inputs) {
@@ -378,11 +378,11 @@ void multiply_columns(const T* x, const Panel<T>& panel, int64_t rows, int64_t s
   finish_panel(panel, sums, rows, stride);
 }
 
-// As `multiply_rows` of any number of rows: a panel is taken from memory once for many of them.
+// Variant of `multiply_rows` for any number of rows: a panel is loaded once for many of them.
 template <typename T>
 void multiply_many_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int threads) {
   const int64_t panels = weight.outputs / kPanel, chunks = (rows + kChunkRows - 1) / kChunkRows;
-  // Few panels are shared among threads.
+  // If there are few panels, several threads share each.
   const int64_t shares = std::min(chunks, (8 * threads + panels - 1) / panels);
 #pragma omp for schedule(dynamic)
   for (int64_t task = 0; task < panels * shares; ++task) {

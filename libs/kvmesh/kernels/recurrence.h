@@ -1,8 +1,7 @@
-// Linear attention on the CPU: states are carried from position to position, and a strip of 64
-// columns of one head's state stays in the first cache for as many positions as there are. That is
-// less arithmetic than what chunks of positions cost in products and triangular systems, and a
-// row's result does not depend on how its prompt was cut. Twins: linear_reference.py,
-// lightning_reference.py.
+// Linear attention on the CPU, position by position. A strip of 64 columns of one head's state
+// stays in the L1 cache for all positions. That takes less arithmetic than chunks of positions with
+// their matrix products and triangular systems, and a row's result does not depend on how its
+// prompt was split. Twins: linear_reference.py, lightning_reference.py.
 
 #pragma once
 
@@ -17,12 +16,12 @@ namespace {
 
 constexpr int64_t kMostKeys = 256;
 
-// One head of one sequence.
+// Inputs of one head of one sequence.
 struct Carry {
-  // Of successive positions, `stride` apart; `q` is scaled.
+  // Successive positions are `stride` apart; `q` is scaled.
   const float *q, *k, *v;
   int64_t stride;
-  // Logarithms, one or `key_dim` per position, and shares; without shares values are just added.
+  // Logarithms, one or `key_dim` per position, and betas; without betas values are only added.
   const float *decay, *share;
   int64_t decay_stride, decay_width, share_stride;
   float* out;
@@ -39,7 +38,7 @@ inline void factors_of(const Carry& head, int64_t position, float* factors) {
     store(factors + i, exponential(load(decay + i)));
 }
 
-// S vectors of columns of a state, from `state` on.
+// Runs S vectors of state columns, starting at `state`.
 template <int S>
 void carry_strip(const Carry& head, float* state, int64_t column) {
   float factors[kMostKeys];
@@ -51,7 +50,7 @@ void carry_strip(const Carry& head, float* state, int64_t column) {
     Floats change[S];
     for (int s = 0; s < S; ++s) change[s] = load(v + s * kWidth);
     if (head.share != nullptr) {
-      // What the decayed state answers for the key is replaced by a share of the value.
+      // Moves the decayed state's answer for the key towards the value by beta.
       Floats known[S] = {};
       for (int64_t i = 0; i < head.key_dim; ++i) {
         const float weight = k[i] * factors[i];
@@ -83,14 +82,14 @@ inline void carry(const Carry& head, float* state) {
   for (; column < head.value_dim; column += kWidth) carry_strip<1>(head, state + column, column);
 }
 
-// Shapes of a call: `positions` successive rows of each of `sequences`, whose states lie
+// Shape of a call: `positions` successive rows of each of `sequences`, whose states are
 // `state_stride` apart.
 struct Linear {
   int64_t sequences, positions, key_heads, heads, key_dim, value_dim, state_stride;
 };
 
-// Convolution of every channel over its latest inputs, then silu; the inputs that the next call
-// needs are left in `before`, [kernel - 1][channels].
+// Convolves every channel with its latest inputs, then applies silu; leaves the next call's
+// previous inputs in `before`, [kernel - 1][channels].
 template <typename T>
 void convolve(const T* x, int64_t x_stride, const float* taps, float* before, float* out,
               int64_t positions, int64_t channels, int64_t kernel) {
@@ -110,7 +109,7 @@ void convolve(const T* x, int64_t x_stride, const float* taps, float* before, fl
   }
 }
 
-// A vector at length `length`.
+// Scales a vector to length `length`.
 inline void normalize(float* x, int64_t dim, float length) {
   Floats squares{};
   for (int64_t i = 0; i < dim; i += kWidth) squares += load(x + i) * load(x + i);
@@ -118,8 +117,8 @@ inline void normalize(float* x, int64_t dim, float length) {
   for (int64_t i = 0; i < dim; i += kWidth) store(x + i, load(x + i) * factor);
 }
 
-// The gated delta rule from what the projections give. A state is the heads' matrices, then the
-// inputs of the convolution; `active` is room for [rows][channels].
+// The gated delta rule on the projections' outputs. A state is the heads' matrices, then the inputs
+// of the convolution; `active` is scratch memory of [rows][channels].
 template <typename T>
 void delta_rule(const Linear& call, const T* mixed, int64_t mixed_stride, const float* taps,
                 int64_t kernel, const float* decay, int64_t decay_width, const float* share,
@@ -165,7 +164,7 @@ void delta_rule(const Linear& call, const T* mixed, int64_t mixed_stride, const 
 }
 
 // Lightning attention: `heads` has queries, keys and values of each head, [rows][heads][3 * dim];
-// `decay` one logarithm for each head.
+// `decay` has one logarithm per head.
 inline void lightning(const Linear& call, const float* heads, const float* decay, float* states,
                       float* out, int threads) {
   const int64_t width = 2 * call.key_dim + call.value_dim;

@@ -1,5 +1,5 @@
-// What a layer does row by row between its products: norms, activations, and rotary embedding with
-// the KV write. Twins: reference.py.
+// Row-wise operations of a layer between its matrix products: norms, activations, and rotary
+// embedding with the KV write. Twins: reference.py.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// By all threads of the region that calls it.
+// Called by all threads of a parallel region.
 template <typename T>
 inline void add_rms_norm_rows(T* x, const T* delta, const T* weight, T* out, int64_t rows,
                               int64_t dim, float eps) {
@@ -64,10 +64,10 @@ void norm_rope_head(T* head, const T* weight, float eps, const T* cos, const T* 
   }
 }
 
-// How heads of a layer are turned and where their keys and values go.
+// Rotation of a layer's heads, and places of their keys and values.
 template <typename T>
 struct Rope {
-  // [heads + kv_heads][dim] or null, then with its epsilon.
+  // [heads + kv_heads][dim] or null, with its epsilon.
   const T* qk_norm;
   float eps;
   // [rows][dim].
@@ -79,7 +79,7 @@ struct Rope {
   Pool pool;
 };
 
-// `own` is the row's queries, keys and values, of which those of some KV heads are turned and written.
+// `own` has the row's queries, keys and values; rotates and writes those of some KV heads.
 template <typename T>
 inline void rope_and_write_row(const Rope<T>& rope, T* own, int64_t row, KvHeads those) {
   const Pool& pool = rope.pool;

@@ -1,4 +1,4 @@
-// Memory of a thread that stays allocated from one layer to the next.
+// Thread-local memory that stays allocated between layers.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Each use has memory of its own.
+// Each use has its own memory.
 enum class Use { kRows, kSoftmax };
 
 template <typename T, Use>

@@ -1,6 +1,5 @@
-// Vectors of sixteen floats. A CPU with vectors of 512 bits has them; elsewhere they are halves
-// (256 bits) or quarters (128 bits) that go side by side (pairs.h). bf16 is widened when loaded and
-// rounded once when stored.
+// Vectors of sixteen floats. CPUs with 512-bit vectors have them; others use pairs or quadruples of
+// 256-bit or 128-bit vectors (pairs.h). bf16 is widened when loaded and rounded once when stored.
 
 #pragma once
 
@@ -18,7 +17,7 @@ namespace {
 constexpr int kWidth = 16;
 using Bf16 = uint16_t;
 
-// Vectors of sixteen that the registers hold: what is summed at once is cut by it.
+// Whether the CPU's registers hold many vectors of sixteen; loops keep as many sums as fit.
 #if defined(__AVX512F__)
 constexpr bool kManyRegisters = true;
 #else
@@ -39,7 +38,7 @@ using Ints = Pair<Pair<int32_t __attribute__((vector_size(16)))>>;
 using Words = Pair<Pair<uint32_t __attribute__((vector_size(16)))>>;
 #endif
 
-// The same bits as another type.
+// Reinterprets the bits as another type.
 template <typename To, typename From>
 inline To bits_as(const From& from) {
   return Bits<To, From>::as(from);
@@ -47,7 +46,7 @@ inline To bits_as(const From& from) {
 
 inline Floats splat(float value) { return Floats{} + value; }
 
-// The numbers of the lanes.
+// The index of each lane.
 inline Ints lanes() { return Counted<Ints>::from(0); }
 
 inline Floats load(const float* from) { return Whole<Floats>::load(from); }

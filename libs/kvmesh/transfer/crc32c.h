@@ -1,4 +1,4 @@
-// crc32c of the data channel's payloads, by the processor's own instruction.
+// crc32c of the data channel's payloads, by the CPU's crc32 instruction.
 
 #pragma once
 
@@ -38,9 +38,10 @@ inline uint64_t word_at(const uint8_t* at) {
   return word;
 }
 
-// The instruction takes three cycles and one can begin in each, so three parts of a stripe are
-// summed at once. To join them, a sum is moved over the zeros that stand for the part behind it,
-// which is linear in its bits: four tables of a byte each. What long stripes leave goes in short ones.
+// The instruction has a latency of three cycles and a throughput of one, so three parts of a stripe
+// are summed in parallel. To merge them, a sum is advanced over zeros in place of the next part.
+// That is linear in its bits, so four tables, one per byte, suffice. The rest after long stripes
+// uses short ones.
 constexpr uint64_t kLongPart = 2048;
 constexpr uint64_t kShortPart = 256;
 
@@ -69,11 +70,11 @@ struct ZeroTables {
 
 const ZeroTables long_zeros(kLongPart), short_zeros(kShortPart);
 
-// Bytes that are asked for before they are summed, in each part of a stripe: the processor's own
-// fetching does not follow three places at once from page to page.
+// Prefetch distance in each part of a stripe, in bytes: the hardware prefetcher does not follow
+// three streams across pages.
 constexpr uint64_t kSumAhead = 3 * kLongPart;
 
-// Sums one line of each of three parts, and hands it to `each`, as its offset.
+// Sums one line of each of three parts, and passes its offset to `each`.
 template <uint64_t PART, typename Each>
 inline uint32_t sum_stripe(uint32_t crc, const uint8_t* at, const ZeroTables& zeros, Each each) {
   uint32_t second = 0, third = 0;
@@ -91,8 +92,8 @@ inline uint32_t sum_stripe(uint32_t crc, const uint8_t* at, const ZeroTables& ze
   return zeros.joined(crc, second, third);
 }
 
-// As `crc32c`; lines that were summed are handed to `each`, the bytes behind them are not. Returns
-// how many bytes those are.
+// Sums whole stripes and passes their lines to `each`; returns the number of remaining bytes, which
+// are neither summed nor passed.
 template <typename Each>
 inline uint64_t sum_lines(uint32_t& crc, const uint8_t* at, uint64_t size, Each each) {
   const uint8_t* const begin = at;

@@ -1,5 +1,5 @@
-// Moves bytes between memories and sockets without the interpreter. native.py is its only caller
-// and says what each function does; every one has a twin in Python.
+// Moves bytes between memories and sockets without the interpreter. Only native.py calls these
+// functions, and describes them; each has a Python equivalent.
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -22,13 +22,13 @@
 namespace {
 
 constexpr int kMaxBuffers = 512;
-// One call moves so much at most, and ends with the socket's timeout if that comes first, so that
-// progress shows in time. What is summed is in pieces that stay in the cache.
+// Maximum bytes of one call, which ends earlier at the socket's timeout, so that progress shows in
+// time. Bytes with a checksum move in pieces that stay in the cache.
 constexpr uint64_t kPieceBytes = 1 << 23;
 constexpr uint64_t kSummedBytes = 256 << 10;
 constexpr uint64_t kScatteredBytes = 512 << 10;
 constexpr int kLentBytes = 1 << 20;
-constexpr uint64_t kLentRange = 8 << 10;  // shorter ranges are copied in less time than lent
+constexpr uint64_t kLentRange = 8 << 10;  // copying a shorter range is faster than lending it
 
 // --- ranges ----------------------------------------------------------------------------------
 
@@ -38,18 +38,18 @@ uint64_t size_of(const iovec* buffers, int64_t count) {
   return size;
 }
 
-// A place in a list of ranges.
+// A position in a list of ranges.
 class Cursor {
  public:
   Cursor(const iovec* ranges, int64_t count) : next_(ranges), end_(ranges + count) { settle(); }
 
   bool at_end() const { return next_ == end_; }
 
-  // Where it is, and the bytes left in that range; not at the end.
+  // Address, and bytes left in its range; not at the end.
   char* at() const { return static_cast<char*>(next_->iov_base) + done_; }
   uint64_t left() const { return next_->iov_len - done_; }
 
-  // The next bytes as buffers, at most `limit`; returns how many buffers.
+  // Fills buffers with the next bytes, at most `limit`; returns the number of buffers.
   int batch(iovec* buffers, uint64_t limit) const {
     int count = 0;
     uint64_t skip = done_;
@@ -89,16 +89,15 @@ uint32_t sum_of(uint32_t value, const iovec* buffers, int count, uint64_t size) 
 
 // --- copies ----------------------------------------------------------------------------------
 
-// A copy that does not fit into the cache is written past it: a store that goes the common way
-// first reads the line that it overwrites, which is a third of the memory's work. The library of C
-// does so from a size on that it takes from the processor's cache, and of which a virtual machine
-// hears too much.
+// Minimum bytes of a copy with non-temporal stores. An ordinary store first reads the line that it
+// overwrites, which is a third of the memory traffic. glibc also streams large copies, but takes
+// its threshold from the cache size, which virtual machines report too large.
 constexpr uint64_t kStreamedBytes = 2 << 20;
-constexpr uint64_t kSharedBytes = 4 << 20;  // smaller, a thread's start is a part of the whole
+constexpr uint64_t kSharedBytes = 4 << 20;  // below this, starting a thread costs too much
 constexpr uint64_t kLine = 64;
 constexpr uint64_t kPage = 4096;
-// One piece of four pages has its pages copied side by side: the processor fetches ahead within a
-// page only, so that four streams hide what one would wait for at each new page.
+// Number of pages that are copied in parallel. The hardware prefetcher works within a page only, so
+// four streams hide the waits at each new page.
 constexpr uint64_t kPagesAbreast = 4;
 constexpr uint64_t kLongBytes = 256 << 10;
 constexpr uint64_t kAheadInPage = 512;
@@ -117,7 +116,7 @@ inline void stream_line(char* to, const char* from) {
 #endif
 }
 
-// `size` is a number of lines, `to` begins one; what is fetched ahead may lie behind the end.
+// `size` is a multiple of a line, `to` is aligned to one; prefetches may pass the end.
 void stream_run(char* to, const char* from, uint64_t size) {
   for (uint64_t at = 0; at < size; at += kLine) {
     _mm_prefetch(from + at + kAheadInRun, _MM_HINT_T0);
@@ -125,7 +124,7 @@ void stream_run(char* to, const char* from, uint64_t size) {
   }
 }
 
-// As `stream_run`, pages abreast; `next` is where the copy goes on.
+// Variant of `stream_run` with pages in parallel; `next` is the source of the following copy.
 void stream_piece(char* to, const char* from, uint64_t size, const char* next) {
   constexpr uint64_t kStep = kPagesAbreast * kPage;
   uint64_t at = 0;
@@ -171,7 +170,7 @@ void stream(char* to, const char* from, uint64_t size, const char*) { std::memcp
 void end_streams() {}
 #endif
 
-// Copies and sums in one pass; the copy goes past the cache where its lines allow that.
+// Copies and sums in one pass, with non-temporal stores if `to` is aligned.
 uint32_t copy_summed(uint32_t value, char* to, const char* from, uint64_t size) {
 #if (defined(__AVX512F__) || defined(__AVX2__)) && KVMESH_HAS_CRC32C
   if (reinterpret_cast<uintptr_t>(to) % kLine == 0) {
@@ -187,7 +186,7 @@ uint32_t copy_summed(uint32_t value, char* to, const char* from, uint64_t size) 
   return crc32c(value, reinterpret_cast<const uint8_t*>(to), size);
 }
 
-// Bytes from `begin` to `end` of two lists of ranges.
+// Copies bytes `begin` to `end` between two lists of ranges.
 void copy_part(Cursor target, Cursor source, uint64_t begin, uint64_t end, bool streams) {
   target.advance(begin), source.advance(begin);
   while (begin < end) {
@@ -206,8 +205,8 @@ void copy_part(Cursor target, Cursor source, uint64_t begin, uint64_t end, bool 
   if (streams) end_streams();
 }
 
-// What is received waits in the kernel's copy at each page for its address and its first bytes.
-// When a call has many small ranges, asking for all of them before it lets these waits overlap.
+// The kernel's receive copy stalls at each page for its translation and first bytes. For many small
+// ranges, prefetching all of them before the call makes these stalls overlap.
 bool is_scattered(const iovec* ranges, int64_t count) {
   return count > 1 && size_of(ranges, count) / count < kLongBytes;
 }
@@ -222,7 +221,7 @@ void fetch_pages(const iovec* buffers, int64_t count) {
   }
 }
 
-// Shared with the interpreter, which reads the one and writes the other meanwhile.
+// Shared with the interpreter, which reads `moved` and writes `stop` during a call.
 struct State {
   int64_t moved;
   int64_t stop;
@@ -231,14 +230,13 @@ struct State {
   void add_moved(int64_t bytes) { __atomic_add_fetch(&moved, bytes, __ATOMIC_RELAXED); }
 };
 
-// Puts pages into a socket's queue without copying them: through a pipe, which holds references to
-// them and no bytes. What is lent may be read until the peer has all of it, so it may change only
-// after the peer has said so.
+// Zero-copy sends through a pipe, which holds references to pages. The socket may read lent pages
+// until the peer has all of them, so they may change only after the peer has confirmed that.
 class Lender {
  public:
   explicit Lender(bool wanted) {
     if (!wanted || pipe2(ends_, O_CLOEXEC) != 0) return;
-    // A user with many pipes gets small ones: a copy takes less time than so many calls.
+    // A user with many pipes gets small ones; copying is then faster than many calls.
     if (fcntl(ends_[1], F_SETPIPE_SZ, kLentBytes) < kLentBytes) end();
   }
   ~Lender() { end(); }
@@ -247,8 +245,8 @@ class Lender {
 
   bool is_open() const { return ends_[0] >= 0; }
 
-  // Moves some bytes, as sendmsg does, of `left` that are to go; -1 without an error when the kernel
-  // does not lend these.
+  // Sends some of `left` bytes, like sendmsg; returns -1 without errno if the kernel cannot lend
+  // these pages.
   ssize_t send(int fd, const iovec* buffers, int count, uint64_t left) {
     if (held_ == 0) {
       const ssize_t held = vmsplice(ends_[1], buffers, count, 0);
@@ -263,7 +261,7 @@ class Lender {
     const ssize_t sent = splice(ends_[0], nullptr, fd, nullptr, held_, flags);
     if (sent > 0) held_ -= sent;
     if (sent < 0 && (errno == EINVAL || errno == ENOSYS || errno == EPERM)) {
-      end();  // what is in the pipe has not gone, and is copied
+      end();  // the pipe's content was not sent; the caller sends it by copying
       errno = 0;
     }
     return sent;
@@ -281,8 +279,8 @@ class Lender {
   uint64_t held_ = 0;
 };
 
-// What is summed is received into a memory that stays in the cache, and summed on its way from there
-// to where it belongs: the kernel's copy is then of what the cache holds, and so is ours.
+// Receives into memory that stays in the cache, and computes the sum while copying from there to
+// the destination: so both the kernel's copy and ours work in the cache.
 int receive_summed(int fd, const iovec* ranges, int64_t count, uint32_t* sum, State* state) {
   alignas(kLine) thread_local char landing[kSummedBytes];
   Cursor cursor(ranges, count);
@@ -319,7 +317,7 @@ uint32_t kvmesh_crc32c(const void* at, uint64_t size, uint32_t value) {
   return crc32c(value, static_cast<const uint8_t*>(at), size);
 }
 
-// Several threads share what is large, this one among them.
+// Large copies are shared by several threads, including the caller.
 void kvmesh_copy(const iovec* targets, int64_t num_targets, const iovec* sources,
                  int64_t num_sources, int64_t num_threads) {
   const uint64_t size = size_of(targets, num_targets);
@@ -336,14 +334,14 @@ void kvmesh_copy(const iovec* targets, int64_t num_targets, const iovec* sources
       others.emplace_back(copy_part, target, source, begin, begin + part, true);
     }
   } catch (const std::system_error&) {
-    // The machine has no more threads: the rest is this one's.
+    // No more threads are available: the calling thread copies the rest.
   }
   copy_part(target, source, begin, size, true);
   for (std::thread& other : others) other.join();
 }
 
-// 1 as soon as the socket has something to say, 0 when it has not for so long. The processor is
-// offered to others meanwhile: one of them may be who answers.
+// Polls a socket: 1 as soon as it has bytes, an end or an error, 0 after the given time. Yields the
+// CPU in between, since another process may be the one that answers.
 int kvmesh_poll(int fd, int64_t nanoseconds) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::nanoseconds(nanoseconds);
