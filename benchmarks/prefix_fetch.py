@@ -9,9 +9,7 @@ lease and all. A second time it is cached where it was read, which is the least 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -20,8 +18,8 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from benchmarks.fetch_workers import Address, Asker, asking, worker_process
-from benchmarks.random_llama import SHAPES, write_checkpoint
-from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
+from benchmarks.result import Row, Target, spread
+from benchmarks.worker_bench import checkpoint, parser_of, publish
 
 BLOCK = 16
 TAIL = 16
@@ -107,29 +105,13 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     return found
 
 
-def checkpoint(shape: str, folder: Path, seed: int, max_tokens: int = 2 * max(PREFIXES)) -> Path:
-    """A random model whose context takes so many tokens."""
-    written = write_checkpoint(SHAPES[shape], folder, seed)
-    path = written / "config.json"
-    config = json.loads(path.read_text())
-    config["max_position_embeddings"] = max_tokens
-    path.write_text(json.dumps(config))
-    return written
-
-
 def main() -> None:
     """Measures and writes bench/results/prefix_fetch.*."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--shape", default="110M", choices=tuple(SHAPES))
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, default=RESULTS / "prefix_fetch.json")
-    options = parser.parse_args()
+    options = parser_of(__doc__, "prefix_fetch").parse_args()
     num_blocks = 2 * (max(PREFIXES) // BLOCK) + 100
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        model = checkpoint(options.shape, Path(folder), options.seed)
+        model = checkpoint(options.shape, Path(folder), options.seed, 2 * max(PREFIXES))
         start = [("holder", "shm,tcp"), *((f"reader-{each}", each) for each in CHANNELS)]
         holder, *readers = [
             stack.enter_context(worker_process(name, model, num_blocks, kinds, options.dtype))
@@ -145,9 +127,7 @@ def main() -> None:
         "cached: there again, which is the least that it can take",
         "times are from the request on a worker's stream to the first token",
     ]
-    result = document(rows, targets(rows), options.seed, about)
-    save(result, options.save)
-    sys.stdout.write(markdown(result))
+    publish(rows, targets(rows), options, about)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m benchmarks.prompt_chain
 
-Real worker processes with a random Llama, one engine thread each. What one worker computes alone
-and what it computes together with the other one come in turns, so a machine that becomes slower
-slows both. A prompt is cut where routes cut it. Tests: tests/unit/benchmarks/test_prompt_chain.py.
+Real worker processes with random models, one engine thread each: a Llama, and a hybrid whose layers
+are convolutions but for every fourth. What one worker computes alone and what it computes together
+with the other one come in turns, so a machine that becomes slower slows both. A prompt is cut where
+routes cut it. Tests: tests/unit/benchmarks/test_prompt_chain.py.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from benchmarks.fetch_workers import Address, asking, worker_process
-from benchmarks.prefix_fetch import checkpoint
-from benchmarks.random_llama import SHAPES
-from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
+from benchmarks.random_checkpoints import random_model, write_checkpoint
+from benchmarks.result import Row, Target, spread
+from benchmarks.worker_bench import checkpoint, parser_of, publish
 from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.kv_plan import plan_kv
 from kvmesh.engine.pair_share import pair_share
 from kvmesh.policy.chain import Cost, best_cuts
 from kvmesh.policy.prefix_source import FetchPace
 
 BLOCK = 16
 LENGTHS = (2048, 8192)
+LLAMA, HYBRID = "llama", "lfm2"
+MODELS = (LLAMA, HYBRID)
+HYBRID_LAYERS = 12
 LONG_GOAL = 1.75
 """Times sooner than alone, of the longest prompt."""
 
@@ -37,28 +42,29 @@ SHORT_GOAL = 0.95
 
 
 async def measure(
-    workers: Sequence[Address], cost: Cost, repeats: int, seed: int, cut_at: float
+    name: str, workers: Sequence[Address], cost: Cost, block: int, options: argparse.Namespace
 ) -> list[Row]:
-    """A row for each length."""
-    draw = random.Random(seed)
+    """A row for each length of one model's prompts."""
+    draw = random.Random(options.seed)
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         asker = await stack.enter_async_context(asking(workers[-1]))
         await asker.first_token(_prompt(draw, 512))
-        await asker.first_token(_prompt(draw, 512), workers[0].part(512 // 2 // BLOCK))
+        await asker.first_token(_prompt(draw, 512), workers[0].part(512 // 2 // block))
         for length in LENGTHS:
-            cuts = best_cuts(cost, 0, length, len(workers), BLOCK)
-            middle = round(cut_at * length / BLOCK) * BLOCK if cut_at else cuts[1]
+            cuts = best_cuts(cost, 0, length, len(workers), block)
+            middle = round(options.cut_at * length / block) * block if options.cut_at else cuts[1]
             alone: list[float] = []
             together: list[float] = []
-            for _ in range(repeats):
+            for _ in range(options.repeats):
                 prompt = _prompt(draw, length)
                 alone.append((await asker.first_token(prompt)).milliseconds)
                 # Another one, of the same length: the first is cached now.
-                part = workers[0].part(middle // BLOCK) if middle < length else None
+                part = workers[0].part(middle // block) if middle < length else None
                 found = await asker.first_token(_prompt(draw, length), part)
                 together.append(found.milliseconds)
             row: Row = {
+                "model": name,
                 "tokens": length,
                 "cut_at": middle if middle < length else "alone",
                 "alone_ms": spread(alone, 1),
@@ -72,7 +78,7 @@ async def measure(
 
 
 def _prompt(draw: random.Random, length: int) -> list[int]:
-    return [draw.randrange(3, 30000) for _ in range(length)]
+    return [draw.randrange(3, 15000) for _ in range(length)]
 
 
 def times_sooner(row: Row) -> float:
@@ -81,52 +87,74 @@ def times_sooner(row: Row) -> float:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Of the longest prompt and the shortest."""
-    by_length = {row["tokens"]: times_sooner(row) for row in rows}
+    """Of the longest prompt and the shortest, for each model."""
+    found: list[Target] = []
     long, short = max(LENGTHS), min(LENGTHS)
-    return [
-        Target(f"{long} tokens: times sooner with two workers", by_length.get(long), LONG_GOAL),
-        Target(f"{short} tokens: times sooner as routed", by_length.get(short), SHORT_GOAL),
-    ]
+    for name in MODELS:
+        sooner = {row["tokens"]: times_sooner(row) for row in rows if row["model"] == name}
+        found += [
+            Target(f"{name}, {long} tokens: times sooner on two", sooner.get(long), LONG_GOAL),
+            Target(
+                f"{name}, {short} tokens: times sooner as routed", sooner.get(short), SHORT_GOAL
+            ),
+        ]
+    return found
+
+
+def written(name: str, folder: Path, options: argparse.Namespace) -> Path:
+    """A random checkpoint of a model."""
+    max_tokens = 2 * max(LENGTHS)
+    if name == LLAMA:
+        return checkpoint(options.shape, folder, options.seed, max_tokens)
+    kinds = ["full_attention" if layer % 4 == 3 else "conv" for layer in range(HYBRID_LAYERS)]
+    model = random_model(
+        HYBRID,
+        options.seed,
+        num_hidden_layers=HYBRID_LAYERS,
+        layer_types=kinds,
+        max_position_embeddings=max_tokens,
+    )
+    return write_checkpoint(model, folder)
+
+
+def rows_of(name: str, options: argparse.Namespace) -> list[Row]:
+    """Starts two workers with a model, and measures them."""
+    pace = FetchPace()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = written(name, folder, options)
+        config = load_model_config(model)
+        plan = plan_kv(config, options.dtype, BLOCK)
+        size = plan.block_size
+        share, overhead = pace.share(inside=True), pace.overhead_tokens
+        cost = Cost(pair_share(config), share, overhead, plan.block_layers)
+        # Four prompts, since states of two and the answers want room besides.
+        num_blocks = 4 * (max(LENGTHS) // size) * len(plan.groups.windows) + 200
+        workers = [
+            stack.enter_context(
+                worker_process(each, model, num_blocks, options.channels, options.dtype)
+            )
+            for each in ("first", "last")
+        ]
+        return asyncio.run(measure(name, workers, cost, size, options))
 
 
 def main() -> None:
     """Measures and writes bench/results/prompt_chain.*."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--shape", default="110M", choices=tuple(SHAPES))
+    parser = parser_of(__doc__, "prompt_chain")
     parser.add_argument("--channels", default="shm")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cut-at", type=float, default=0.0, help="share of the prompt; 0: by cost")
-    parser.add_argument("--save", type=Path, default=RESULTS / "prompt_chain.json")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     options = parser.parse_args()
-    num_blocks = 2 * (max(LENGTHS) // BLOCK) + 100
-    pace = FetchPace()
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        model = checkpoint(options.shape, Path(folder), options.seed, 2 * max(LENGTHS))
-        config = load_model_config(model)
-        cost = Cost(
-            pair_share(config), pace.share(inside=True), pace.overhead_tokens, config.num_layers
-        )
-        workers = [
-            stack.enter_context(
-                worker_process(name, model, num_blocks, options.channels, options.dtype)
-            )
-            for name in ("first", "last")
-        ]
-        rows = asyncio.run(measure(workers, cost, options.repeats, options.seed, options.cut_at))
+    rows = [row for name in options.models for row in rows_of(name, options)]
     about = [
-        f"random Llama of {options.shape}, {options.dtype}, one engine thread for each worker",
-        f"KV goes over {options.channels}",
+        f"llama: random, of {options.shape}; lfm2: random, {HYBRID_LAYERS} layers, hidden size 768",
+        f"{options.dtype}, one engine thread for each worker; KV goes over {options.channels}",
         "alone: on the last worker; together: the first one computes what is before the cut",
         "times are from the request on the last worker's stream to the first token",
         "every prompt is new",
     ]
-    result = document(rows, targets(rows), options.seed, about)
-    save(result, options.save)
-    sys.stdout.write(markdown(result))
+    publish(rows, targets(rows), options, about)
 
 
 if __name__ == "__main__":

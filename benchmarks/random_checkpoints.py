@@ -11,14 +11,18 @@ from torch import nn
 from benchmarks.random_families import FAMILIES
 
 
-def random_model(label: str, seed: int) -> Any:
-    """A model of transformers with random weights, in fp32."""
+def random_model(label: str, seed: int, **changes: Any) -> Any:
+    """A model of transformers with random weights, in fp32.
+
+    Args:
+        changes: of its configuration.
+    """
     import transformers  # noqa: PLC0415 - slow, and only a peer
 
     kind, values = FAMILIES[label]
     factory: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = factory.from_config(getattr(transformers, kind)(**values)).eval()
+    model = factory.from_config(getattr(transformers, kind)(**values | changes)).eval()
     for name, parameter in model.named_parameters():
         # Not every class fills its experts, which then hold what memory held.
         if parameter.dim() > 1 and "experts" in name:

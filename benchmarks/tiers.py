@@ -22,11 +22,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.fetch_workers import Address, Asker, asking, prefetching, worker_process
-from benchmarks.prefix_fetch import BLOCK, checkpoint, make_prompt
+from benchmarks.prefix_fetch import BLOCK, PREFIXES, make_prompt
 from benchmarks.random_llama import SHAPES
-from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
+from benchmarks.result import Row, Target, spread
 from benchmarks.tier_copies import Blocks, copy_rows
 from benchmarks.tier_hits import hit_rate
+from benchmarks.worker_bench import checkpoint, parser_of, publish
 from kvmesh.sim.trace import read_trace
 
 PREFIX = 4096
@@ -103,7 +104,7 @@ def first_tokens(options: argparse.Namespace) -> list[Row]:
     for tier in GOALS_MS:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            model = checkpoint(options.shape, folder, options.seed)
+            model = checkpoint(options.shape, folder, options.seed, 2 * max(PREFIXES))
             flags: dict[str, object] = {f"tiers.{tier}-gib": 1}
             if tier == "disk":
                 flags["tiers.disk-path"] = folder / "tier"
@@ -179,14 +180,9 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 def main() -> None:
     """Measures and writes bench/results/tiers.*."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--shape", default="110M", choices=tuple(SHAPES))
+    parser = parser_of(__doc__, "tiers", repeats=3)
     parser.add_argument("--prefix", type=int, default=PREFIX)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trace", type=Path, help="of sessions; without one hits are not counted")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, default=RESULTS / "tiers.json")
     options = parser.parse_args()
     rows = [*speeds(options), *first_tokens(options)]
     if options.trace is not None:
@@ -203,9 +199,7 @@ def main() -> None:
         "hits: cached prompt tokens of all; bookkeeping of pool and tier, nothing is computed",
         f"hits: sessions stay with their worker, whose pool has {POOL_BLOCKS} blocks of 512 tokens",
     ]
-    result = document(rows, targets(rows), options.seed, about)
-    save(result, options.save)
-    sys.stdout.write(markdown(result))
+    publish(rows, targets(rows), options, about)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.core.types import Endpoint, PrefixSource, WorkerId
+from kvmesh.core.types import Endpoint, PrefixSource
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime import borrowed_leases, prefix_fetch
@@ -23,8 +23,8 @@ from kvmesh.transfer.server_channel import ServerChannel
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from tests.e2e.api_client import ApiClient, placed
 from tests.faulty_link import Faults, faulty_link
-from tests.mesh_child import Child
 from tests.mesh_processes import BLOCK_SIZE, MODEL, MODEL_FOLDER, VOCAB_SIZE, Mesh, fake_tokens
+from tests.peer_process import Peer
 from tests.waiting import until
 from tests.worker_driver import (
     ROOT,
@@ -68,47 +68,13 @@ async def test_a_restarted_worker_fetches_what_it_has_lost(pair: Mesh) -> None:
     assert (await pair["decode-0"].metrics()).value("kvmesh_pool_leases") == 0
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A worker in a process of its own."""
-
-    child: Child
-
-    @classmethod
-    def make(cls, name: str, folder: Path) -> Peer:
-        """One without a mesh; it is not started."""
-        flags: dict[str, object] = {
-            "worker.id": name,
-            "worker.channels": "tcp",
-            "worker.scheduler-targets": "",
-            "worker.kvmanager-target": "",
-            "engine.kind": "fake",
-            "engine.model": MODEL_FOLDER,
-            "engine.model-name": MODEL,
-        }
-        return cls(Child(name, "prefill", flags, folder, is_forked=True))
-
-    @property
-    def worker_id(self) -> WorkerId:
-        """Its name."""
-        return WorkerId(self.child.name)
-
-    @property
-    def source(self) -> PrefixSource:
-        """How readers name it."""
-        host, _, port = self.child.address.rpartition(":")
-        ready = self.child.event("worker_ready")
-        assert ready is not None
-        control = Endpoint(host, int(port))
-        return PrefixSource(self.worker_id, ready["incarnation"], control, NUM_BLOCKS)
-
-    async def prime(self, driver: Driver) -> None:
-        """Computes the prompt, and keeps it."""
-        await driver.connect_to(self.worker_id, self.child.address)
-        spec = make_spec(PROMPT, max_tokens=1)
-        await driver.start(self, Key("prime"), spec)
-        first = await driver.decode_event(Key("prime"))
-        assert first.prefill.WhichOneof("event") == "first_token"
+async def prime(peer: Peer, driver: Driver) -> None:
+    """Lets a worker compute the prompt, and keep it."""
+    await driver.connect_to(peer.worker_id, peer.child.address)
+    spec = make_spec(PROMPT, max_tokens=1)
+    await driver.start(peer, Key("prime"), spec)
+    first = await driver.decode_event(Key("prime"))
+    assert first.prefill.WhichOneof("event") == "first_token"
 
 
 @asynccontextmanager
@@ -155,8 +121,8 @@ async def test_a_holder_that_is_killed_while_it_is_read(
             running_worker(section, ENGINE) as reader,
             driving(reader) as driver,
         ):
-            await holder.prime(driver)
-            source = holder.source
+            await prime(holder, driver)
+            source = holder.source(NUM_BLOCKS)
             one = await reader.fetcher.fetch(source, HASHES[:1])
             assert one.outcome is FetchOutcome.FETCHED
             faults.stall_at = faults.passed
