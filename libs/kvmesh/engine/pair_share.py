@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvmesh.engine.config import ModelConfig
 
 _LEAST = 1e-9
-"""Of a model whose layers all forget: some share, since 0 says that parts cannot be computed."""
+"""Share of a model whose layers all have windows or states; 0 would mean: never split."""
 
 
 def pair_share(config: ModelConfig) -> float:

@@ -20,14 +20,17 @@ from kvmesh.engine.protocol import SampledToken, SequenceChunk, StateChunk
 from kvmesh.kv.stages import Stages, state_kind
 
 Forward = Callable[[SequenceChunk, "Pauses"], tuple[Tensor, Tensor]]
-"""The pass of one piece, with what it calls in each layer; see `DecoderModel.forward`."""
+"""Computes one piece and calls the pauses in each layer; see `DecoderModel.forward`."""
 
 Choose = Callable[[SequenceChunk, Tensor, Tensor], SampledToken]
-"""The token behind a piece that samples, from what its pass gave."""
+"""Samples the token behind a piece from the result of its pass."""
 
 
 def pieces_of(chunk: SequenceChunk, piece_tokens: int) -> list[SequenceChunk]:
-    """A part as ordinary chunks. None has one token unless all have: it would be a decode step."""
+    """Splits a part into ordinary chunks.
+
+    A chunk of one token would be a decode step, so the last one joins the chunk before it.
+    """
     starts = [*range(chunk.start, chunk.end, piece_tokens)]
     if len(starts) > 1 and chunk.end - starts[-1] == 1:
         starts.pop()
@@ -57,14 +60,14 @@ def _state_of(
 
 
 class UpstreamLostError(Exception):
-    """Layers that another worker computes will not come, so the part is given up."""
+    """The worker upstream sends no further layers, so the part cannot be computed."""
 
 
 class Pauses:
-    """Where the passes of one part are left.
+    """Interrupts the passes of one part after each layer.
 
     Args:
-        tell: called with the number of leading stages that are there of all positions.
+        tell: called with the number of leading stages that are complete for all positions.
     """
 
     def __init__(self, stages: Stages, tell: Callable[[int], None]) -> None:
@@ -76,10 +79,10 @@ class Pauses:
         self._num_done = 0
         self._tell = tell
         self.is_last = False
-        """Whether the pass that runs is that of the last piece."""
+        """Whether the running pass computes the last piece."""
 
     def written(self, group: int, slot: int) -> None:
-        """Keys and values of a layer are written, and attention follows."""
+        """Pauses the pass between writing a layer's keys and values and its attention."""
         self._leave(self._numbers[group][slot])
 
     def before_states(self, part: int, slot: int) -> None:
@@ -92,7 +95,7 @@ class Pauses:
             self.computed(self._numbers[state_kind(part)][slot])
 
     def computed(self, stage: int) -> None:
-        """A stage is there of all positions; may be said again."""
+        """Records that a stage is complete for all positions. Repeated calls have no effect."""
         self._done.add(stage)
         if self._num_done in self._done:
             while self._num_done in self._done:
@@ -110,13 +113,13 @@ class PartRun:
     """The passes of one part. All calls come from one thread.
 
     Args:
-        chunk: with a pace.
-        stages: of the model.
-        forward: computes a piece.
-        choose: called at the end of the last one.
+        chunk: the part; its `pace` is set.
+        stages: stages of the model.
+        forward: computes one piece.
+        choose: samples after the last piece.
 
     Attributes:
-        token: behind the part, when it is computed and samples.
+        token: token sampled behind the part; None before, and if the part does not sample.
     """
 
     def __init__(

@@ -51,13 +51,13 @@ class PrefixFill:
 
     @property
     def kinds(self) -> SequenceOf[int]:
-        """Of the opened blocks, see `ArrivingBlock`."""
+        """Kinds of the opened blocks, see `ArrivingBlock`."""
         assert self._room is not None, "opened before"
         return tuple(self._room.kinds)
 
     @property
     def state(self) -> SequenceOf[int]:
-        """Those of the opened blocks that a state comes in."""
+        """Opened blocks that receive a state."""
         assert self._room is not None, "opened before"
         return tuple(self._room.state)
 

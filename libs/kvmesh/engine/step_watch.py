@@ -74,7 +74,7 @@ class StepState:
 
 
 def _num_tokens(chunk: SequenceChunk) -> int:
-    """What a step computes of a chunk: of a part of a prompt only some."""
+    """Returns the tokens of a chunk that one step computes; a chain's part takes several steps."""
     count = chunk.end - chunk.start
     return count if chunk.pace is None else min(count, chunk.pace.step_tokens)
 

@@ -113,7 +113,7 @@ def unknown_fields(given: Iterable[tuple[type, frozenset[str]]] = GIVEN) -> list
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step's forward pass gave, in vLLM's own order.
+    """Result of a step's forward pass, in vLLM's own order.
 
     Attributes:
         names: of the sequences.

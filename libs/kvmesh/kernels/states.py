@@ -121,11 +121,11 @@ class StateWatch(Protocol):
     """Told of each layer's states in a step."""
 
     def before_states(self, part: int, slot: int) -> None:
-        """Those before the rows are about to be read."""
+        """Called before the step reads the states in front of its rows."""
         ...
 
     def after_states(self, part: int, slot: int) -> None:
-        """Those after the rows are written."""
+        """Called after the step has written the states behind its rows."""
         ...
 
 

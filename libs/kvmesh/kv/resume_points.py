@@ -85,7 +85,7 @@ class ResumePoints:
         return (each for each in known if self.is_point(each))
 
     def _forget(self, block_hash: BlockHash) -> None:
-        """Whom a block followed is of no use when no window has it."""
+        """Drops a block's place in its prefix once no window group holds the block."""
         if any(block_hash in runs.here for runs in self._runs.values()):
             return
         parent = self._parents.pop(block_hash, None)
@@ -96,7 +96,7 @@ class ResumePoints:
 
 
 class _WindowRuns:
-    """Of one group: how many blocks in a row it has up to each, at most those that are seen."""
+    """Counts, for one window group, the consecutive blocks up to each block, at most a window."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""In which order a model fills its blocks, so that some of their bytes can leave early. Pure.
+"""The order in which a model fills its blocks, so that finished bytes can be sent early. Pure.
 
-A stage is one layer that keeps something: keys and values in blocks of a token group, or its part
-of the state. Stages follow one another as the model computes them, and together they are all bytes
-of all blocks. Tests: tests/unit/kv/test_stages.py.
+A stage is what one layer keeps: keys and values in the blocks of a token group, or a part of the
+state. Stages are in the order in which the model computes them and together cover all bytes of all
+blocks. Tests: tests/unit/kv/test_stages.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvmesh.kv.groups import KvGroups
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`size` bytes from `offset` on of each block of one kind.
+    """A range of bytes, `size` from `offset`, in each block of one kind.
 
     Attributes:
         kind: see `ArrivingBlock`.
@@ -35,29 +35,29 @@ Stages = tuple[Stage, ...]
 
 
 def state_kind(part: int) -> int:
-    """The kind of one block of a state; token groups are their own."""
+    """Returns the kind of a block of a state. A token group's kind is its index."""
     return -1 - part
 
 
 def plain_stages(num_layers: int, block_bytes: int) -> Stages:
-    """Of a model whose blocks hold all layers in their order."""
+    """Returns the stages of a model whose blocks hold all layers in order."""
     size = block_bytes // num_layers
     return tuple(Stage(0, layer * size, size) for layer in range(num_layers))
 
 
 def whole_stages(groups: KvGroups, block_bytes: int) -> Stages:
-    """Of an engine that fills its blocks at once."""
+    """Returns the stages of an engine that fills each block in one go."""
     kinds = [*range(len(groups.windows)), *map(state_kind, range(groups.state_blocks))]
     return tuple(Stage(kind, 0, block_bytes) for kind in kinds)
 
 
 def tiled(begins: Sequence[tuple[int, int]], block_bytes: int) -> Stages:
-    """Stages from the kind and the offset of each layer, in the order in which they are computed.
+    """Returns the stages of layers in the order in which they are computed.
 
-    What no layer fills belongs to the one before it, so that stages are whole blocks together.
+    Bytes that no layer fills belong to the layer before them, so that stages cover whole blocks.
 
     Args:
-        begins: of each kind the first offset is 0, and offsets rise.
+        begins: kind and offset of each layer; offsets of a kind begin at 0 and rise.
     """
     stages: list[Stage] = []
     for index, (kind, offset) in enumerate(begins):
@@ -69,7 +69,7 @@ def tiled(begins: Sequence[tuple[int, int]], block_bytes: int) -> Stages:
 
 
 def joined(stages: Sequence[Stage]) -> list[Stage]:
-    """As few as there are kinds where stages of a kind follow one another in its blocks."""
+    """Joins adjacent stages of the same kind; returns one stage per kind."""
     found: dict[int, Stage] = {}
     for stage in stages:
         before = found.get(stage.kind)

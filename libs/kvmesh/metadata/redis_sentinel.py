@@ -14,7 +14,7 @@ from kvmesh.metadata.redis_library import NoBackoff, RedisError, Retry, redis
 from kvmesh.metadata.store import StoreUnavailableError
 
 SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
-"""Those of URLs that name sentinels, and what their servers speak."""
+"""URL schemes that name sentinels, with the scheme of the servers behind them."""
 
 _PORT = 26379
 

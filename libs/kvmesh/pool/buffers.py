@@ -1,4 +1,4 @@
-"""What the pool's data calls read from and write to: queries of one batch, new KV of another.
+"""Buffers of the pool's data calls: the queries of a batch, and new KV.
 
 Tests: tests/integration/test_pool_facade.py.
 """
@@ -20,16 +20,16 @@ from kvmesh.v1 import kv_pool_service_pb2 as pb
 
 
 class QueryBuffer:
-    """Queries of one layer at a time, for blocks that stay where they are until it is closed.
+    """Queries of one layer at a time to blocks that the holder keeps until the buffer is closed.
 
     Args:
-        message: the lease of the blocks.
-        shape: queries, heads, head_dim.
+        message: lease of the blocks.
+        shape: number of queries, heads and head_dim.
 
     Attributes:
-        queries: to be written before each `query`: [queries, heads, head_dim] in the layout's
-            dtype, rotated.
-        num_tokens: positions that they attend to.
+        queries: memory to write before each `query`: [queries, heads, head_dim] in the layout's
+            dtype, with rotary embedding applied.
+        num_tokens: number of positions that the queries attend to.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class QueryBuffer:
         self._blocks = RemoteBlocks(asker, holder, range(message.num_blocks))
 
     def attend(self, layer: int) -> PartialAnswer:
-        """Attention of what is in `queries`; blocks its thread.
+        """Returns the attention of the queries in the buffer; blocks the calling thread.
 
         Raises:
-            RefusedError: the holder said no.
-            LostError: it did not answer.
+            RefusedError: the holder refused.
+            LostError: the holder did not answer.
         """
         return self._blocks.ask(layer, self.queries, self._shape, self._scale).wait()
 
@@ -58,8 +58,7 @@ class KvBuffer:
     """New KV on its way into the pool.
 
     Attributes:
-        reservation: room at the target; None where it has everything.
-        first_block: index in the prefix of the first block here.
+        reservation: blocks reserved at the target; None if it holds the whole prefix.
     """
 
     memory: HostMemory
@@ -68,10 +67,10 @@ class KvBuffer:
 
     @property
     def first_block(self) -> int:
-        """See above."""
+        """Index in the prefix of the first block of the buffer."""
         return 0 if self.reservation is None else self.reservation.num_cached_blocks
 
     @property
     def blocks(self) -> memoryview:
-        """To be written before `put`: the missing blocks, in the order of the layout."""
+        """Memory of the missing blocks, in the order of the layout, to write before `put`."""
         return self.memory.write_view(0, self.num_blocks)

@@ -1,4 +1,4 @@
-"""Where batches read and store the KV of prefixes, and on which workers they run. Pure.
+"""Plans which workers batches query, store prefixes on and run on. Pure.
 
 Source: TokenLake 3.2 (Figure 5), 5. Tests: tests/unit/pool/test_plans.py.
 """
@@ -15,18 +15,18 @@ from kvmesh.policy.dispatch import BatchTraffic, dispatch
 from kvmesh.policy.prefix_source import choose_holder
 
 Match = Callable[[str, Sequence[BlockHash]], Mapping[WorkerId, int]]
-"""Leading blocks by worker, of a namespace and a prefix in it."""
+"""Returns the number of leading blocks that each worker holds of a prefix in a namespace."""
 
 
 class PrefixTree:
     """The workers of one model, at one moment, and what they hold.
 
     Attributes:
-        workers: of the model, by name; those that are leaving are left out.
+        workers: workers of the model by name, without those that drain.
     """
 
     def __init__(self, model: str, workers: Sequence[FleetWorker], match: Match) -> None:
-        """`match` says who holds what now, whenever it is asked."""
+        """`match` answers from the index as it is at the time of the call."""
         here = [each for each in workers if each.info.model == model and each.info.publishes]
         self.workers: Mapping[WorkerId, FleetWorker] = {
             each.info.worker_id: each for each in here if not each.load.draining
@@ -34,7 +34,7 @@ class PrefixTree:
         self._match = match
 
     def holders(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """Leading blocks of a prefix that each worker holds, those with none left out."""
+        """Returns the number of leading blocks of a prefix by worker, for workers that hold any."""
         if not self.workers:
             return {}
         namespace = next(iter(self.workers.values())).info.layout.model_fingerprint
@@ -55,7 +55,7 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """A prefix to ask about where it lies, or to read from there.
+    """A prefix to query at its holder, or to read from it.
 
     Attributes:
         hashes: of the blocks that the holder has, from the first of the prefix on.
@@ -67,7 +67,7 @@ class QueryPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Where the KV of a prefix is to be stored.
+    """The worker that a prefix's KV is stored on.
 
     Attributes:
         hashes: of all its blocks; what the target has of them is not sent.
@@ -82,9 +82,9 @@ class PoolPlans:
     """In the order of the batches.
 
     Attributes:
-        query_plans: None where nobody holds anything of a batch's prefix.
-        transfer_plans: None where all of it is held.
-        groups: the workers that a batch runs on, of which there are as many as asked for.
+        query_plans: per batch; None if no worker holds any of its prefix.
+        transfer_plans: per batch; None if a worker holds all of its prefix.
+        groups: per batch, the workers that it runs on.
     """
 
     query_plans: tuple[QueryPlan | None, ...]
@@ -98,18 +98,18 @@ def gen_plans(
     tree: PrefixTree,
     rng: random.Random,
 ) -> PoolPlans:
-    """Who is asked, who stores, and who computes, for batches of one step.
+    """Plans holders to query, workers to store on and workers to compute for the batches of a step.
 
-    Of several holders of as much the less loaded of two at random is asked. New blocks go to who
-    holds most of their prefix, or else to the worker with most room: a prefix stays in one place.
-    Batches run where the least KV and queries travel.
+    Among holders of equally many blocks, the less loaded of two random ones is queried. New blocks
+    go to the worker that holds most of their prefix, else to the worker with most free blocks, so
+    that a prefix stays in one place. Batches run where the fewest bytes of KV and queries travel.
 
     Args:
         batches: hashes of the full blocks of each prompt, chained from the root on.
-        degrees: workers for each batch.
+        degrees: number of workers per batch.
 
     Raises:
-        ValueError: there are fewer workers than `degrees` want at one time.
+        ValueError: the degrees add up to more workers than there are.
     """
     if len(batches) != len(degrees) or min(degrees, default=1) < 1:
         raise ValueError("one degree of at least 1 for each batch")

@@ -81,17 +81,17 @@ class Pool:
     # --- control -----------------------------------------------------------------------------
 
     def get_prefix_tree(self) -> PrefixTree:
-        """Who is there, and what they hold."""
+        """Returns the workers that are there now and the prefixes that they hold."""
         return PrefixTree(self._model, self._fleet.workers, self._feed.match)
 
     @staticmethod
     def get_cache_load(
         requests: Sequence[CachedRequest], compute_s: float, hardware: PoolHardware
     ) -> float:
-        """Share 0..1 of every device that the pool will take for these requests.
+        """Returns the share of every device, 0 to 1, that the pool takes for these requests.
 
         Args:
-            compute_s: the least time of the requests, all devices fully used.
+            compute_s: seconds that the requests take at least, with all devices fully used.
         """
         return cache_load(requests, compute_s, hardware)
 

@@ -14,18 +14,20 @@ from kvmesh.transfer.frames import BlockPart
 
 
 class PartArrival:
-    """Which stages are complete in all blocks. The engine may be reading those: they stay as is.
+    """Tracks the stages that are complete in all blocks.
+
+    The engine may read complete stages, so they no longer change.
 
     Args:
-        arriving: blocks that are written, in order.
-        kinds: of these, see `ArrivingBlock`.
-        num_cached_blocks: block indices of the prompt before them.
-        stages: of the model.
+        arriving: blocks that the other worker writes, in order.
+        kinds: kind of each of these blocks, see `ArrivingBlock`.
+        num_cached_blocks: number of the prompt's blocks before them.
+        stages: stages of the model.
 
     Attributes:
-        gate: what the engine waits at.
-        reservation_id: while the blocks are open to the writer.
-        on_quiet: called once, when no writer is, or will be, in the blocks.
+        gate: gate at which the engine waits for stages.
+        reservation_id: reservation of the blocks while the writer may write; else None.
+        on_quiet: called once, when nobody writes into the blocks any more.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""What lies below a simulated worker's pool: the worker's own bookkeeping, and modelled speeds.
+"""Host memory and disk below a simulated worker's pool: the live bookkeeping with modelled speeds.
 
-Copies down take no time, as they are made beside the steps; what comes up takes its bytes at the
-tier's speed, before its prompt is computed. Tests: tests/unit/sim/test_tiers.py.
+Copies to a lower tier take no time, because workers make them beside their steps. Blocks that come
+back take their bytes at the tier's speed, before their prompt is computed.
+Tests: tests/unit/sim/test_tiers.py.
 """
 
 from __future__ import annotations

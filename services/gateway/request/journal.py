@@ -1,10 +1,10 @@
-"""What another gateway needs to go on with a stream: its request, and its tokens so far.
+"""The journal of streams: the request and tokens that another gateway needs to resume a stream.
 
-Nothing waits for it: an id names what is not written yet itself (`event_ids`), as long as that is
-the start as well (`stream_head`). So a stream is written when `MAX_WAITING` tokens wait, and when
-one that was written ends; short ones never are. What there is of all streams goes out together,
-every `FLUSH_S`. A stream that goes on is written under a new key, and has ids of the old one until
-then: two gateways never write to one.
+No event waits for Redis. An event's id holds the tokens that are not written yet (`event_ids`), and
+the stream's start until that is written (`stream_head`). The journal writes a stream when
+`MAX_WAITING` tokens wait, and when a written stream ends; it never writes short ones. All streams
+are written together every `FLUSH_S`. A resumed stream is written under a new key, with ids of the
+old key until then, so two gateways never write to one key.
 Tests: tests/integration/test_gateway_resume.py, tests/unit/gateway/request/test_journal.py.
 """
 
@@ -31,25 +31,25 @@ from services.gateway.request.stream_head import Head, head_bytes, start_text
 log = event_logger(__name__)
 
 FLUSH_S = 0.1
-"""What is to be written is, at most this late, while Redis answers."""
+"""Maximum seconds until waiting tokens are written, while Redis answers."""
 MAX_WAITING = 16
-"""A stream is written when its ids name so many tokens: each costs all events until then 5 bytes,
-and each write the gateway as much as 10 tokens do."""
+"""Number of waiting tokens at which a stream is written. Each makes the ids until then 5 bytes
+longer; a write takes the gateway as much time as 10 tokens."""
 PROBE_S = 1.0
-"""After a failure Redis is left alone for this long."""
+"""Seconds without a write after a failure of Redis."""
 MANY = 32
-"""So many streams that are to be written do not wait for that."""
+"""Number of streams with waiting tokens at which they are written before `FLUSH_S` is over."""
 
 _LEAST_ROOM = MAX_WAITING - MAX_TAIL
 HEAD_BYTES = 512
-"""A head takes so much besides its body."""
+"""Bytes of a head besides its body."""
 
 
 class JournalStore(Protocol):
-    """Where streams are written; see `RedisJournalStore`. Raises StoreUnavailableError."""
+    """Storage of streams, see `RedisJournalStore`. Raises StoreUnavailableError."""
 
     async def write(self, lines: Sequence[Line]) -> list[bool]:
-        """Writes in order; for each line, whether the stream is there."""
+        """Writes lines in order; returns for each whether its stream is stored."""
         ...
 
     async def read(self, key: str) -> list[bytes]:
@@ -144,12 +144,12 @@ class Entry:
 
 
 class _Sent(NamedTuple):
-    """What was to be written of one stream.
+    """A write of one stream that is under way.
 
     Attributes:
-        head: that the journal has then.
-        counts: tokens of its choices.
-        is_over: its end as well.
+        head: head of the stream in the journal after the write.
+        counts: number of tokens written per choice.
+        is_over: whether the write includes the stream's end.
     """
 
     entry: Entry
@@ -159,7 +159,7 @@ class _Sent(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A stream that the journal has to its end: all that is left of its entry."""
+    """A stream that the journal holds to its end; replaces its entry."""
 
     key: str
     until: float
@@ -170,9 +170,9 @@ class Journal:
     """Writes the streams of one gateway process, and reads those of others.
 
     Args:
-        max_bytes: of all that it keeps; ended streams make room for new ones.
-        keep_s: streams are kept for so long after their end.
-        longest_s: no stream lasts longer.
+        max_bytes: maximum bytes of all kept streams; ended streams make room for new ones.
+        keep_s: seconds for which a stream is kept after its end.
+        longest_s: maximum seconds that a stream lasts.
         timeout_s: longest time that the store may take.
     """
 
@@ -324,7 +324,7 @@ class Journal:
         return False
 
     def _line(self, entry: Entry) -> Line:
-        """What a stream has to be written."""
+        """Returns the line that writes a stream's waiting part."""
         word, head, life_s = "add", b"", None
         records: list[bytes] = []
         if entry.written is not entry.head:

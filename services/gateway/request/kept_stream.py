@@ -1,5 +1,4 @@
-"""A stream as the journal keeps it: written as bytes, read by another gateway, and set against what
-the stream's client says it has.
+"""A stream in the journal: its bytes, and its comparison with the client's position.
 
 Pure. Tests: tests/unit/gateway/request/test_journal.py, tests/integration/test_gateway_resume.py.
 """
@@ -19,18 +18,18 @@ from services.gateway.request.stream_head import Head, head_of, head_of_start
 from services.gateway.tenants.admission import Ticket
 
 _RECORD = struct.Struct("<HII")
-"""A choice, a position, and how many tokens follow."""
+"""Layout of a record's head: choice, position, number of tokens that follow."""
 _CACHED = 0x8000
-"""Set in a record's choice: in place of a position it has the number of cached prompt tokens."""
+"""Flag in a record's choice: its position is the number of cached prompt tokens instead."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """A stream as the journal has it.
+    """A stream as the journal holds it.
 
     Attributes:
-        token_ids: of each choice.
-        cached_tokens: of each choice's prompt, as its usage tells.
+        token_ids: tokens of each choice.
+        cached_tokens: cached prompt tokens of each choice, as in its usage.
     """
 
     head: Head
@@ -39,28 +38,28 @@ class Kept:
 
 
 def owner_of(ticket: Ticket | None) -> str:
-    """Whose a stream is."""
+    """Returns the owner of a stream: its tenant, with the namespace."""
     tenant = Tenant() if ticket is None else ticket.tenant
     return f"{tenant.namespace}{tenant.name}"
 
 
 def record_bytes(choice: int, first: int, token_ids: Sequence[int]) -> bytes:
-    """Tokens of a choice, the first of them at a position."""
+    """Returns the record of a choice's tokens from position `first`."""
     return _RECORD.pack(choice, first, len(token_ids)) + array("I", token_ids).tobytes()
 
 
 def cached_bytes(choice: int, num_tokens: int) -> bytes:
-    """So many tokens of a choice's prompt were cached."""
+    """Returns the record of a choice's number of cached prompt tokens."""
     return _RECORD.pack(_CACHED | choice, num_tokens, 0)
 
 
 def kept_of(parts: Sequence[bytes]) -> Kept:
-    """A stream from what was written: its head, then records, some in each part.
+    """Reads a stream: its head, then records, any number in each part.
 
-    What was written twice counts once.
+    Tokens that were written twice count once.
 
     Raises:
-        ValueError, LookupError, TypeError: that is no stream.
+        ValueError, LookupError, TypeError: the bytes are not a stream.
     """
     head = head_of(parts[0])
     kept = Kept(head, [[] for _ in range(head.num_choices)], [0] * head.num_choices)
@@ -82,11 +81,11 @@ def kept_of(parts: Sequence[bytes]) -> Kept:
 
 
 def kept_by_client(given: GivenId, owner: str, caller: Caller, body: bytes) -> Kept:
-    """A stream of which the journal holds nothing yet, from an id that is whole and the request.
+    """Rebuilds a stream that the journal does not hold from its event id and the repeated request.
 
     Raises:
-        GoneError: it is another caller's.
-        InvalidRequestError: it was another request.
+        GoneError: the stream belongs to another caller.
+        InvalidRequestError: the request differs from the stream's.
     """
     count = len(given.places)
     where = (caller.scenario, caller.placement.value)
@@ -95,7 +94,7 @@ def kept_by_client(given: GivenId, owner: str, caller: Caller, body: bytes) -> K
 
 
 def delivered_of(given: GivenId, kept: Kept) -> Delivered:
-    """What a client has, by what it says and what the journal holds.
+    """Returns the delivered part of a stream, from the client's event id and the journal.
 
     Raises:
         GoneError: the journal holds less than the client says.

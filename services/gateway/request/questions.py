@@ -1,7 +1,7 @@
-"""What an attempt has open at workers, from the question until it is forgotten or cancelled.
+"""An attempt's open questions to workers, until they are forgotten or cancelled.
 
-That is at most two questions: one for blocks, and one to a prefill worker that may write into them.
-A worker that does both was asked once, for both.
+An attempt has at most two: one for blocks, and one to a prefill worker that may write into them.
+A worker that does both gets one question for both.
 Pure. Tests: tests/property/test_attempt_machine.py, tests/property/test_attempt_mutations.py.
 """
 
@@ -30,7 +30,7 @@ class Questions:
 
     @property
     def last(self) -> Ask:
-        """The one that was asked last; there has to be one."""
+        """The most recent open question; the caller knows that there is one."""
         asked = self.offer or self.blocks
         assert asked is not None, "a worker knows of it"
         return asked
@@ -43,7 +43,7 @@ class Questions:
         return None
 
     def ask(self, kind: Kind, candidate: Candidate) -> Ask:
-        """A new question."""
+        """Opens a question."""
         self.num_asked += 1
         asked = Ask(kind, self.num_asked, candidate)
         if kind is Kind.OFFER:
@@ -53,17 +53,17 @@ class Questions:
         return asked
 
     def forget_offer(self) -> Actions:
-        """The prefill worker has done its part."""
+        """Closes the offer: the prefill worker has done its part."""
         asked, self.offer = self.offer, None
         return () if asked is None else (Forget(Side.PREFILL, asked.number),)
 
     def forget_blocks(self) -> Actions:
-        """The decode worker has done its part."""
+        """Closes the question for blocks: the decode worker has done its part."""
         asked, self.blocks = self.blocks, None
         return () if asked is None else (Forget(Side.DECODE, asked.number),)
 
     def cancel_offer(self) -> Actions:
-        """The prefill worker is to stop."""
+        """Closes the offer and stops the prefill worker."""
         asked, self.offer = self.offer, None
         return () if asked is None else (Cancel(Side.PREFILL, asked.number),)
 
