@@ -186,6 +186,8 @@ async def _until_broken(
 ) -> AsyncIterator[_MessageT]:
     """Yields one direction's messages until the other direction's reader fails with an error."""
     while True:
+        if reader.done():  # it may have failed while the last message was sent
+            reader.result()
         following = asyncio.ensure_future(anext(messages, None))
         try:
             await asyncio.wait(

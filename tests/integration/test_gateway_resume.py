@@ -233,10 +233,10 @@ async def test_a_stream_that_is_cut_goes_on_while_it_runs(two: tuple[Stack, Stac
     ):
         while read.count(b"\n\n") < 12:
             read += await response.content.readany()
-    events = events_of(read)  # the half event at its end is none
-    status, raw = 410, b""
-    while status == 410:  # until it is written; an earlier stream is
-        status, raw, _ = await post(other, "completions", None, events[-1].last_id)
+        events = events_of(read)  # the half event at its end is none
+        status, raw = 410, b""
+        while status == 410:  # until it is written, with its sixteenth token
+            status, raw, _ = await post(other, "completions", None, events[-1].last_id)
     assert status == 200, raw
     texts = [_text(event) for event in events + events_of(raw)]
     assert texts == [_text(event) for event in whole]
