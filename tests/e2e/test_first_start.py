@@ -51,6 +51,7 @@ def test_an_interrupted_build_leaves_no_compiler_and_no_file(sandbox: Sandbox) -
             assert sandbox.leftovers() == Leftovers(), f"interrupted after {after_s:.2f} s"
 
 
+@pytest.mark.long
 def test_a_start_on_one_crowded_core_serves_and_leaves_nothing(sandbox: Sandbox) -> None:
     copy_libraries(sandbox.clone_folder)
     paths = f"PYTHONPATH={sandbox.clone_folder}/libs:{sandbox.clone_folder}"

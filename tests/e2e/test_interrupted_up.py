@@ -183,6 +183,7 @@ async def test_a_hung_service_is_replaced_and_the_stack_is_ready_again(
     assert up.left() == []
 
 
+@pytest.mark.long
 async def test_a_hung_process_of_several_is_replaced_by_its_parent(
     tmp_path: Path, stacks: list[Up]
 ) -> None:
