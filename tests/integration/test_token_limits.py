@@ -104,6 +104,33 @@ async def test_a_prompt_is_cut_into_parts_that_keep_the_time_between_two_tokens(
         assert max(mixed) > ITL_MS / 1000
 
 
+async def test_a_worker_that_has_seen_only_short_prompts_takes_a_long_one(tmp_path: Path) -> None:
+    sequence_s, count, limit_ms = 0.01, 3, 100
+    profile = json.loads(json.dumps(PROFILE))
+    profile["devices"]["device"]["decode_s"]["per_sequence"] = sequence_s
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    engine = EngineSection(kind="fake", fake_profile=str(path), fake_device="device")
+    async with running_worker(WorkerSection(), engine) as worker, driving(worker) as driver:
+        for number in range(count):
+            key, spec = Key(f"short {number}"), make_spec([5 + number, 6, 7], max_tokens=LONG)
+            event = await driver.reserve(worker, key, spec, limit_ms)
+            await driver.offer(worker, key, spec, event.reserved)
+            await driver.decode_event(key)  # the prefill slot is free again
+        batch_s = DECODE_S + 0.9 * sequence_s * count
+
+        def knows_the_batch() -> bool:
+            room = worker.report().room
+            return room.pace.of(room.context_tokens) > batch_s
+
+        await until(knows_the_batch, "steps of the whole batch were measured")
+        room = worker.report().room
+        assert room.context_tokens < 1000
+        long = make_spec([each % 999 + 1 for each in range(8000)])
+        event = await driver.reserve(worker, Key("long"), long, limit_ms)
+        assert event.HasField("reserved"), event
+
+
 async def test_no_prompt_is_welcome_where_not_even_a_small_part_keeps_the_limit() -> None:
     async with running_worker(WorkerSection(), ENGINE) as worker, driving(worker) as driver:
         spec = make_spec([5, 6, 7], max_tokens=LONG)

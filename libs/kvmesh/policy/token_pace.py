@@ -33,6 +33,11 @@ CONTEXT_VARIATION = 0.1
 """Regularisation of the fitted slope, as a fraction of the mean context. Contexts that varied less
 than this say little about the slope, so it shrinks towards 0."""
 
+SEEN_TOKENS = 4096.0
+"""Regularisation of the fitted slope, in context tokens. Over contexts of tens of tokens, steps
+differ by their noise and by the number of sequences, and a line through them tells nothing of a
+long prompt. A prompt is then taken, and its own steps are the measurement."""
+
 LIFE_TOKENS = 128.0
 """Assumed number of tokens of an answer before any answer has ended."""
 
@@ -102,14 +107,13 @@ class StepFit:
             return StepPace()
         x, y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - x * x
-        damped = (CONTEXT_VARIATION * x) ** 2
+        damped = (CONTEXT_VARIATION * x) ** 2 + SEEN_TOKENS * SEEN_TOKENS
         if variance > 0.0:
             damped += variance
         covariance = self._xy / self._weight - x * y
-        if covariance <= 0.0 or damped <= 0.0:
+        if covariance <= 0.0:
             return StepPace(y, 0.0)
-        slope, steepest = covariance / damped, y / x if x else 0.0
-        slope = min(slope, steepest)
+        slope = min(covariance / damped, y / x)
         return StepPace(y - slope * x, slope)
 
 

@@ -45,6 +45,21 @@ class TestFit:
         assert pace.token_s == 0.0
         assert pace.of(400_000) == pytest.approx(PACE.of(50_000))
 
+    @pytest.mark.parametrize("mean", [10, 100, 300, 1500])
+    def test_short_contexts_say_little_of_a_long_prompt(self, mean: int) -> None:
+        # Steps grow with the number of sequences, and vary by a tenth. Context costs 0.1 us a token.
+        draw, fit = random.Random(2), StepFit()
+        for step in range(300):
+            count = 1 + step % 8
+            context = count * mean * draw.uniform(0.8, 1.2)
+            seconds = 0.010 + 0.001 * count + 1e-7 * context
+            fit.add(context, seconds * draw.uniform(0.9, 1.1))
+        limit_s = 0.04
+        assert takes(PaceRoom(fit.pace(), 8 * mean, limit_s), limit_s, 8000)
+        fit.add_run(20, (8.0 * mean + 8000.0, 0.08), (8.0, 1e-6))
+        full = PaceRoom(fit.pace(), 8 * mean + 8000, limit_s)
+        assert not takes(full, limit_s, 100), "its own steps tell"
+
     def test_neither_part_is_negative(self) -> None:
         fit = StepFit()
         for context, seconds in ((1e3, 0.5), (1e5, 0.1), (2e5, 0.0)):

@@ -4,6 +4,7 @@ import pytest
 
 from kvmesh.core.types import RefusalReason, WorkerId
 from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.sim.profile import DecodeCost
 from kvmesh.sim.requests import Outcome
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Result, Simulation
@@ -119,6 +120,18 @@ class TestWaiting:
         for each in refused:
             assert each.refusal is RefusalReason.DEADLINE
             assert each.finished_s == pytest.approx(each.arrival_s, abs=0.01)
+
+
+class TestTimePerToken:
+    def test_a_long_prompt_joins_those_that_have_little_context(self) -> None:
+        short = [TraceRequest(0.5 * n, 20, 400, (n,)) for n in range(4)]
+        long = TraceRequest(4.0, 8000, 10, tuple(range(10, 26)))
+        device = {"decode": DecodeCost(0.01, 0.01, 1e-7), "decode_slots": 8}
+        made = scenario(*short, long, system="kvmesh", device=device)
+        *first, last = run(made).requests
+        assert last.finished_s is not None
+        assert last.outcome is not Outcome.REFUSED
+        assert last.finished_s < min(each.finished_s or 0.0 for each in first)
 
 
 class TestCache:
