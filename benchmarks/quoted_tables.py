@@ -98,6 +98,7 @@ def _variants(experiment: str) -> Callable[[Result], list[Row]]:
 _TABLES: Mapping[str, tuple[str, Callable[[Result], list[Row]]]] = {
     "joint dispatch": ("policies", _joint),
     "grid": ("policies_grid", _grid),
+    "hybrids": ("policies_hybrids", _grid),
     "ablation": ("policies_ablation", _variants("Ablation")),
     "sensitivity": ("policies_ablation", _variants("Sensitivity")),
 }

@@ -8,6 +8,7 @@ tests/property/test_policy_fleet_index.py.
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
 from kvmesh.policy.holders import longest_holders
 from kvmesh.policy.ranking import BUSY_TOKENS, decode_cost
+from kvmesh.policy.token_pace import takes
 from kvmesh.policy.view import FleetView, WorkerView
 
 WIDTH = 6
@@ -241,6 +243,8 @@ class FleetIndex:
             for keys in (bucket.prefill, bucket.decode):
                 if keys is not None:
                     self._walk(keys, query, now - silent_after_s, chosen)
+            if bucket.prefill is not None and bucket.decode and math.isfinite(query.tpot_s):
+                self._add_fullest(bucket.decode, query, now - silent_after_s, chosen)
         longest = longest_holders(matches or {}, MAX_HOLDERS)
         for worker_id in self._best_holders(query, longest):
             chosen[worker_id] = self._entries[worker_id]
@@ -282,6 +286,30 @@ class FleetIndex:
             left -= counts
             if not left:
                 break
+
+    def _add_fullest(
+        self,
+        keys: list[_Key],
+        query: RouteQuery,
+        heard_since: float,
+        chosen: dict[WorkerId, _Entry],
+    ) -> None:
+        """Adds hybrids from the fullest with room on: under limits these go on to decode."""
+        left = WIDTH
+        for index in range(bisect_left(keys, (1.0,)) - 1, -1, -1):
+            worker_id = keys[index][3]
+            entry = self._entries[worker_id]
+            room = entry.view.load.room
+            if (
+                worker_id not in query.avoid
+                and entry.view.reported_at >= heard_since
+                and entry.can_hold(query.num_tokens)
+                and takes(room, query.tpot_s, query.num_tokens)
+            ):
+                chosen[worker_id] = entry
+                left -= 1
+            if not left:
+                return
 
     def _readable_holders(
         self, query: RouteQuery, longest: Sequence[tuple[int, WorkerId]], heard_since: float

@@ -99,8 +99,11 @@ def plan_route(
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if all_hybrid:
-        # No role demands two workers, so it does not matter which side each would take.
-        return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
+        # No role demands two workers; only limits do.
+        free = _free_of_limits(call, seats)
+        return _plan_beside(call, seats, free) or _plan_aggregated(
+            call, free, RouteCause.NO_PAIR, why_aggregated(able)
+        )
     sides = split_sides(call, seats)
     if query.placement is Placement.DISAGGREGATED:
         return _plan_disaggregated(call, sides) or no_pair(query, able)
@@ -260,6 +263,50 @@ def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
     ordered = in_order(call, fitting, call.policy.aggregated, None)
     reason = f"aggregated, a short prompt: {prefill_reason(ordered[0])}"
     return _plan(call, ordered, [], RouteCause.SHORT_PROMPT, reason)
+
+
+def _free_of_limits(call: Call, hybrids: list[Seat]) -> list[Seat]:
+    """Returns the hybrids on which the prompt makes nobody miss a TPOT limit; all if none binds.
+
+    With loose limits a worker bears prompts beside what it decodes, so all are mixed workers. With
+    tight ones those that decode are kept for it, also those whose reports do not show it yet.
+    """
+    if call.policy.first_token is None or not call.policy.aggregate_tokens:
+        return hybrids
+    heard = [seat for seat in hybrids if not seat.silent]
+    bearing = [seat for seat in heard if _can_be_borne(call, seat)]
+    if len(bearing) == len(heard):
+        return hybrids
+    return [seat for seat in bearing if not seat.worker.decode_in_flight] or bearing or hybrids
+
+
+def _plan_beside(call: Call, hybrids: list[Seat], free: list[Seat]) -> RoutePlan | None:
+    """Plans the prompt on a free hybrid, and decode on one that decodes under limits already.
+
+    So as few workers decode as the limits allow, and the others compute prompts. None: no limit
+    binds, or a further worker has to decode.
+    """
+    if len(free) == len(hybrids):
+        return None
+    home = first_of(call, free, call.policy.prefill, None)
+    decoding = [
+        seat
+        for seat in hybrids
+        if seat not in free
+        and seat.group == home.group
+        and not seat.decode_full
+        and _is_in_favour(seat)
+        # What it still computes is done when the KV arrives.
+        and seat.first_token - seat.uncached_tokens <= home.first_token
+    ]
+    if not decoding:
+        return None
+    rest = [seat for seat in free if seat is not home and seat.group == home.group]
+    prefill = [home, *in_order(call, rest, call.policy.prefill, None)]
+    # The fullest first, so that workers become free again.
+    decode = sorted(decoding, key=lambda seat: -seat.decode_share)
+    reason = f"{prefill_reason(home)}; limits keep it from {decode_reason(decode[0])}"
+    return _plan(call, _worth_asking(call, prefill, home.group), decode, RouteCause.LOAD, reason)
 
 
 def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from kvmesh.core.types import Role
 from kvmesh.policy import ranking, token_pace
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile_file import load_profile
+from kvmesh.sim.report import summarize
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import SYSTEMS
 from tests.unit.sim.test_simulation import run as run_clean
@@ -124,6 +126,35 @@ def test_another_constant_makes_another_run(name: str) -> None:
         assert run_cell(ours, load, Limits(100)).row != before
 
 
+def test_workers_without_roles_are_mixed_or_apart_as_the_limits_ask() -> None:
+    requests = code_completion(300, 25.0, seed=1)
+    mixed = next(each for each in entrants() if each.label == "mixed, small chunks")
+    apart = next(each for each in entrants() if each.label == "static 7:3")
+    hybrids = dataclasses.replace(mixed, system=with_equal_rights(SYSTEMS[OURS]))
+
+    def goodput(entrant: Entrant, tpot_ms: int) -> tuple[float, float]:
+        result = run_clean(
+            Scenario(
+                load_profile("flowkv"),
+                parse_fleet(entrant.fleet),
+                entrant.system,
+                requests,
+                objectives=Limits(tpot_ms).objectives,
+                chunks=entrant.chunks,
+            )
+        )
+        together = sum(each.prefill_on == each.decode_on for each in result.requests)
+        return summarize(result).goodput, together / len(requests)
+
+    loose, all_together = goodput(hybrids, 500)
+    assert all_together > 0.95
+    assert loose >= 0.99 * goodput(mixed, 500)[0]
+    tight, some_together = goodput(hybrids, 30)
+    assert some_together < 0.3
+    assert tight >= 0.99 * goodput(apart, 30)[0]
+    assert tight >= 1.2 * goodput(mixed, 30)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_verbs_write_tables_and_pictures(tmp_path: Path) -> None:
@@ -131,6 +162,7 @@ def test_the_verbs_write_tables_and_pictures(tmp_path: Path) -> None:
     for flag, name, shown in (
         ("--grid", "policies_grid", ["grid"]),
         ("--ablation", "policies_ablation", ["ablation", "sensitivity"]),
+        ("--hybrids", "policies_hybrids", ["hybrids"]),
     ):
         assert main([flag, *arguments]) == 0
         result = json.loads((tmp_path / f"{name}.json").read_text())

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import Role, RoutePlan, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
 from kvmesh.policy.offload import OffloadState
@@ -67,6 +68,24 @@ def test_the_silent_and_avoided_do_not_fill_the_list() -> None:
 def test_hybrids_beside_dedicated_workers_need_all() -> None:
     mixed = [worker(f"h{n:02}", Role.HYBRID) for n in range(20)]
     assert len(names(index_of(*mixed, worker("p")))) == 21
+
+
+def test_hybrids_that_decode_under_a_limit_are_listed_from_the_fullest() -> None:
+    roomy = PaceRoom(StepPace(0.01, 1e-7), 5000, strictest_s=0.03)
+    no_room = dataclasses.replace(roomy, context_tokens=200_000)
+    some = [
+        worker(f"h{n:02}", Role.HYBRID, decode_running=n, decode_slots=64, room=roomy)
+        for n in range(20)
+    ]
+    load = {"prefill_active": 1, "decode_running": 30}
+    stuck = worker("stuck", Role.HYBRID, decode_slots=64, room=no_room, **load)
+    index = index_of(*some, stuck)
+    without = index.shortlist(query(), None, NOW, SILENT_AFTER_S)
+    listed = index.shortlist(query(tpot_s=0.03), None, NOW, SILENT_AFTER_S)
+    fullest = {f"h{n:02}" for n in range(20 - WIDTH, 20)}
+    assert {each.worker_id for each in listed.workers} >= fullest
+    assert not fullest <= {each.worker_id for each in without.workers}
+    assert "stuck" not in {each.worker_id for each in listed.workers}
 
 
 def test_equal_workers_take_turns() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import PaceRoom, StepPace
@@ -19,7 +20,7 @@ from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT, decode_cost
 from kvmesh.policy.routing import plan_route, plan_without_scheduler
 from kvmesh.policy.seats import SILENT_AFTER_S
-from kvmesh.policy.view import FleetView
+from kvmesh.policy.view import FleetView, WorkerView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, POLICIES, fleet, query, worker
 
 
@@ -117,6 +118,71 @@ class TestPlacement:
         refusal = refused(fleet(worker("p")), query(placement=Placement.DISAGGREGATED))
         assert refusal.reason is RefusalReason.NO_WORKERS
         assert "1 prefill" in refusal.message
+
+
+class TestHybridsUnderLimits:
+    """A prompt of 320 tokens takes 0.32 s."""
+
+    LOOSE = PaceRoom(StepPace(0.01, 1e-7), 5000, strictest_s=0.1, spare_s=0.5)
+    TIGHT = PaceRoom(StepPace(0.01, 1e-7), 5000, strictest_s=0.03, spare_s=0.05)
+
+    def plan(
+        self, *workers: WorkerView, asked: RouteQuery | None = None, policy: str = "kvmesh"
+    ) -> RoutePlan:
+        view = dataclasses.replace(fleet(*workers), pace=FetchPace(1e-3))
+        return plan(view, asked or query(tpot_s=0.03), policy=policy)
+
+    def decoding(
+        self, name: str, room: PaceRoom = TIGHT, running: int = 2, **changes: Any
+    ) -> WorkerView:
+        return worker(name, Role.HYBRID, decode_running=running, room=room, **changes)
+
+    def test_loose_limits_make_them_mixed_workers(self) -> None:
+        others = [worker(f"h{n}", Role.HYBRID, prefill_active=1) for n in (1, 2)]
+        made = self.plan(self.decoding("h0", self.LOOSE), *others)
+        assert made.placement is Placement.AGGREGATED
+        assert set(names(made.prefill)) == {"h0", "h1", "h2"}
+
+    def test_tight_limits_keep_those_that_decode_for_decoding(self) -> None:
+        idle = [worker(f"h{n}", Role.HYBRID) for n in (1, 2)]
+        made = self.plan(self.decoding("h0"), *idle)
+        assert made.placement is Placement.DISAGGREGATED
+        assert set(names(made.prefill)) == {"h1", "h2"}
+        assert names(made.decode) == ["h0"]
+        assert "limits keep it from decode on h0" in made.reason
+
+    def test_the_fullest_decodes_so_that_others_become_free(self) -> None:
+        two = self.decoding("h0", running=2), self.decoding("h1", running=5)
+        made = self.plan(*two, worker("h2", Role.HYBRID))
+        assert (names(made.prefill), names(made.decode)) == (["h2"], ["h1", "h0"])
+
+    def test_another_one_decodes_where_nobody_takes_one_more(self) -> None:
+        full = dataclasses.replace(self.TIGHT, context_tokens=169_900)
+        made = self.plan(self.decoding("h0", full), worker("h1", Role.HYBRID))
+        assert made.placement is Placement.AGGREGATED
+        assert names(made.prefill) == ["h1"]
+
+    def test_one_that_no_report_shows_counts(self) -> None:
+        unseen = worker("h1", Role.HYBRID, decode_in_flight=1)
+        made = self.plan(self.decoding("h0"), unseen, worker("h2", Role.HYBRID))
+        assert names(made.prefill) == ["h2"]
+        assert names(made.decode) == ["h0", "h1"]
+
+    def test_who_still_computes_longer_does_not_decode_it(self) -> None:
+        busy = dataclasses.replace(self.decoding("h0", prefill_active=1), pending_tokens=900)
+        made = self.plan(busy, worker("h1", Role.HYBRID))
+        assert made.placement is Placement.AGGREGATED
+        assert names(made.prefill) == ["h1"]
+
+    def test_with_all_in_need_the_prompt_is_computed_somewhere(self) -> None:
+        made = self.plan(self.decoding("h0"), self.decoding("h1"))
+        assert made.placement is Placement.AGGREGATED
+        assert set(names(made.prefill)) == {"h0", "h1"}
+
+    def test_other_policies_know_nothing_of_it(self) -> None:
+        made = self.plan(self.decoding("h0"), worker("h1", Role.HYBRID), policy="cache_load")
+        assert made.placement is Placement.AGGREGATED
+        assert set(names(made.prefill)) == {"h0", "h1"}
 
 
 class TestPrefillOrder:

@@ -47,7 +47,7 @@ class TestFit:
 
     @pytest.mark.parametrize("mean", [10, 100, 300, 1500])
     def test_short_contexts_say_little_of_a_long_prompt(self, mean: int) -> None:
-        # Steps grow with the number of sequences, and vary by a tenth. Context costs 0.1 us a token.
+        # Steps grow with the number of sequences, and vary by a tenth.
         draw, fit = random.Random(2), StepFit()
         for step in range(300):
             count = 1 + step % 8
