@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.policies_ablation import ablation, sensitivity
 from benchmarks.policies_capacity import capacity
+from benchmarks.policies_case_study import case_study
 from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
 from benchmarks.policies_grid import TPOT_MS, Limits, draw, grid, loads
@@ -172,6 +173,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, list[Experiment]]:
         return ("policies_grid", [cells]) if arguments.grid else ("policies_ablation", variants)
     found = [
         *experiments(size, SEED),
+        case_study(size),
         joint_dispatch(size, SEED),
         prompt_chains(size, SEED),
         scale(size, SEED),

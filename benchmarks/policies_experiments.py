@@ -16,9 +16,7 @@ from benchmarks.result import Row, Target
 from kvmesh.core.types import Role
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio, decode_time_s
-from kvmesh.policy.prfaas import Hardware
 from kvmesh.sim.fleet import WorkerGroup, parse_fleet
-from kvmesh.sim.plan import make_plan, plan_record
 from kvmesh.sim.plots import Series
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import Summary, summarize
@@ -139,7 +137,6 @@ def experiments(size: float, seed: int) -> list[Experiment]:
         forwarding(size, seed),
         groups(size, seed),
         ratio(size, seed),
-        case_study(),
         offload(size, seed),
         phases(size, seed),
     ]
@@ -260,39 +257,6 @@ def ratio(size: float, seed: int) -> Experiment:
 
 
 # --- PrfaaS --------------------------------------------------------------------------------------
-
-
-def _planned(num_remote: int, num_local: int) -> Outcome:
-    profile = load_profile("prfaas")
-    hardware = Hardware(num_remote, num_local, profile.links.between_bytes_per_s)
-    plan = make_plan(profile.serving, profile.plan.lengths, hardware)
-    wanted = ("threshold_tokens", "num_prefill", "num_decode", "rate", "share_remote",
-              "egress_gbps")  # fmt: skip
-    record = plan_record(plan)
-    return Outcome({key: record[key] and round(record[key], 3) for key in wanted})
-
-
-def case_study() -> Experiment:
-    """Table 6 by the model: with an offload cluster, and twelve instances of one kind."""
-    name = "PrfaaS: Table 6 by the model"
-    jobs = [
-        Job(name, "4 remote, 8 local", partial(_planned, 4, 8)),
-        Job(name, "12 local", partial(_planned, 0, 12)),
-    ]
-
-    def judge(rows: Rows) -> Verdict:
-        ours, alone = rows["4 remote, 8 local"], rows["12 local"]
-        gain = ours["rate"] / alone["rate"]
-        return Verdict(
-            [
-                Target("case study: requests/s (3.14..3.30)", ours["rate"], 3.14),
-                Target("case study: threshold, tokens (19.2K..19.9K)", ours["threshold_tokens"],
-                       19_900, at_most=True),
-                Target("case study: over one kind of hardware (1.54)", gain, 1.48),
-            ]
-        )  # fmt: skip
-
-    return Experiment(name, jobs, judge)
 
 
 def offload(size: float, seed: int) -> Experiment:

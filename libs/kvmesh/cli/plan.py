@@ -17,12 +17,13 @@ from kvmesh.cli.flags import (
     not_negative,
     output_file,
     picture_file,
+    positive,
     positive_int,
 )
 from kvmesh.cli.progress import Stages
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.prfaas import Hardware
-from kvmesh.sim.plan import make_plan, plan_record, plan_text, splits
+from kvmesh.sim.plan import TTFT_S, make_plan, plan_record, plan_text, splits
 from kvmesh.sim.profile import Profile, gbps
 from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.trace import read_trace, uncached_lengths
@@ -40,7 +41,11 @@ def main(argv: Sequence[str]) -> int:
     stages = Stages("splits")
     with stages.stage("search", len(splits(hardware))) as advance:
         plan = make_plan(
-            profile.serving, _lengths(arguments, profile), hardware, lambda _split: advance("")
+            profile.serving,
+            _lengths(arguments, profile),
+            hardware,
+            lambda _split: advance(""),
+            arguments.ttft_s,
         )
     print(f"profile {profile.name}: {profile.description}\n\n{plan_text(plan)}", end="")
     if arguments.json:
@@ -61,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--remote", None, "prefill instances of the other cluster", kind=count)
     add_flag(parser, "--local", None, "instances at home", kind=positive_int)
     add_flag(parser, "--egress-gbps", None, "bandwidth between the clusters", kind=not_negative)
+    add_flag(parser, "--ttft-s", TTFT_S, "longest time to the first token", kind=positive)
     add_flag(parser, "--lengths", "", "trace file to take the prompt lengths from")
     add_flag(parser, "--json", "", "file for the plan as JSON", kind=output_file)
     add_flag(

@@ -20,6 +20,10 @@ from kvmesh.policy.prfaas import (
     search,
     threshold_grid,
 )
+from kvmesh.sim.plan_ttft import IN_TIME, rate_in_time
+
+TTFT_S = 10.0
+"""Default limit on the time to the first token, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,17 @@ class Plan:
         points: the whole grid, split by split.
         best: its optimum.
         lengths: distribution of uncached prompt tokens.
+        ttft_s: limit on the time to the first token.
+        ttft_rate: requests per second at which most first tokens keep it; below `best.rate`, at
+            which queues grow without end.
     """
 
     points: list[OperatingPoint]
     best: OperatingPoint
     hardware: Hardware
     lengths: LengthDistribution
+    ttft_s: float
+    ttft_rate: float
 
 
 def splits(hardware: Hardware) -> range:
@@ -48,11 +57,13 @@ def make_plan(
     lengths: LengthDistribution,
     hardware: Hardware,
     searched: Callable[[int], object] | None = None,
+    ttft_s: float = TTFT_S,
 ) -> Plan:
     """Searches the grid.
 
     Args:
         searched: called with each number of local prefill instances, after its part of the grid.
+        ttft_s: limit on the time to the first token.
 
     Raises:
         ConfigError: no point serves any request.
@@ -66,7 +77,8 @@ def make_plan(
     best = optimum(points)
     if best.rate <= 0:
         raise ConfigError("no split of these instances serves a request: too few of them")
-    return Plan(points, best, hardware, lengths)
+    in_time = rate_in_time(profile, lengths, hardware, best, ttft_s)
+    return Plan(points, best, hardware, lengths, ttft_s, in_time)
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
@@ -80,6 +92,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "num_decode": best.num_decode,
         "rate": best.rate,
         "limit": best.limit.value,
+        "ttft_s": plan.ttft_s,
+        "ttft_rate": plan.ttft_rate,
         "share_remote": best.share_remote,
         "long_tokens": best.long_tokens,
         "short_tokens": best.short_tokens,
@@ -104,6 +118,8 @@ def plan_text(plan: Plan) -> str:
         "local prefill": f"{best.num_prefill} instances, {best.local_rate:.3f} requests/s",
         "decode": f"{best.num_decode} instances, {best.decode_rate:.3f} requests/s",
         "Lambda_max": f"{best.rate:.3f} requests/s, limited by {best.limit.value}",
+        "in time": f"up to {plan.ttft_rate:.3f} requests/s {IN_TIME:.0%} of first tokens come "
+        f"within {plan.ttft_s:g} s",
         "remote share p": f"{best.share_remote:.3f}",
         "mean remote": f"{best.long_tokens:,.0f} tokens",
         "mean local": f"{best.short_tokens:,.0f} tokens",

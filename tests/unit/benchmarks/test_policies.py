@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import policies_scale
 from benchmarks.policies import main
-from benchmarks.policies_experiments import Verdict, case_study, ratio
+from benchmarks.policies_case_study import case_study
+from benchmarks.policies_experiments import Verdict, ratio
 
 
 def judged(experiment_size: float) -> Verdict:
@@ -21,10 +22,15 @@ def test_eq_1_chooses_the_best_split() -> None:
     assert [target.met for target in judged(0.5).targets] == [True, True]
 
 
-def test_the_model_reproduces_table_6() -> None:
-    found = case_study()
-    verdict = found.judge({job.label: job.run().row for job in found.jobs})
-    assert [target.met for target in verdict.targets] == [True, True, True]
+def test_model_and_events_reproduce_table_6() -> None:
+    found = case_study(0.4)
+    rows = {job.label: job.run().row for job in found.jobs}
+    *claims, in_time = found.judge(rows).targets
+    assert [target.met for target in claims] == [True] * 6
+    assert in_time.value >= 0.85
+    for row in rows.values():
+        # Events serve less than the model says, and what the plan tells is served.
+        assert row["in time/s"] < row["events/s"] < row["model/s"] < 1.05 * row["paper/s"]
 
 
 @pytest.mark.slow
