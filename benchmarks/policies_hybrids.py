@@ -30,7 +30,7 @@ NAME = "Hybrids"
 LIMITS = tuple(Limits(tpot_ms) for tpot_ms in TPOT_MS[::2])
 """A loose limit and a tight one."""
 
-WITH_ROLES = "kvmesh 6:4"
+WITH_ROLES = "with roles 6:4"
 
 CHUNKS = ChunkTokens(512, 512)
 """Tokens of a step, as those of the mixed workers with small chunks."""
