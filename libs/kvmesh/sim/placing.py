@@ -1,4 +1,4 @@
-"""A gateway's search for workers, in virtual time: the loop of `services/gateway/request/search.py`.
+"""A gateway's search for workers, in virtual time: that of `services/gateway/request/search.py`.
 
 Tests: tests/unit/sim/test_simulation.py.
 """
