@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvmesh.core.details import ANSWER, COPY, GET, LinkDetail, WorkerDetail
+from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     RequestId,
     Role,
@@ -22,6 +24,7 @@ from services.scheduler.planner import ASKED_WITHIN_S, Planner
 from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import query, worker_info
 from tests.unit.scheduler.parts import Parts
+from tests.unit.scheduler.test_router import HASHES, Answer, Prefixes
 
 IDLE = {"blocks_free": 512}
 BUSY = {"prefill_active": 4, "blocks_free": 256, "budget_used": 1.0, "compute_used": 1.0}
@@ -228,6 +231,57 @@ class TestThreshold:
         await mesh.planner.cycle(may_order=False)
         assert mesh.planner.offload("m").threshold_tokens > 1000
         assert mesh.fleet_log("threshold")[0]["reason"] == "remote_surge"
+
+    @staticmethod
+    def with_prefix(name: str, num_blocks: int) -> Mesh:
+        """One worker holds the beginning of every prompt."""
+        match = PrefixMatch(WorkerId(name), 1, "any", num_blocks)
+        planning = replace(OFFLOAD, egress_mb_s=100.0)
+        made = Mesh(
+            prefixes=Prefixes(fingerprint=Answer((match,))),
+            planning=planning,
+            changes=RoleChanges.OFF,
+        )
+        made.join(worker_info("far", cluster="west"), worker_info("p"))
+        made.join(worker_info("d", Role.DECODE))
+        return made
+
+    async def test_a_prefix_of_home_goes_along_over_a_link_that_was_measured(self) -> None:
+        """Home holds 2,000 of 3,400 tokens; the link brings a token in 5 % of computing it."""
+        mesh = self.with_prefix("p", 125)
+        await mesh.second()
+        unmeasured = await mesh.route("before", 3400, block_hashes=HASHES)
+        assert unmeasured.prefill[0].worker_id == "far"
+        assert unmeasured.prefill[0].source is None
+        for second in range(1, 20):
+            mesh.report("p", **{**IDLE, "prefill_tokens_total": 1000 * second}, compute_used=1.0)
+            # A token's KV is 1,024 bytes, which take 50 microseconds.
+            link = LinkDetail(
+                WorkerId("d"), "tcp", bytes_total=2_048_000 * second, busy_s=0.1 * second
+            )
+            mesh.fleet.note_detail(mesh.members["far"], WorkerDetail(links=(link,)))
+            mesh.report("far", **IDLE, sent_bytes_total=2_048_000 * second)
+            await mesh.second()
+        pace = mesh.planner.pace("m")
+        assert pace.between_token_s == pytest.approx(0.05 * pace.token_s, rel=0.01)
+        plan = await mesh.route("after", 3400, block_hashes=HASHES)
+        first = plan.prefill[0]
+        assert first.worker_id == "far"
+        assert first.source is not None
+        assert (first.source.worker_id, first.source.num_blocks) == ("p", 125)
+        (newest, *_) = mesh.decisions.as_json()["routes"]
+        assert newest["compared_tokens"] == 1400
+
+    async def test_the_next_turn_stays_where_the_last_answer_was_generated(self) -> None:
+        """1,504 of 1,540 tokens lie on the decode worker at home."""
+        mesh = self.with_prefix("d", 94)
+        plan = await mesh.route("turn", 1540, block_hashes=HASHES)
+        assert "far" not in {each.worker_id for each in plan.prefill}
+        (newest, *_) = mesh.decisions.as_json()["routes"]
+        assert newest["reason"] != "long_prompt"
+        assert newest["compared_tokens"] == 36
+        longer = await mesh.route("other", 1504 + 1100, block_hashes=HASHES)
+        assert longer.prefill[0].worker_id == "far"
 
     async def test_none_without_a_remote_cluster(self) -> None:
         assert math.isinf(pairs().planner.offload("m").threshold_tokens)
