@@ -68,7 +68,7 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends libgomp1 \
  && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=secret,id=pip.conf \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[worker,events]"
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[worker,events,outside]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
@@ -100,7 +100,7 @@ RUN apt-get update \
 COPY constraints-vllm.txt ./
 # The last three are builds for CUDA here: vLLM imports them if they are there, and fails.
 RUN --mount=type=secret,id=pip.conf \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints-vllm.txt -e ".[worker,events,vllm]" \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints-vllm.txt -e ".[worker,events,outside,vllm]" \
  && pip uninstall --yes torchvision torchaudio torchcodec
 COPY models models
 COPY libs libs

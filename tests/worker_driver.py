@@ -31,6 +31,7 @@ from kvmesh.runtime.worker_config import (
     EngineSection,
     EventsSection,
     FetchSection,
+    OutsideSection,
     TiersSection,
     WorkerConfig,
     WorkerSection,
@@ -76,6 +77,7 @@ async def running_worker(
     kvmanager: str = "",
     data: DataSection | None = None,
     tiers: TiersSection | None = None,
+    outside: OutsideSection | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
     section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target=kvmanager)
@@ -86,6 +88,7 @@ async def running_worker(
         fetch=fetch or FetchSection(),
         data=data or DataSection(),
         tiers=tiers or TiersSection(),
+        outside=outside or OutsideSection(),
     )
     made: list[Worker] = []
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.errors import LostError
 from kvmesh.core.slots import Publisher, Slot
-from kvmesh.core.types import WorkerId
+from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.metadata import scripts
 from kvmesh.metadata.pool_store import RedisPoolStore
 from kvmesh.metadata.quota_store import RedisQuotaStore
+from kvmesh.metadata.redis_blocks import RedisBlocks
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.metadata.redis_store import RedisMetadataStore
@@ -87,6 +89,20 @@ async def test_a_senseless_answer_is_a_store_that_failed(name: str) -> None:
                 outcomes.append("failed")
     # A lease is yes or no, which any answer can be read as; a few more may look right.
     assert outcomes.count("failed") >= len(CALLS) - 5, dict(zip(CALLS, outcomes, strict=True))
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_a_senseless_store_of_kv_has_no_block_or_has_failed(name: str) -> None:
+    keys = [BlockHash(bytes([number]) * 16) for number in range(2)]
+    blocks = [memoryview(bytearray(64)) for _ in keys]
+    async with answering(ANSWERS[name]) as client:
+        store = RedisBlocks(client, "model", 64, 10.0)
+        with contextlib.suppress(LostError):
+            assert not any(await store.get(keys, blocks))
+        with contextlib.suppress(LostError):
+            assert len(await store.has(keys)) == len(keys)
+        with contextlib.suppress(LostError):
+            await store.put(keys, blocks)
 
 
 class _Sweeping:

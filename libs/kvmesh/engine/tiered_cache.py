@@ -13,6 +13,7 @@ from functools import partial
 from kvmesh.core.clock import Clock
 from kvmesh.core.types import BlockHash
 from kvmesh.engine.disk_store import DiskStore
+from kvmesh.engine.outside_cache import OutsideCache
 from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.tier_stores import Good, TierStore
 from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
@@ -78,6 +79,8 @@ class TieredCache:
         self._num_loads = 0
         self._token_s = 0.0
         self._block_s = [0.0] * len(stores)
+        self.outside: OutsideCache | None = None
+        """The store below the tiers, if the first tier is host memory and there is one."""
         pool.below = self._tiers
         pool.on_unsaved = self.clean
 
@@ -110,6 +113,9 @@ class TieredCache:
         self._is_saving = False
         for copy, is_good in zip(copies, good, strict=True):
             self._tiers.end_write(0, copy, is_good=is_good)
+        if self.outside is not None:
+            kept = zip(copies, good, strict=True)
+            self.outside.offer(copy.key for copy, is_good in kept if is_good)
         self.clean()
         self._clean_host()
 
@@ -141,6 +147,10 @@ class TieredCache:
         """Records the duration of a step with prompts, to estimate the cost of computing."""
         self._token_s = with_sample(self._token_s, seconds / num_tokens)
 
+    def compute_s(self, num_blocks: int) -> float:
+        """Returns the estimated seconds to compute so many blocks of a prompt; 0 if unknown."""
+        return num_blocks * self._pool.block_size * self._token_s
+
     def pays(self, hashes: Sequence[BlockHash], num_held: int) -> bool:
         """Returns whether bringing up more of a prefix makes the first token come sooner.
 
@@ -152,7 +162,7 @@ class TieredCache:
         if length <= num_held:
             return False
         load_s = self._load_s(self._fills.rooms.missing(hashes, num_held, length))
-        compute_s = (length - num_held) * self._pool.block_size * self._token_s
+        compute_s = self.compute_s(length - num_held)
         if not compute_s or cheapest_way(compute_s, None, None, load_s)[0] is Way.LOAD:
             return True
         # Otherwise one slow copy would decide forever: its weight fades until a load is tried
@@ -243,11 +253,18 @@ class TieredCache:
     @property
     def is_idle(self) -> bool:
         """Whether no copy is under way, up or down."""
-        return not (self._num_loads or self._is_saving or self._is_spilling)
+        is_outside_idle = self.outside is None or self.outside.is_idle
+        return is_outside_idle and not (self._num_loads or self._is_saving or self._is_spilling)
+
+    @property
+    def below(self) -> Tiers:
+        """The records of what lies where."""
+        return self._tiers
 
     def statistics(self) -> list[TierStatistics]:
         """Returns the statistics of each tier, the fastest first."""
-        return self._tiers.statistics()
+        outside = [] if self.outside is None else [self.outside.statistics()]
+        return self._tiers.statistics() + outside
 
     def close(self) -> None:
         """Frees memory and files; no copy may be under way."""

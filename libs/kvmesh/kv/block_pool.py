@@ -330,6 +330,12 @@ class BlockPool:
         else:
             self._gone(key)
 
+    def came_below(self, key: BlockHash) -> None:
+        """Records that a tier has a block now that came from outside of this worker."""
+        if key not in self._block_of and self._below is not None:
+            self._news.stored(key)
+            self._lowered(self._below, key)
+
     def _lowered(self, below: LowerCopies, key: BlockHash) -> None:
         tier = below.tier_of(key)
         assert tier is not None, "a block that left for a tier is there"

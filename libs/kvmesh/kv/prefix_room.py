@@ -7,7 +7,7 @@ Tests: tests/unit/kv/test_prefix_room.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.errors import OutOfBlocksError
@@ -161,12 +161,18 @@ class PrefixRooms:
         self._pool.release([block])
         return cached
 
-    def resumable(self, hashes: Sequence[BlockHash]) -> int:
-        """Counts the leading blocks of a resumable prefix, including blocks in lower tiers."""
-        pool, below, groups = self._pool, self._pool.below, self._groups
+    def resumable(
+        self, hashes: Sequence[BlockHash], also: Collection[BlockHash] = frozenset()
+    ) -> int:
+        """Counts the leading blocks of a resumable prefix, including blocks in lower tiers.
+
+        Args:
+            also: names of blocks that could come from elsewhere.
+        """
+        groups = self._groups
 
         def is_kept(key: BlockHash) -> bool:
-            return pool.find(key) is not None or (below is not None and key in below)
+            return self._is_kept(key) or key in also
 
         def has_state(length: int) -> bool:
             last = hashes[length - 1]
@@ -179,6 +185,23 @@ class PrefixRooms:
             lambda group, index: is_kept(group_key(hashes[index], group)),
             has_state,
         )
+
+    def _is_kept(self, key: BlockHash) -> bool:
+        below = self._pool.below
+        return self._pool.find(key) is not None or (below is not None and key in below)
+
+    def lacking(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Returns the names of all blocks of a prefix that neither pool nor tiers have."""
+        groups = self._groups
+        named = (
+            name
+            for block_hash in hashes
+            for name in (
+                *(group_key(block_hash, group) for group in range(len(groups.windows))),
+                *(state_key(block_hash, part) for part in range(groups.state_blocks)),
+            )
+        )
+        return [name for name in named if not self._is_kept(name)]
 
     def missing(self, hashes: Sequence[BlockHash], num_held: int, length: int) -> list[BlockHash]:
         """Returns the names of the blocks of `open`, in its order, with `num_held` held before."""

@@ -218,6 +218,17 @@ class RedisClient:
         key = self.prefix + stream
         await self._call(lambda node: node.patient.xread({key: after}, count=1, block=block))
 
+    async def call(self, call: Callable[[redis.Redis], Awaitable[Any]]) -> Any:
+        """Calls Redis without a script; all keys begin with `prefix`.
+
+        Args:
+            call: called again with another server if the keys moved there.
+
+        Raises:
+            StoreUnavailableError: Redis cannot be reached, is too slow, or refused.
+        """
+        return await self._call(lambda node: call(node.client))
+
     async def _call(self, call: Callable[[_Node], Awaitable[Any]]) -> Any:
         """Calls the node that has our keys; in a cluster another node may redirect to it."""
         node = await self._current()

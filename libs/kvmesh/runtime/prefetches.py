@@ -107,6 +107,8 @@ class Prefetches:
         # Blocks are held while they are written, and a prefetch must not keep its own request out.
         if self._core.pool.num_free < ROOM * len(hashes):
             return
+        if self._tiers.outside is not None:
+            await self._tiers.outside.bring(hashes)
         for end in range(step, len(hashes) + step, step):
             fill = self._core.fills.begin(hashes[:end])
             if fill.num_held < len(fill.hashes) and self._tiers.pays(fill.hashes, fill.num_held):

@@ -320,6 +320,12 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         return self._queries.consider(attempt, self._channels.link_view(attempt.reservation))
 
     def _may_load(self, sequence: Sequence) -> bool:
+        outside = None if self._tiers is None else self._tiers.outside
+        if outside is not None and outside.may_have(self._core.reusable_hashes(sequence)):
+            return True
+        return self._pays_to_load(sequence)
+
+    def _pays_to_load(self, sequence: Sequence) -> bool:
         if self._tiers is None:
             return False
         num_held = sequence.num_computed // self._core.block_size
@@ -375,7 +381,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         assert sequence is not None
         source = attempt.source
         if source is None or not source.before_load:
-            await self._load(attempt, sequence)
+            is_here = source is None or source.computes
+            await self._load(attempt, sequence, with_outside=is_here)
         if source is not None and source.computes:
             assert self._chain is not None, "such a source is taken by who can chain"
             if len(self._attempts) == 1:  # others would wait for the whole chain
@@ -384,19 +391,24 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             assert self._sources is not None, "a source is taken by who can fetch"
             may_stay = self._is_local(attempt.reservation)
             await self._sources.bring(attempt, source, may_stay=may_stay)
-            await self._load(attempt, sequence)  # the blocks that did not come from there
+            # The blocks that did not come from there.
+            await self._load(attempt, sequence, with_outside=True)
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)
         self._core.run(sequence)
         self._wake_engine()
 
-    async def _load(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
+    async def _load(
+        self, attempt: PrefillAttempt, sequence: Sequence, *, with_outside: bool
+    ) -> None:
         """Loads blocks from the tiers, if they hold any and loading is estimated to pay."""
         if self._tiers is None or self.prefetches is None:
             return
         await self.prefetches.settled(attempt.request_id)
-        if sequence.state is SequenceState.GONE or not self._may_load(sequence):
+        if with_outside and self._tiers.outside is not None:
+            await self._tiers.outside.bring(self._core.reusable_hashes(sequence))
+        if sequence.state is SequenceState.GONE or not self._pays_to_load(sequence):
             return
         result = await load_prefix(self._tiers, self._core.begin_fill(sequence))
         attempt.span.event(

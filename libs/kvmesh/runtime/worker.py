@@ -53,7 +53,7 @@ from kvmesh.runtime.worker_queries import answer_queries, start_queries
 from kvmesh.runtime.worker_runner import find_folder, load_runner
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
-from kvmesh.runtime.worker_tiers import TierParts, make_tiers
+from kvmesh.runtime.worker_tiers import TierParts, make_outside, make_tiers, start_tiers
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
@@ -103,6 +103,7 @@ class Worker:
             TierParts(
                 self.worker_id, self.core, runner, self._clock, self._copier, self._disk_copier
             ),
+            make_outside(config.outside, runner.spec),
         )
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
@@ -197,8 +198,7 @@ class Worker:
         if self._swap is not None:
             context.stack.callback(self._swap.close)
         if self.tiers is not None:
-            context.spawn(self._disk_copier.run(), "disk")
-            context.stack.callback(self.tiers.close)
+            start_tiers(context, self.tiers, self._disk_copier)
             collector = TierCollector(self.tiers.statistics, self.prefill.prefetches)
             self._metrics.registry.register(collector)
         context.spawn(self.decode.watch_leases(), "leases")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.core.config import option, positive
+from kvmesh.core.config import option, positive, secret
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -123,6 +123,20 @@ class TiersSection:
 
 
 @dataclass(frozen=True, slots=True)
+class OutsideSection:
+    """A Redis or Valkey below the tiers, for KV that workers share; needs the extra `outside`."""
+
+    url: str = option(
+        "", "redis://, rediss:// (TLS), unix:// or redis+sentinel:// URL; empty: none"
+    )
+    password: str = secret("password, if it is not part of the URL")
+    password_file: str = option("", "file that holds the password")
+    key_prefix: str = option("kvmesh:", "start of all keys")
+    timeout_s: float = positive(0.5, "a call that takes longer has failed")
+    ttl_s: float = positive(86400.0, "a block that is not used for this long is deleted there")
+
+
+@dataclass(frozen=True, slots=True)
 class EventsSection:
     """KV events for outside indexers, as vLLM publishes them; needs the extra `events`."""
 
@@ -146,3 +160,4 @@ class WorkerConfig:
     events: EventsSection = option(EventsSection, "")
     fetch: FetchSection = option(FetchSection, "")
     tiers: TiersSection = option(TiersSection, "")
+    outside: OutsideSection = option(OutsideSection, "")

@@ -49,7 +49,7 @@ def test_a_target_ends_as_a_user_without_rights(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_target_installs_its_own_extra_with_pinned_versions(name: str) -> None:
     installs = [run for run in stage(name).values("RUN") if "pip install" in run]
-    extra = name if name in CONTROL_PLANE else "worker,events"
+    extra = name if name in CONTROL_PLANE else "worker,events,outside"
     [install] = installs
     assert install.endswith(f'pip install -c constraints.txt -e ".[{extra}]"')
 
@@ -57,7 +57,7 @@ def test_a_target_installs_its_own_extra_with_pinned_versions(name: str) -> None
 @pytest.mark.parametrize("name", WITH_VLLM)
 def test_vllm_is_installed_as_make_installs_it(name: str) -> None:
     [install] = [run for run in stage(name).values("RUN") if "pip install" in run]
-    assert '-c constraints-vllm.txt -e ".[worker,events,vllm]"' in install
+    assert '-c constraints-vllm.txt -e ".[worker,events,outside,vllm]"' in install
     [unused] = re.findall(r"^VLLM_UNUSED := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert install.endswith(f"pip uninstall --yes {unused}"), "in the same layer"
 
