@@ -136,10 +136,12 @@ class BlockFile:
             record["block_sum"] = crc32c.crc32c(block)
             record["record_sum"] = _sum_of(record)
         places = np.array([copy.place for copy in copies], np.int64)
+        order = np.argsort(places)  # consecutive places are one call
+        places = places[order]
         try:
             self._write_records(places, np.zeros(len(copies), _RECORD))
-            self._write_blocks(copies, blocks)
-            self._write_records(places, records)
+            self._write_blocks(places.tolist(), [blocks[index] for index in order])
+            self._write_records(places, records[order])
         except OSError as error:
             log.warning("tier_not_written", path=str(self._path), error=error.strerror)
             return [False] * len(copies)
@@ -152,9 +154,9 @@ class BlockFile:
             there = self._records[place : place + count].tobytes()
             _all_of(os.pwrite(self._fd, there, _PAGE + place * _RECORD.itemsize), len(there))
 
-    def _write_blocks(self, copies: Sequence[Copy], blocks: Sequence[memoryview]) -> None:
-        for first, count in _runs([copy.place for copy in copies]):
-            at = self._first + copies[first].place * self._block_bytes
+    def _write_blocks(self, places: Sequence[int], blocks: Sequence[memoryview]) -> None:
+        for first, count in _runs(places):
+            at = self._first + places[first] * self._block_bytes
             _all_of(
                 os.pwritev(self._fd, blocks[first : first + count], at), count * self._block_bytes
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvmesh.engine.block_file import BlockFile
@@ -43,14 +44,26 @@ def _piece_blocks(block_bytes: int) -> int:
 class _Load:
     """A load of places into blocks."""
 
-    def __init__(self, num_blocks: int, done: Callable[[Good], None]) -> None:
-        self.good = [False] * num_blocks
-        self.num_left = num_blocks
+    def __init__(
+        self, places: Sequence[int], blocks: Sequence[int], done: Callable[[Good], None]
+    ) -> None:
+        self.places = places
+        self.blocks = blocks
+        self.good = [False] * len(places)
+        self.num_left = len(places)
         self.num_copying = 0
         self.done = done
         self.is_given_up = False
         self.is_over = False
         self.watch: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The part of a load that one call reads: indices of its places, in their order on disk."""
+
+    load: _Load
+    indices: Sequence[int]
 
 
 class DiskStore:
@@ -78,7 +91,7 @@ class DiskStore:
         size = self.num_at_once = len(passage) // NUM_PIECES
         self._outbound = list(passage[:size])
         self._inbound = [list(passage[at : at + size]) for at in (size, 2 * size)]
-        self._waiting: deque[tuple[_Load, int, Sequence[int], Sequence[int]]] = deque()
+        self._waiting: deque[_Piece] = deque()
 
     # --- down --------------------------------------------------------------------------------
 
@@ -133,11 +146,11 @@ class DiskStore:
         self, places: Sequence[int], blocks: Sequence[int], done: Callable[[Good], None]
     ) -> None:
         """See `TierStore.load`."""
-        load = _Load(len(places), done)
-        size = self.num_at_once
-        for first in range(0, len(places), size):
-            last = first + size
-            self._waiting.append((load, first, places[first:last], blocks[first:last]))
+        load = _Load(places, blocks, done)
+        # A disk reads fastest in its own order, in which places rarely are.
+        order = sorted(range(len(places)), key=places.__getitem__)
+        for first in range(0, len(places), self.num_at_once):
+            self._waiting.append(_Piece(load, order[first : first + self.num_at_once]))
         self._watch(load)
         self._read_next()
 
@@ -154,21 +167,15 @@ class DiskStore:
 
     def _read_next(self) -> None:
         while self._inbound and self._waiting:
-            load, first, places, blocks = self._waiting.popleft()
-            if not load.is_given_up:
-                self._read(load, first, places, blocks, self._inbound.pop())
+            piece = self._waiting.popleft()
+            if not piece.load.is_given_up:
+                self._read(piece.load, piece.indices, self._inbound.pop())
 
-    def _read(
-        self,
-        load: _Load,
-        first: int,
-        places: Sequence[int],
-        blocks: Sequence[int],
-        buffer: list[int],
-    ) -> None:
+    def _read(self, load: _Load, indices: Sequence[int], buffer: list[int]) -> None:
         good: Good = []
 
         def read() -> None:
+            places = [load.places[index] for index in indices]
             good.extend(self._file.read(places, self._arena.views(buffer[: len(places)])))
 
         def is_read() -> None:
@@ -177,14 +184,16 @@ class DiskStore:
                 return
             self._watch(load)
             load.num_copying += 1
-            whole = [index for index, is_good in enumerate(good) if is_good]
-            copy = partial(self._arena.load, [buffer[i] for i in whole], [blocks[i] for i in whole])
+            whole = [at for at, is_good in enumerate(good) if is_good]
+            blocks = [load.blocks[indices[at]] for at in whole]
+            copy = partial(self._arena.load, [buffer[at] for at in whole], blocks)
             self._copier.start(copy, copied)
 
         def copied() -> None:
             load.num_copying -= 1
-            load.num_left -= len(places)
-            load.good[first : first + len(places)] = good
+            load.num_left -= len(indices)
+            for index, is_good in zip(indices, good, strict=True):
+                load.good[index] = is_good
             self._give_back(buffer)
             self._end_if_over(load)
 

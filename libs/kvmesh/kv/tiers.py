@@ -78,7 +78,7 @@ class Tier:
         assert num_places > 0, "a tier has a place"
         self.name = name
         self.num_places = num_places
-        self._free = list(range(num_places))
+        self._free = list(range(num_places - 1, -1, -1))  # the first ones are taken first
         self._writing: dict[BlockHash, int] = {}
         self._place_of: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
         self._readers: dict[int, int] = {}
@@ -122,7 +122,7 @@ class Tier:
             self._place_of[each.key] = each.place
         taken = set(self._place_of.values())
         assert len(taken) == len(self._place_of), "a place is taken twice"
-        self._free = [place for place in range(self.num_places) if place not in taken]
+        self._free = [place for place in range(self.num_places - 1, -1, -1) if place not in taken]
 
     def begin_write(self, keys: Iterable[BlockHash]) -> tuple[list[Copy], list[BlockHash]]:
         """Reserves places for the blocks that the tier lacks; evicts its oldest copies as needed.
@@ -260,7 +260,10 @@ class Tiers:
         self._on_lost = on_lost
 
     def __contains__(self, key: object) -> bool:
-        return any(key in tier for tier in self._tiers)
+        for tier in self._tiers:  # noqa: SIM110 - a load asks this of each block, several times
+            if key in tier:
+                return True
+        return False
 
     def __getitem__(self, level: int) -> Tier:
         return self._tiers[level]
@@ -279,7 +282,10 @@ class Tiers:
 
     def find(self, key: BlockHash) -> int | None:
         """Index of the fastest tier that has a copy of the block; None if no tier has one."""
-        return next((level for level, tier in enumerate(self._tiers) if key in tier), None)
+        for level, tier in enumerate(self._tiers):
+            if key in tier:
+                return level
+        return None
 
     def tier_of(self, key: BlockHash) -> str | None:
         """See `LowerCopies.tier_of`."""
