@@ -26,7 +26,7 @@ KILLS ?= 200
 # Tests run side by side, a file in one process (tests/conftest.py says what else stays together).
 # Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
-MESH_TEST_PROCESSES ?= 3
+MESH_TEST_PROCESSES ?= 4
 TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose and not long'
 # Real processes race with a busy machine: what fails once in hundreds of runs gets one more try,
 # both tries are printed, and a third test that needs one fails the run. Files run in their order:

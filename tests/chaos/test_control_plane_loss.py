@@ -44,7 +44,7 @@ async def knowledge_is_back(mesh: Mesh, client: ApiClient, old_prompt: list[int]
     ("name", "how"),
     [
         ("scheduler", signal.SIGKILL),
-        ("scheduler", signal.SIGTERM),
+        pytest.param("scheduler", signal.SIGTERM, marks=pytest.mark.long),
         ("kvmanager", signal.SIGKILL),
     ],
 )

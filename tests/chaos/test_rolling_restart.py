@@ -8,10 +8,10 @@ import pytest
 
 from tests.chaos.rolling import EVERYTHING, any_order, restarts, rolling_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_everything_is_restarted_under_streams(tmp_path: Path, seed: int) -> None:
     async with rolling_mesh(tmp_path) as mesh:
         found, wrong = await restarts(mesh, any_order(seed), seed)

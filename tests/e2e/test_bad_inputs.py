@@ -25,7 +25,7 @@ from kvmesh.cli.stack_state import CHECKOUT, hold_state
 from tests.redis_server import redis_process
 from tests.unit.cli.tiny_folder import write_folder
 
-CPU_S = 2.0
+CPU_S = 4.0
 """Of one command, interpreter included; on an idle machine it takes no longer by the clock."""
 
 

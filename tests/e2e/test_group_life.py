@@ -107,6 +107,7 @@ def is_new(state: Path, told: dict[str, Any]) -> bool:
     return now is not None and member(now, "scheduler")["pid"] != member(told, "scheduler")["pid"]
 
 
+@pytest.mark.long
 async def test_a_group_grows_and_shrinks_under_load(tmp_path: Path) -> None:
     state = tmp_path / "state"
     async with (

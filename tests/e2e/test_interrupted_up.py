@@ -156,6 +156,7 @@ async def test_a_stop_while_a_worker_is_restarted(tmp_path: Path, stacks: list[U
     assert up.left() == []
 
 
+@pytest.mark.long
 async def test_a_hung_service_is_replaced_and_the_stack_is_ready_again(
     tmp_path: Path, stacks: list[Up]
 ) -> None:

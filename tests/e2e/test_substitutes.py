@@ -81,6 +81,7 @@ async def test_one_kill_under_load_takes_one_substitute(
         assert await steps(told, *expected) == expected
 
 
+@pytest.mark.long
 async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
     tmp_path: Path,
 ) -> None:
@@ -106,6 +107,7 @@ async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
         assert await steps(told, "process", "spare") == {"process": 1, "spare": 0}
 
 
+@pytest.mark.long
 async def test_the_last_decode_worker_hangs_and_is_started_again(tmp_path: Path) -> None:
     fault = fault_of(tmp_path, LOST)
     faulty(tmp_path, LOST)
@@ -127,6 +129,7 @@ async def test_the_last_decode_worker_hangs_and_is_started_again(tmp_path: Path)
         assert await steps(told, *expected) == expected
 
 
+@pytest.mark.long
 async def test_a_worker_that_hangs_is_killed_when_a_spare_has_its_place(tmp_path: Path) -> None:
     fault = fault_of(tmp_path, LOST)
     faulty(tmp_path, LOST)

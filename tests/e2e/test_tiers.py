@@ -105,8 +105,8 @@ async def fill(mesh: Mesh, client: ApiClient, prompts: list[list[int]], *tiers: 
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"host": 8 * PROMPT_BLOCKS}, id="host"),
-        pytest.param({"disk": 8 * PROMPT_BLOCKS}, id="disk"),
+        pytest.param({"host": 8 * PROMPT_BLOCKS}, id="host", marks=pytest.mark.long),
+        pytest.param({"disk": 8 * PROMPT_BLOCKS}, id="disk", marks=pytest.mark.long),
         pytest.param({"host": 2 * PROMPT_BLOCKS, "disk": 8 * PROMPT_BLOCKS}, id="host, then disk"),
     ],
 )
