@@ -1,4 +1,4 @@
-"""A set of small integers that finds the nearest member of a number.
+"""A set of small integers that finds the nearest member below a number.
 
 A tree of 64-bit words: a set bit of an upper level means that the word below it is not empty.
 Tests: tests/unit/kv/test_bit_tree.py.
@@ -43,18 +43,6 @@ class BitTree:
             del level[item >> _SHIFT]
             item >>= _SHIFT
 
-    def at_or_after(self, item: int) -> int | None:
-        """Returns the smallest member that is not below `item`, or None."""
-        for height, level in enumerate(self._levels):
-            word = level.get(item >> _SHIFT, 0) >> (item & _MASK)
-            if word:
-                item += _lowest(word)
-                for below in reversed(self._levels[:height]):
-                    item = (item << _SHIFT) + _lowest(below[item])
-                return item
-            item = (item >> _SHIFT) + 1
-        return None
-
     def at_or_before(self, item: int) -> int | None:
         """Returns the largest member that is not above `item`, or None."""
         for height, level in enumerate(self._levels):
@@ -68,7 +56,3 @@ class BitTree:
             if item < 0:
                 return None
         return None
-
-
-def _lowest(word: int) -> int:
-    return (word & -word).bit_length() - 1

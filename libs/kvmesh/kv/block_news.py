@@ -39,9 +39,10 @@ class BlockNews:
         self._changes: dict[BlockHash, bool] = {}
         self._tier_of: dict[BlockHash, str] = {}
         self._points = ResumePoints(groups, block_size)
+        self._has_points = self._points.is_needed
         self._told_points: set[BlockHash] = set()
         self._always: list[BlockHash] = []
-        if self._points.is_needed:
+        if self._has_points:
             self._tell_always(TELLS_STATES)
 
     def __bool__(self) -> bool:
@@ -60,9 +61,9 @@ class BlockNews:
 
     def stored(self, key: BlockHash) -> None:
         """Records that the worker has a block that it had nowhere before."""
-        if is_announced(key):
+        if len(key) <= BLOCK_HASH_BYTES:  # `is_announced`, without a call for every block
             self._change(key, is_true=True)
-        if self._points.is_needed:
+        if self._has_points:
             self._tell_points(self._points.note(key, is_here=True))
 
     def follows(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
@@ -75,7 +76,7 @@ class BlockNews:
         if is_announced(key):
             self.raised(key)
             self._change(key, is_true=False)
-        if self._points.is_needed:
+        if self._has_points:
             self._tell_points(self._points.note(key, is_here=False))
 
     def raised(self, key: BlockHash) -> None:

@@ -8,9 +8,10 @@ Tests: tests/unit/kv/test_free_segments.py, tests/property/test_block_pool_machi
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from kvmesh.kv.bit_tree import LIMIT, BitTree
+from kvmesh.kv.bit_tree import BitTree
 
 _STALE_SLACK = 16
 """Number of stale entries beyond the live ones that a heap may hold before it is rebuilt."""
@@ -40,9 +41,9 @@ class FreeSegments:
         self._length_at: dict[int, int] = {}  # first block -> length
         self._start_before: dict[int, int] = {}  # one past the last block -> first block
         self._heaps: dict[int, _Heap] = {}  # length -> first blocks
-        self._lengths = BitTree()  # keys of _heaps
+        # Keys of _heaps, sorted. A list: s blocks have at most sqrt(2 s) different lengths.
+        self._lengths: list[int] = []
         self._starts: BitTree | None = None  # keys of _length_at, once `remove` needed them
-        self._largest: int | None = 0  # None: not known
         self._num_blocks = 0
 
     @property
@@ -58,9 +59,7 @@ class FreeSegments:
     @property
     def largest(self) -> int:
         """Length of the longest segment; 0 when there is none."""
-        if self._largest is None:
-            self._largest = self._lengths.at_or_before(LIMIT - 1) or 0
-        return self._largest
+        return self._lengths[-1] if self._lengths else 0
 
     def segments(self) -> list[tuple[int, int]]:
         """Returns (first block, length) of every segment, ordered by first block."""
@@ -68,6 +67,10 @@ class FreeSegments:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Adds distinct blocks and merges them with their neighbours."""
+        if isinstance(blocks, range) and blocks.step == 1:
+            if blocks:
+                self._insert(blocks.start, blocks.stop)
+            return
         ordered = sorted(blocks)
         if not ordered:
             return
@@ -100,9 +103,11 @@ class FreeSegments:
 
     def find(self, n: int) -> range | None:
         """Returns the tightest segment of at least `n` blocks; None if none is so long."""
-        length = self._lengths.at_or_after(max(n, 1))
-        if length is None:
+        lengths = self._lengths
+        index = bisect_left(lengths, n)
+        if index == len(lengths):
             return None
+        length = lengths[index]
         start = self._lowest(length)
         return range(start, start + length)
 
@@ -149,12 +154,10 @@ class FreeSegments:
         self._start_before[end] = start
         if self._starts is not None:
             self._starts.add(start)
-        if self._largest is not None and length > self._largest:
-            self._largest = length
         heap = self._heaps.get(length)
         if heap is None:
             heap = self._heaps[length] = _Heap()
-            self._lengths.add(length)
+            insort(self._lengths, length)
         heapq.heappush(heap.starts, start)
         heap.num_live += 1
         self._num_blocks += length
@@ -170,9 +173,7 @@ class FreeSegments:
         heap.num_live -= 1
         if heap.num_live == 0:
             del self._heaps[length]
-            self._lengths.remove(length)
-            if length == self._largest:
-                self._largest = None
+            del self._lengths[bisect_left(self._lengths, length)]
         elif len(heap.starts) > 2 * heap.num_live + _STALE_SLACK:
             heap.starts = [s for s in set(heap.starts) if self._length_at.get(s) == length]
             heapq.heapify(heap.starts)
@@ -190,13 +191,12 @@ class FreeSegments:
         segments = self.segments()
         assert self._start_before == {start + length: start for start, length in segments}
         assert self._num_blocks == sum(length for _, length in segments)
-        assert set(self._heaps) == {length for _, length in segments}
+        assert self._lengths == sorted(self._heaps) == sorted({length for _, length in segments})
         for length, heap in self._heaps.items():
             here = {start for start, other in segments if other == length}
             assert heap.num_live == len(here), f"{heap.num_live} segments of {length}"
             assert here <= set(heap.starts), f"a segment of {length} cannot be found"
             assert len(heap.starts) <= 2 * heap.num_live + _STALE_SLACK, "too many are stale"
-            assert length in self._lengths, f"length {length} cannot be found"
         assert self.largest == max((length for _, length in segments), default=0)
         previous_end = -1
         for start, length in segments:

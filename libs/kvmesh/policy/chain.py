@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 
 from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import (
@@ -22,6 +23,7 @@ from kvmesh.core.types import (
     RouteCause,
     RoutePlan,
     RouteQuery,
+    WorkerId,
 )
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.seats import SILENT_AFTER_S
@@ -42,6 +44,9 @@ MAX_WORKERS = 8
 MAX_PART_TOKENS = 98_304
 """Maximum tokens of a part: what they carry from layer to layer is in memory at once. Two workers
 can share a prompt of 128K tokens: its first part is at most 0.71 of it."""
+
+
+_WORKER_ID = attrgetter("info.worker_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +156,25 @@ def with_chain(plan: RoutePlan, view: FleetView, query: RouteQuery, now: float) 
     if plan.placement is not Placement.DISAGGREGATED or query.num_tokens < CHAIN_TOKENS:
         return plan
     last = plan.prefill[0]
-    if last.source is not None or last.fetch in {FetchReason.FETCH, FetchReason.ASK}:
+    if last.source is not None or last.fetch is FetchReason.FETCH or last.fetch is FetchReason.ASK:
         return plan
-    idle = {each.worker_id: each for each in view.workers if _is_idle(each, query, now)}
-    worker = idle.pop(last.worker_id, None)
+    worker = _idle_worker(view, last.worker_id, query, now)
     if worker is None:
         return plan
     info = worker.info
-    beside = [
-        each
-        for each in idle.values()
-        if each.info.cluster == info.cluster and each.info.layout == info.layout
-    ]
-    beside.sort(key=lambda each: each.worker_id)
     size = info.layout.block_size
     first = min(last.cached_tokens, query.num_tokens - 1) // size * size
+    if query.num_tokens - first < CHAIN_TOKENS:
+        return plan  # before the others are looked at: most prompts are short or cached
+    beside = [
+        each
+        for each in view.workers
+        if each is not worker
+        and _is_idle(each, query, now)
+        and each.info.cluster == info.cluster
+        and each.info.layout == info.layout
+    ]
+    beside.sort(key=_WORKER_ID)
     cost = _cost(worker, view.pace)
     cuts = best_cuts(cost, first, query.num_tokens, 1 + len(beside), size)
     if len(cuts) == 2:
@@ -212,11 +221,21 @@ def _cost(worker: WorkerView, pace: FetchPace) -> Cost:
     )
 
 
+def _idle_worker(
+    view: FleetView, worker_id: WorkerId, query: RouteQuery, now: float
+) -> WorkerView | None:
+    """Returns the worker with this id if it is idle."""
+    for each in view.workers:
+        if each.info.worker_id == worker_id:
+            return each if _is_idle(each, query, now) else None
+    return None
+
+
 def _is_idle(worker: WorkerView, query: RouteQuery, now: float) -> bool:
     """Whether the worker has no other prompt, which would wait for its part; answers go on."""
     info, load = worker.info, worker.load
     return (
-        info.role in {Role.PREFILL, Role.HYBRID}
+        (info.role is Role.PREFILL or info.role is Role.HYBRID)
         and info.pair_share > 0
         and info.model == query.model
         and not load.draining

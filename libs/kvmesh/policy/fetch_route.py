@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import PrefixSource, Role
+from kvmesh.policy.holders import NOTHING_LOWER
 from kvmesh.policy.prefix_source import (
     MIN_FETCH_TOKENS,
     WORTH,
@@ -66,7 +67,7 @@ def weigh_fetches(
     if not longest:
         return
     for each in {*standings, *readable}:
-        if any(each.lower):
+        if each.lower is not NOTHING_LOWER and any(each.lower):
             _weigh_load(each, pace)
     size = standings[0].worker.info.layout.block_size
     # The last token of a prompt is always computed.
@@ -75,13 +76,14 @@ def weigh_fetches(
     for each in standings:
         each.first_token += each.load_tokens
         missing = max(usable - each.cached_tokens, 0)
-        if missing < MIN_FETCH_TOKENS and _lower_tokens(each) < MIN_FETCH_TOKENS:
+        lower = 0 if each.lower is NOTHING_LOWER else _lower_tokens(each)
+        if missing < MIN_FETCH_TOKENS and lower < MIN_FETCH_TOKENS:
             each.fetch = FetchReason.SHORT if missing else FetchReason.HELD
         else:
             if holder is None:  # most requests need none, and drawing one takes its time
                 holders = _best_holders(readable, longest)
                 holder = _Holder(choose_holder(holders, _load, rng), pace, decoders)
-            holder.weigh_for(each, missing)
+            holder.weigh_for(each, missing, lower)
 
 
 def _weigh_load(each: Standing, pace: FetchPace) -> None:
@@ -98,7 +100,7 @@ def _lower_tokens(each: Standing) -> int:
 def _best_holders(readable: Sequence[Standing], longest: int) -> list[Standing]:
     """Returns the holders of the longest prefix that have the least to bring up."""
     holders = [each for each in readable if each.cached_tokens == longest]
-    least = min(each.load_tokens for each in holders)
+    least = min([each.load_tokens for each in holders])
     return [each for each in holders if each.load_tokens == least]
 
 
@@ -122,12 +124,12 @@ class _Holder:
         asked = pace.ask_chunk_s and decoders is not None and decoders.is_first(standing)
         self._ask = pace.ask_tokens if asked else None
 
-    def weigh_for(self, each: Standing, missing: int) -> None:
-        """Lets a worker fetch its `missing` tokens, also those below its pool, or nothing."""
+    def weigh_for(self, each: Standing, missing: int, lower: int) -> None:
+        """Lets a worker fetch its `missing` tokens, also the `lower` ones in its tiers, or none."""
         inside = each.worker.info.cluster == self._cluster
         share = self._inside if inside else self._between
         source, saved, asks = self._rest(each, missing, inside, share)
-        whole = self._whole(each, missing, share)
+        whole = self._whole(each, missing, lower, share) if lower else 0.0
         if whole > saved:
             source, saved, asks = replace(self._source, before_load=True), whole, False
         if not saved:
@@ -161,10 +163,9 @@ class _Holder:
             saved, asks = missing - cost, way is Way.ASK
         return source, saved, asks
 
-    def _whole(self, each: Standing, missing: int, share: float) -> float:
-        """Returns the tokens saved by fetching also the blocks below the worker's pool; 0: none."""
-        lower = _lower_tokens(each)
-        if not lower or each.worker.info.worker_id == self._source.worker_id:
+    def _whole(self, each: Standing, missing: int, lower: int, share: float) -> float:
+        """Returns the tokens saved by fetching also those below the worker's pool; 0: none."""
+        if each.worker.info.worker_id == self._source.worker_id:
             return 0.0
         alone = each.load_tokens + missing
         fetched = self._overhead + (missing + lower + self._queued) * share

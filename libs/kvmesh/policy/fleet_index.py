@@ -196,9 +196,10 @@ class FleetIndex:
 
         Counted in tokens, the load includes `BUSY_TOKENS` for a full worker.
         """
-        busy = view.prefill_used >= max(view.info.prefill_slots, 1)
+        used = view.load.prefill_active + view.prefill_in_flight
+        busy = used >= (view.info.prefill_slots or 1)
         if not self._by_tokens:
-            return busy, view.prefill_used
+            return busy, used
         sent = view.prefill_in_flight * TOKENS_IN_FLIGHT
         return False, view.pending_tokens + sent + BUSY_TOKENS * busy
 
@@ -356,7 +357,9 @@ class FleetIndex:
 
 
 def _decode_share(view: WorkerView) -> float:
-    info = view.info
-    slots = view.decode_used / (info.decode_slots or 1)
-    blocks = 1.0 - view.load.blocks_free / (info.num_blocks or 1)
+    info, load = view.info, view.load
+    # Without `decode_used`: every report and every step of a simulated worker comes here.
+    listed = load.decode_running + load.decode_reserved + load.decode_preempted
+    slots = (listed + view.decode_in_flight) / (info.decode_slots or 1)
+    blocks = 1.0 - load.blocks_free / (info.num_blocks or 1)
     return slots if slots > blocks else blocks

@@ -57,8 +57,10 @@ def restrict_to_group(
 
 def _of_checkpoint(view: FleetView, query: RouteQuery) -> FleetView:
     wanted = query.fingerprint
+    if not wanted:
+        return view
     for worker in view.workers:
-        if wanted and worker.info.layout.model_fingerprint != wanted:
+        if worker.info.layout.model_fingerprint != wanted:
             break
     else:
         return view

@@ -61,15 +61,12 @@ class RecentReads:
         """
         if not matches:
             return {}
-        read, weight = self._sums.get, self._weight
-        names = [worker.info.worker_id for worker in workers]
-        found: dict[WorkerId, float] = {}
-        for name, blocks in zip(names, held_by(matches, names), strict=True):
-            if blocks:
-                tokens = read(name)
-                if tokens is not None:
-                    found[name] = tokens / weight
-        return found
+        read, weight = self._sums, self._weight
+        names = [name for worker in workers if (name := worker.info.worker_id) in read]
+        held = held_by(matches, names)
+        return {
+            name: read[name] / weight for name, blocks in zip(names, held, strict=True) if blocks
+        }
 
     def _add(self, worker_id: WorkerId, num_tokens: int) -> None:
         self._weight *= _GROWTH

@@ -85,7 +85,7 @@ def plan_route(
     """
     # Sorted, so that the order of the view does not matter.
     by_id = sorted(view.workers, key=_WORKER_ID)
-    able = [worker for worker in by_id if _is_able(worker, query)]
+    able = _able(by_id, query)
     if not able:
         return _nobody(query, by_id)
     call = Call(view, query, matches, now, rng, policy)
@@ -118,19 +118,23 @@ def plan_route(
     return plan
 
 
-def _is_able(worker: WorkerView, query: RouteQuery) -> bool:
-    """Whether a worker serves the model, accepts work and fits all tokens of a request."""
-    info, needed = worker.info, query.num_tokens
-    return (
-        info.model == query.model
+def _able(workers: Sequence[WorkerView], query: RouteQuery) -> list[WorkerView]:
+    """Returns the workers that serve the model, accept work and fit all tokens of a request."""
+    model, needed = query.model, query.num_tokens
+    return [
+        worker
+        for worker in workers
+        if (info := worker.info).model == model
         and not worker.load.draining
         and info.max_model_len >= needed
         and info.num_blocks * info.layout.block_size >= needed
-    )
+    ]
 
 
 def _lenders(call: Call, workers: Sequence[WorkerView]) -> list[Seat]:
     """Returns the seats of the lenders; their groups do not enter the plan."""
+    if not workers:
+        return []
     beside = dataclasses.replace(call, groups=set())
     awake = [each for each in workers if not each.load.draining]
     return take_seats(beside, [each for each in awake if each.info.model == call.query.model])
@@ -344,9 +348,12 @@ def _can_be_borne(call: Call, seat: Seat, gain: float = BEARABLE_MISSES) -> bool
         gain: expected number of TTFT limits that are kept because of this placement.
     """
     worker = seat.worker
+    room = worker.load.room
+    if room.strictest_s == room.spare_s == math.inf:
+        return True  # nobody there has a limit
     accepted = worker.pending_tokens + worker.prefill_in_flight * call.query.num_tokens
     prompts_s = (seat.uncached_tokens + accepted) * call.view.pace.token_s
-    return bears(worker.load.room, prompts_s, gain)
+    return bears(room, prompts_s, gain)
 
 
 def _late_share(call: Call, saved_tokens: float) -> float:

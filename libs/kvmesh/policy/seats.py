@@ -63,20 +63,21 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
     query, layouts = call.query, call.layouts
     num_tokens, avoid = query.num_tokens, query.avoid
     heard_since = call.now - SILENT_AFTER_S
-    held = held_by(call.matches, [worker.info.worker_id for worker in able])
+    names = [worker.info.worker_id for worker in able]
+    held = held_by(call.matches, names)
     reads = call.view.reads
     seats: list[Seat] = []
     group: Group = (-1, "")
     known: KvLayout | None = None
     number = 0
-    for worker, blocks in zip(able, held, strict=True):
+    for worker, name, blocks in zip(able, names, held, strict=True):
         info = worker.info
         layout = info.layout
         cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
         seat = Seat(worker, query, cached, 0)
         if blocks:
-            seat.reads = reads.get(info.worker_id, 0.0)
-        seat.avoided = info.worker_id in avoid
+            seat.reads = reads.get(name, 0.0)
+        seat.avoided = name in avoid
         seat.silent = worker.reported_at < heard_since
         if layout is not known:
             known, number = layout, _layout_number(layouts, layout)
@@ -86,7 +87,7 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
             call.groups.add(group)
         seat.group = group
         seats.append(seat)
-    lower = lower_of(call.matches, [worker.info.worker_id for worker in able])
+    lower = lower_of(call.matches, names)
     for seat, below in zip(seats, lower or (), strict=lower is not None):
         seat.lower = below
     return seats

@@ -156,15 +156,7 @@ class Control:
         num_decode = max(len(workers) - num_prefill, 1)
         waiting = self._waiting()
         share = Waiting(waiting.prefill / num_prefill, waiting.decode / num_decode)
-        return [
-            WorkerReading(
-                worker.info.worker_id,
-                worker.info.role,
-                _state(worker, share),
-                Capacity(worker.info.prefill_slots, decode_slots(worker.info, worker.load())),
-            )
-            for worker in workers
-        ]
+        return [_reading(worker, share) for worker in workers]
 
     # --- reallocation ------------------------------------------------------------------------
 
@@ -241,20 +233,21 @@ class Control:
         return Hardware(len(self._remote()), len(self._local()), egress_bytes_per_s)
 
 
-def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
+def _reading(worker: SimWorker, waiting: Waiting) -> WorkerReading:
     """Returns the indicators of a worker; those that a real engine measures are modelled.
 
     Args:
         waiting: requests that wait for this worker: its equal share of those at the gateways.
     """
-    load = worker.load()
-    is_prefill = worker.info.role is Role.PREFILL
-    prefilling = load.prefill_active - worker.num_waiting
-    slots_used = load.decode_running / max(decode_slots(worker.info, load), 1)
-    return LoadState(
+    info, load, num_waiting = worker.info, worker.load(), worker.num_waiting
+    is_prefill = info.role is Role.PREFILL
+    prefilling = load.prefill_active - num_waiting
+    slots = decode_slots(info, load)
+    slots_used = load.decode_running / max(slots, 1)
+    state = LoadState(
         prefill=Queues(
             running=prefilling,
-            waiting=worker.num_waiting + (waiting.prefill if is_prefill else 0.0),
+            waiting=num_waiting + (waiting.prefill if is_prefill else 0.0),
         ),
         decode=Queues(
             running=load.decode_running,
@@ -262,7 +255,8 @@ def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
             swapped=load.decode_preempted,
         ),
         budget_used=1.0 if prefilling else slots_used,
-        blocks_used=room_used(worker.info, load),
+        blocks_used=room_used(info, load),
         compute_used=1.0 if prefilling else 0.0,
         memory_bandwidth_used=slots_used,
     )
+    return WorkerReading(info.worker_id, info.role, state, Capacity(info.prefill_slots, slots))

@@ -205,7 +205,7 @@ class SimFleet:
             self._next_report = self._events.now() + self._report_interval_s
         if self._view is None:
             self._view = FleetView(tuple(self._views.values()))
-        return dataclasses.replace(self._view, num_routes=self._num_routes)
+        return FleetView(self._view.workers, num_routes=self._num_routes)
 
     def view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         """Returns the fleet as a route for this query sees it; of a large fleet only a

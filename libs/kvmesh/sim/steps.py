@@ -184,7 +184,7 @@ class StepLoop:
         pace, current = self._fit.pace(), decoding.context
         context = current + sum(awaited)
         spare = spare_s(paced, pace.of(current), self._answers.tokens)
-        if not self._mixed.has_room(self._itl_s, pace.of(current)):
+        if self._itl_s < math.inf and not self._mixed.has_room(self._itl_s, pace.of(current)):
             spare = 0.0
         return PaceRoom(pace, context, limit_s if context else math.inf, spare)
 

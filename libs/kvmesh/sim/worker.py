@@ -438,7 +438,7 @@ class SimWorker:
     def load(self) -> WorkerLoad:
         """Returns the load that the worker reports."""
         if self._load is None:
-            num_preempted = self.steps.num_preempted
+            num_preempted, tiers = self.steps.num_preempted, self.tiers
             self._load = WorkerLoad(
                 prefill_active=len(self._prefills) + len(self._waiting) + bool(self._part_tokens),
                 decode_running=len(self._decodes) - self._num_reserved - num_preempted,
@@ -447,13 +447,10 @@ class SimWorker:
                 blocks_free=self.pool.num_free,
                 prefill_tokens_total=self.steps.computed_tokens,
                 room=self._room(),
-                host_token_s=self._up_token_s(HOST),
-                disk_token_s=self._up_token_s(DISK),
+                host_token_s=0.0 if tiers is None else tiers.block_s(HOST) / TRACE_BLOCK,
+                disk_token_s=0.0 if tiers is None else tiers.block_s(DISK) / TRACE_BLOCK,
             )
         return self._load
-
-    def _up_token_s(self, tier: str) -> float:
-        return 0.0 if self.tiers is None else self.tiers.block_s(tier) / TRACE_BLOCK
 
     def _room(self) -> PaceRoom:
         # A worker that decodes nothing has room for any request, whatever its speed.
