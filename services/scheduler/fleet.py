@@ -29,12 +29,12 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
-from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.health import Verdict
 from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.transfer.layouts import layout_words
+from services.scheduler.group_layouts import GroupLayouts
 
 IN_FLIGHT_S = 0.5
 """Seconds that a plan counts as load of its workers, unless a later report shows it."""
@@ -139,6 +139,7 @@ class Fleet:
         self._index = FleetIndex(random.Random(0), by_tokens=by_tokens)
         self._routed: OrderedDict[RequestId, _Routed] = OrderedDict()  # oldest first
         self._roles = dict.fromkeys(Role, 0)
+        self._layouts = GroupLayouts()
         self._fingerprints: dict[str, set[str]] = {}
         self._labels: dict[str, set[str]] = {}
         self._last_session = _RESTORED
@@ -164,7 +165,8 @@ class Fleet:
                 f"{info.worker_id} is known with incarnation {known.info.incarnation}, "
                 f"newer than {info.incarnation}",
             )
-        if (stranger := self._of_another_layout(info)) is not None:
+        if (name := self._layouts.stranger(info)) is not None:
+            stranger = self._members[name].info
             here, there = layout_words(info.layout), layout_words(stranger.layout)
             return Refusal(
                 RefusalReason.INVALID,
@@ -178,19 +180,6 @@ class Fleet:
         if known is not None and known.info.incarnation == info.incarnation:
             self._members[info.worker_id].detail = known.detail  # sent again only when it changes
         return Membership(info.worker_id, self._last_session)
-
-    def _of_another_layout(self, info: WorkerInfo) -> WorkerInfo | None:
-        """A member of the same group, in any cluster, whose KV has another layout."""
-        group = replace(GroupKey.of(info), cluster="")
-        for name, member in self._members.items():
-            other = member.info
-            if (
-                name != info.worker_id
-                and other.layout != info.layout
-                and replace(GroupKey.of(other), cluster="") == group
-            ):
-                return other
-        return None
 
     def restore(self, info: WorkerInfo, now: float) -> bool:
         """Adds a remembered worker until its lease ends. Returns False if it is already known."""
@@ -415,6 +404,7 @@ class Fleet:
     def _remove(self, worker_id: WorkerId, *, is_lost: bool) -> None:
         info = self._members.pop(worker_id).info
         self._roles[info.role] -= 1
+        self._layouts.remove(info)
         if is_lost:
             self._lost.append(info)
         self._index.remove(worker_id)
@@ -426,7 +416,9 @@ class Fleet:
         before = self._members.get(info.worker_id)
         if before is not None:
             self._roles[before.info.role] -= 1
+            self._layouts.remove(before.info)
         self._roles[info.role] += 1
+        self._layouts.add(info)
         self._note_change(urgent=True)
         member = self._members[info.worker_id] = _Member(
             info=info,

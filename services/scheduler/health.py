@@ -11,7 +11,7 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.health import Health
 from kvmesh.core.turns import in_turns
 from kvmesh.core.types import RequestId, RouteQuery, WorkerId
-from kvmesh.policy.health import LOST_WINDOW_S, HealthBoard
+from kvmesh.policy.health import FINE, LOST_WINDOW_S, HealthBoard
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
@@ -38,13 +38,20 @@ class FleetHealth:
         self._board = HealthBoard()
         # Counted losses and refusals: the request, the worker, whether it is a loss, and the time.
         self._told: dict[tuple[RequestId, WorkerId, bool], float] = {}
+        self._judged_at = self._quiet_at = -1
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all were healthy when last judged, and nobody has told anything new since."""
+        return self._fleet.version == self._quiet_at and not self._told
 
     async def run(self) -> None:
         """Judges periodically, until cancelled."""
         while True:
             await asyncio.sleep(JUDGE_S)
-            await self.judge(self._clock.now())
-            self._feed.changed()
+            if not self.is_quiet:
+                await self.judge(self._clock.now())
+                self._feed.changed()
 
     def note_query(self, query: RouteQuery, now: float) -> None:
         """Counts the workers that lost or refused the request of a query, each once per request."""
@@ -58,6 +65,7 @@ class FleetHealth:
 
     async def judge(self, now: float) -> None:
         """Judges all workers once."""
+        version = self._fleet.version
         verdicts = await in_turns(self._board.verdicts(self._fleet.reports(), now))
         for info in self._fleet.judge(verdicts):
             verdict = verdicts[info.worker_id]
@@ -72,3 +80,8 @@ class FleetHealth:
         for level, count in counts.items():
             metrics.WORKER_HEALTH.labels(level.name.lower()).set(count)
         self._told = {name: at for name, at in self._told.items() if at > now - 10 * LOST_WINDOW_S}
+        # Time changes every verdict but this one. The second look at the same reports tells that
+        # they are old: a worker counts as idle from then on.
+        is_fine = all(verdict is FINE for verdict in verdicts.values())
+        self._quiet_at = version if is_fine and version == self._judged_at else -1
+        self._judged_at = version

@@ -22,7 +22,7 @@ from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.reallocation import choose_giver
-from kvmesh.policy.role_loop import RoleCycle, RoleLoop, WorkerReading, read_worker
+from kvmesh.policy.role_loop import RoleCycle, RoleLoop, WorkerReading
 from kvmesh.policy.sending import Life, SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
@@ -51,7 +51,7 @@ class RoleWork:
         """Runs the cycle in parts."""
         readings: list[WorkerReading] = []
         for each in self.members:
-            readings.append(read_worker(each.info, each.load, self.share))
+            readings.append(self.loop.read(each.info, each.load, self.share))
             if len(readings) % WORKERS_IN_A_TURN == 0:
                 yield
         return (yield from self.loop.cycle(readings, now))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
@@ -38,6 +39,20 @@ Orders = Outbox[RegisterWorkerResponse]
 """The messages to one worker."""
 
 
+@dataclass(slots=True)
+class WorkerStream:
+    """One worker's stream, whose messages come over gRPC or over a socket of their own.
+
+    Attributes:
+        refusal: why the scheduler ended it; None if the worker did, or its lease.
+    """
+
+    orders: Orders
+    membership: Membership | None = None
+    refusal: Refusal | None = None
+    is_over: bool = False
+
+
 class Registrations:
     """One stream per worker. A newer stream of a worker ends the older one."""
 
@@ -51,39 +66,65 @@ class Registrations:
         self._counted_at = -1
 
     async def follow(
-        self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders
-    ) -> Refusal | None:
-        """Reads one worker's stream to its end. Returns a refusal if the scheduler ended it."""
-        membership: Membership | None = None
+        self, requests: AsyncIterator[RegisterWorkerRequest], stream: WorkerStream
+    ) -> None:
+        """Reads one worker's messages on gRPC to the end of its stream."""
         try:
             async for request in incoming(requests):
-                kind = request.WhichOneof("report")
-                if kind == "info":
-                    registered = self._register(worker_info_from_proto(request.info), orders)
-                    if isinstance(registered, Refusal):
-                        return registered
-                    membership = registered
-                elif membership is None:
-                    return Refusal(RefusalReason.INVALID, f"{kind} came before the worker's info")
-                elif kind in ("load", "alive"):
-                    if not self._heard(membership, request):
-                        return None  # its lease ended; the worker connects and registers again
-                elif kind == "detail":
-                    self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
-                    self._note_change()
-                elif kind == "goodbye":
-                    self._remove(membership, cause="goodbye", reason=request.goodbye.reason)
-                    return None
+                self.hear(request, stream)
+                if stream.is_over:
+                    return
         except ProtocolError as error:
-            return Refusal(RefusalReason.INVALID, str(error))
+            stream.refusal = Refusal(RefusalReason.INVALID, str(error))
         finally:
-            if membership is not None:
-                self._remove(membership, cause="stream", reason="its stream ended")
-                self._forget_orders(membership.worker_id, orders)
-            orders.close()
-        return None
+            self.end(stream)
 
-    def _heard(self, membership: Membership, request: RegisterWorkerRequest) -> bool:
+    def hear(self, request: RegisterWorkerRequest, stream: WorkerStream) -> None:
+        """Handles one message of a worker. Ends the stream if the worker left or is refused."""
+        if stream.is_over:
+            return
+        try:
+            if not self._heard(request, stream):
+                self.end(stream)
+        except ProtocolError as error:
+            stream.refusal = Refusal(RefusalReason.INVALID, str(error))
+            self.end(stream)
+
+    def end(self, stream: WorkerStream) -> None:
+        """Removes the worker of a stream that has ended. May be called again."""
+        if stream.is_over:
+            return
+        stream.is_over = True
+        if stream.membership is not None:
+            self._remove(stream.membership, cause="stream", reason="its stream ended")
+            self._forget_orders(stream.membership.worker_id, stream.orders)
+        stream.orders.close()
+
+    def _heard(self, request: RegisterWorkerRequest, stream: WorkerStream) -> bool:
+        """Handles one message. Returns False if the stream has to end."""
+        kind, membership = request.WhichOneof("report"), stream.membership
+        if kind == "info":
+            registered = self._register(worker_info_from_proto(request.info), stream.orders)
+            if isinstance(registered, Refusal):
+                stream.refusal = registered
+                return False
+            stream.membership = registered
+        elif membership is None:
+            text = f"{kind} came before the worker's info"
+            stream.refusal = Refusal(RefusalReason.INVALID, text)
+            return False
+        elif kind in ("load", "alive"):
+            # False if its lease ended; the worker connects and registers again.
+            return self._reported(membership, request)
+        elif kind == "detail":
+            self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
+            self._note_change()
+        elif kind == "goodbye":
+            self._remove(membership, cause="goodbye", reason=request.goodbye.reason)
+            return False
+        return True
+
+    def _reported(self, membership: Membership, request: RegisterWorkerRequest) -> bool:
         """Handles a load or a confirmation of the last load.
 
         Returns False if the membership is over.

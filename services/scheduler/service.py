@@ -65,7 +65,7 @@ from services.scheduler.fleet import Fleet
 from services.scheduler.groups import Groups, NoLauncherError
 from services.scheduler.health import FleetHealth
 from services.scheduler.planner import Planner
-from services.scheduler.registrations import Orders, Registrations
+from services.scheduler.registrations import Orders, Registrations, WorkerStream
 from services.scheduler.registry import DurableRegistry
 from services.scheduler.router import Router
 from services.scheduler.settings import role_changes, router_settings, substitute_changes
@@ -99,23 +99,33 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._clock = clock
         self._warm_at = clock.now() + warmup_s
         self._direct: DirectWay[RouteResponse] = DirectWay(direct, RouteRequest, iter, at_once=True)
+        self._direct_workers: DirectWay[RegisterWorkerResponse] = DirectWay(
+            direct, RegisterWorkerRequest, iter
+        )
 
     async def RegisterWorker(
         self,
         request_iterator: AsyncIterator[RegisterWorkerRequest],
         context: grpc.aio.ServicerContext[RegisterWorkerRequest, RegisterWorkerResponse],
     ) -> AsyncIterator[RegisterWorkerResponse]:
-        await context.send_initial_metadata(())
-        orders: Orders = Outbox()
-        reader = asyncio.create_task(self._registrations.follow(request_iterator, orders))
+        registrations, orders = self._registrations, Orders()
+        stream = WorkerStream(orders)
+        offer = self._direct_workers.offer(
+            lambda request, _: registrations.hear(request, stream), orders
+        )
+        await context.send_initial_metadata(offer.metadata)
+        reader = asyncio.create_task(registrations.follow(request_iterator, stream))
         try:
             async for order in orders:
                 yield order
-            refusal = reader.result() if reader.done() else None
+            refusal = stream.refusal
+            if offer.failure is not None:
+                refusal = Refusal(RefusalReason.INVALID, str(offer.failure))
             if refusal is not None:
                 log.warning("registration_refused", message=refusal.message)
                 await context.abort(_ABORT_CODES[refusal.reason], refusal.message)
         finally:
+            offer.withdraw()
             await _stop(reader)
 
     async def WatchFleet(
@@ -202,7 +212,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         answers.put(answer)
 
 
-async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None:
+async def _stop(task: asyncio.Task[None]) -> None:
     """Cancels a task and waits for its clean-up, ignoring its result."""
     task.cancel()
     await asyncio.wait({task})

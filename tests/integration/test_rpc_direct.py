@@ -221,6 +221,15 @@ async def _raw(port: int) -> FramedConnection:
     return connection
 
 
+async def test_further_streams_stay_on_grpc_where_files_are_short() -> None:
+    async with served() as (echo, port), asking(port) as first:
+        await first.ask(1)
+        echo.direct._most_open = 1
+        async with asking(port) as second:
+            assert (await first.ask(2), await second.ask(2)) == (2, 2)
+        assert (echo.num_over_grpc, echo.direct.num_open) == (1, 1)
+
+
 @pytest.mark.parametrize("greeting", [b"", b"x" * 16, b"x" * 17])
 async def test_who_has_no_token_is_cut(greeting: bytes) -> None:
     async with served() as (echo, _):

@@ -291,6 +291,7 @@ class TestMembership:
         async with scheduler(config) as context, mesh(address(context)) as gateway:
             _, running = await gateway.join(worker_info("p"))
             await gateway.until_names("p")
+            assert context.direct.num_open == 2, "routes and reports travel beside gRPC"
             running.cancel()
             async with asyncio.timeout(SOON_S):
                 await gateway.until_names()

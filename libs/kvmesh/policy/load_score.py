@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.summary_statistics import mean
 from kvmesh.core.types import WorkerId
+from kvmesh.core.values import quick
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,18 @@ class Score:
     decode: float
 
 
+# For speed, as in `core/types.py`: each cycle makes these for every worker of the fleet.
+for _often_made in (Capacity, LoadState, Queues, Score):
+    quick(_often_made)
+
+_PREFILL_FULL, _DECODE_FULL = PREFILL_WEIGHTS.full, DECODE_WEIGHTS.full
+
+
 def score(state: LoadState, capacity: Capacity) -> Score:
     """Returns C_i^p and C_i^d of one worker, from its normalised indicators (B.2)."""
-    return Score(
-        prefill=_weigh(state, state.prefill, capacity.prefill_slots, PREFILL_WEIGHTS),
-        decode=_weigh(state, state.decode, capacity.decode_slots, DECODE_WEIGHTS),
-    )
+    prefill = _weigh(state, state.prefill, capacity.prefill_slots, PREFILL_WEIGHTS)
+    decode = _weigh(state, state.decode, capacity.decode_slots, DECODE_WEIGHTS)
+    return Score(prefill / _PREFILL_FULL, decode / _DECODE_FULL)
 
 
 def _weigh(state: LoadState, queues: Queues, slots: float, weights: Weights) -> float:
@@ -131,7 +138,7 @@ def _weigh(state: LoadState, queues: Queues, slots: float, weights: Weights) -> 
         + weights.compute * state.compute_used
         + weights.memory_bandwidth * state.memory_bandwidth_used
     )
-    return (lengths / max(slots, 1) + shares) / weights.full
+    return lengths / max(slots, 1) + shares
 
 
 class ScoreWindow:
@@ -211,6 +218,9 @@ class ScoredWorker:
     def own_score(self) -> float:
         """The score of the side that it is on: C_i."""
         return self.score.prefill if self.prefills else self.score.decode
+
+
+quick(ScoredWorker)
 
 
 def fleet_score(workers: Sequence[ScoredWorker]) -> Score:

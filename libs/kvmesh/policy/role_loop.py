@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.values import quick
 from kvmesh.policy.load_score import (
     Capacity,
     LoadState,
@@ -43,6 +44,9 @@ class WorkerReading:
     role: Role
     state: LoadState
     capacity: Capacity
+
+
+quick(WorkerReading)  # for speed, as in `load_score.py`
 
 
 def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
@@ -140,11 +144,25 @@ class _Rest:
         self.cycles_left = self._next
 
 
+class _Kept:
+    """The last reading of a worker, what it was made of, and its score."""
+
+    __slots__ = ("info", "load", "reading", "score", "waiting")
+
+    def __init__(self, info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> None:
+        self.info = info
+        self.load = load
+        self.waiting = waiting
+        self.reading = read_worker(info, load, waiting)
+        self.score = score(self.reading.state, self.reading.capacity)
+
+
 class RoleLoop:
     """FlowKV's controller: windowed scores, the load state, and the workers that help."""
 
     def __init__(self) -> None:
         self._limits = SwitchLimits()
+        self._kept: dict[WorkerId, _Kept] = {}
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
         self._rests = {role: _Rest(self._limits) for role in (Role.PREFILL, Role.DECODE)}
@@ -153,6 +171,18 @@ class RoleLoop:
     def is_helping(self) -> bool:
         """Whether a worker helps the other side now."""
         return bool(self._helping)
+
+    def read(self, info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerReading:
+        """Same as `read_worker`; a load that has not changed since is not read again."""
+        kept = self._kept.get(info.worker_id)
+        if (
+            kept is None
+            or kept.load is not load
+            or kept.info is not info
+            or kept.waiting != waiting
+        ):
+            kept = self._kept[info.worker_id] = _Kept(info, load, waiting)
+        return kept.reading
 
     def cycle(self, readings: Sequence[WorkerReading], now: float) -> Parts[RoleCycle]:
         """Decides for one cycle.
@@ -163,6 +193,7 @@ class RoleLoop:
         roles = {each.worker_id: each.role for each in readings}
         for name in self._windows.keys() - roles.keys():
             del self._windows[name]
+            self._kept.pop(name, None)
         # Workers that left, or got another role from elsewhere, no longer help.
         self._helping = {
             name: Help(help_.role, help_.cycles_left - 1)
@@ -193,6 +224,12 @@ class RoleLoop:
             self._rests[other(switch.role)].begin(switch.reason)
 
     def _score(self, reading: WorkerReading, now: float) -> ScoredWorker:
-        window = self._windows.setdefault(reading.worker_id, ScoreWindow(SCORE_WINDOW_S))
-        window.add(score(reading.state, reading.capacity), now)
+        window = self._windows.get(reading.worker_id)
+        if window is None:
+            window = self._windows[reading.worker_id] = ScoreWindow(SCORE_WINDOW_S)
+        kept = self._kept.get(reading.worker_id)
+        if kept is not None and kept.reading is reading:
+            window.add(kept.score, now)
+        else:
+            window.add(score(reading.state, reading.capacity), now)
         return ScoredWorker(reading.worker_id, reading.role is Role.PREFILL, window.mean)

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 
 from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.core.newcomers import Newcomers
+from kvmesh.core.open_files import most_open_files
 from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, TlsConfig
 from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.rpc.listening_port import ListeningPort
@@ -39,6 +40,12 @@ CONNECT_TIMEOUT_S = 1.0
 """Seconds to connect to an offered port.
 
 If it does not answer, as behind a proxy, the stream stays on gRPC.
+"""
+
+MOST_OPEN_SHARE = 0.4
+"""Largest fraction of the files that a process may open which direct connections take.
+
+Each has a gRPC connection beside it. Further streams stay on gRPC.
 """
 
 _TOKEN_BYTES = 16
@@ -97,6 +104,7 @@ class DirectListener:
     _newcomers: Newcomers[FramedConnection] = field(
         default_factory=lambda: Newcomers(FramedConnection.abort)
     )
+    _most_open: int = field(default_factory=lambda: int(MOST_OPEN_SHARE * most_open_files()))
     _server: asyncio.Server | ListeningPort | None = None
     _local_server: asyncio.Server | None = None
 
@@ -160,7 +168,9 @@ class DirectListener:
         on_frame: Callable[[bytes], None],
         on_connected: Callable[[FramedConnection], None],
     ) -> DirectOffer:
-        """Offers a connection to one stream's client; without a port, the offer is empty.
+        """Offers a connection to one stream's client.
+
+        The offer is empty without a port, and while too many connections are open.
 
         Args:
             on_frame: called with each message's bytes.
@@ -168,7 +178,7 @@ class DirectListener:
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         offer = DirectOffer(self, token, on_frame, on_connected)
-        if self.port:
+        if self.port and len(self._offers) + len(self._open) < self._most_open:
             words = f"{self.port} {token.hex()} {self.advertise_host}"
             offer.metadata = ((OFFER_KEY, words.strip()),)
             if self.local_name:

@@ -18,6 +18,7 @@ from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
 from kvmesh.rpc.convert_worker import role_from_proto, worker_info_to_proto, worker_load_to_proto
+from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -202,6 +203,7 @@ class _Link:
                     self._on_message,
                     on_up=self._on_up,
                     on_down=self._on_down,
+                    direct=DirectClient.of(self._target, RegisterWorkerResponse, self._access.tls),
                 )
                 async with asyncio.TaskGroup() as tasks:
                     connection = tasks.create_task(self._stream.run())

@@ -32,6 +32,9 @@ OpenCall = Callable[[AsyncIterator[Any]], Any]
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 """Seconds to pause between attempts to connect; each pause is twice the one before."""
 
+_REASON_S = 0.5
+"""Seconds that the end of a direct connection waits for the end of its call, with the reason."""
+
 UNREACHABLE_AFTER = 8
 """Failed attempts, about five seconds, after which the log reports an unreachable peer."""
 
@@ -183,6 +186,10 @@ class PeerStream(Generic[RequestT, ResponseT]):
         try:
             await asyncio.wait((reading, connection.closed), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
+                # A service that refuses its client ends both, and says why on gRPC.
+                await asyncio.wait((reading,), timeout=_REASON_S)
+                if reading.done():
+                    await reading
                 return connection.closed.result()
             await wait_for_last_bytes(connection)
             await reading

@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from kvmesh.core.config import load_config, option, secret
 from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.core.mesh_secret import load_secret
+from kvmesh.core.open_files import raise_open_files
 from kvmesh.rpc.callers import RpcNames, check_callers
 from kvmesh.rpc.channels import MeshAccess, TlsConfig, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
@@ -418,6 +419,7 @@ def run_service(
             while everything waits.
     """
     configure_logging(name)  # for errors before the config is known
+    raise_open_files()
     try:
         config = load_config(config_class, sys.argv[1:], prog=f"python -m services.{name}")
         telemetry = config.telemetry

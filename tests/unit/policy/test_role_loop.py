@@ -197,3 +197,23 @@ class TestRoles:
         loop.carried_out(switch)
         cycled(loop, self.readings(helper=Role.HYBRID), 1.0)
         assert not loop.is_helping
+
+
+def test_a_load_that_has_not_changed_is_not_read_again() -> None:
+    loop, info, waiting = RoleLoop(), worker_info("p"), Waiting(3, 0)
+    load = WorkerLoad(prefill_active=1)
+    reading = loop.read(info, load, waiting)
+    assert reading == read_worker(info, load, waiting)
+    assert loop.read(info, load, Waiting(3, 0)) is reading
+    for changed in (
+        (info, WorkerLoad(prefill_active=1, blocks_free=1), waiting),
+        (info, load, Waiting(4, 0)),
+        (worker_info("p", Role.DECODE), load, waiting),
+    ):
+        loop.read(info, load, waiting)
+        assert loop.read(*changed) == read_worker(*changed) != reading
+    fresh, kept = RoleLoop(), RoleLoop()
+    for second in range(4):
+        theirs = at_once(fresh.cycle([read_worker(info, load, waiting)], float(second)))
+        ours = at_once(kept.cycle([kept.read(info, load, waiting)], float(second)))
+        assert (ours.fleet, ours.regime) == (theirs.fleet, theirs.regime)

@@ -80,6 +80,15 @@ class TestLayouts:
         join(fleet, replace(worker_info("a", incarnation=2), layout=other))
         join(fleet, replace(worker_info("e"), layout=other))
 
+    def test_who_left_no_longer_counts(self, fleet: Fleet) -> None:
+        other = replace(LAYOUT, block_size=32)
+        member = join(fleet, worker_info("a"))
+        assert isinstance(fleet.register(replace(worker_info("b"), layout=other), 0.0), Refusal)
+        assert fleet.leave(member)
+        join(fleet, replace(worker_info("b"), layout=other))
+        assert fleet.expire(LEASE_S) == ["b"]
+        join(fleet, worker_info("c"))
+
     def test_clusters_are_one_group(self, fleet: Fleet) -> None:
         join(fleet, worker_info("a"))
         far = replace(worker_info("b"), layout=replace(LAYOUT, tp_size=2), cluster="far")

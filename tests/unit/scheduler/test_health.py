@@ -106,3 +106,22 @@ async def test_each_request_that_an_idle_worker_refused_counts_once() -> None:
         await parts.decoders(f"other {number}", avoid=refused)
     await parts.second()
     assert parts.shown("p0")[0] is Health.DEGRADED
+
+
+async def test_reports_that_are_judged_already_are_not_judged_again() -> None:
+    parts = Judged()
+    await parts.second()
+    assert not parts.health.is_quiet, "how long a worker has been idle shows at the second look"
+    await parts.health.judge(parts.clock.now())
+    assert parts.health.is_quiet
+    await parts.second(d0=IDLE)
+    assert parts.health.is_quiet, "nothing changed"
+    await parts.decoders("a", lost=frozenset({WorkerId("d0")}))
+    assert not parts.health.is_quiet, "a gateway has told of a loss"
+
+
+async def test_a_sick_worker_is_judged_as_time_passes() -> None:
+    parts = Judged()
+    for _ in range(3):
+        await parts.second(d0=HANGS)
+        assert not parts.health.is_quiet

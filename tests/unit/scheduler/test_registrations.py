@@ -12,7 +12,7 @@ from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
-from services.scheduler.registrations import Orders, Registrations
+from services.scheduler.registrations import Orders, Registrations, WorkerStream
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.parts import Parts
 
@@ -30,7 +30,8 @@ async def test_a_closing_service_does_not_take_its_workers_for_lost(closes: bool
         await stream_ends.wait()
 
     orders: Orders = Outbox()
-    following = asyncio.create_task(registrations.follow(requests(), orders))
+    stream = WorkerStream(orders)
+    following = asyncio.create_task(registrations.follow(requests(), stream))
     heard = aiter(orders)
     assert (await anext(heard)).WhichOneof("order") == "accepted"
     assert registrations.give_role(WorkerId("p"), Role.DECODE, "a test")
@@ -39,7 +40,8 @@ async def test_a_closing_service_does_not_take_its_workers_for_lost(closes: bool
         registrations.close()
     stream_ends.set()
     assert [order async for order in heard] == []
-    assert await following is None
+    await following
+    assert stream.refusal is None
     assert len(parts.fleet) == (1 if closes else 0)
     assert not registrations.give_role(WorkerId("p"), Role.DECODE, "nobody hears it")
 
