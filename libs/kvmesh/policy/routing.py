@@ -229,12 +229,15 @@ def _plan_disaggregated(call: Call, sides: Sides) -> RoutePlan | None:
     decode = in_order(call, beside, call.policy.decode, last_resort)
     first = prefill[0]
     reason = f"{prefill_reason(first)}{fetch_words(first)}; {decode_reason(decode[0])}"
-    cause = call.policy.basis
+    return _plan(call, prefill, decode, _cause(call, first), reason)
+
+
+def _cause(call: Call, first: Seat) -> RouteCause:
     if first.source is not None:
-        cause = RouteCause.FETCH
-    elif call.policy.reads_cache and first.cached_tokens > 0:
-        cause = RouteCause.PREFIX
-    return _plan(call, prefill, decode, cause, reason)
+        return RouteCause.FETCH
+    if call.policy.reads_cache and first.cached_tokens > 0:
+        return RouteCause.PREFIX
+    return call.policy.basis
 
 
 def _crowded(call: Call, decode: list[Seat]) -> LastResort:
@@ -309,8 +312,10 @@ def _plan_beside(call: Call, hybrids: list[Seat], free: list[Seat]) -> RoutePlan
     prefill = [home, *in_order(call, rest, call.policy.prefill, None)]
     # The fullest first, so that workers become free again.
     decode = sorted(decoding, key=lambda seat: -seat.decode_share)
-    reason = f"{prefill_reason(home)}; limits keep it from {decode_reason(decode[0])}"
-    return _plan(call, _worth_asking(call, prefill, home.group), decode, RouteCause.LOAD, reason)
+    held = f"{prefill_reason(home)}{fetch_words(home)}"
+    reason = f"{held}; limits keep it from {decode_reason(decode[0])}"
+    asked = _worth_asking(call, prefill, home.group)
+    return _plan(call, asked, decode, _cause(call, home), reason)
 
 
 def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
