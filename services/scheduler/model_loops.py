@@ -236,7 +236,8 @@ class ModelLoops:
         num_far = sum(each.info.cluster == self._remote for each in workers)
         egress = self._offload.take_capacity()
         hardware = Hardware(num_far if self._egress else 0, len(home), egress)
-        return self._allocation.question(serving, hardware, self.threshold, num_prefill, queues)
+        loads = [(each.info, each.load) for each in home]
+        return self._allocation.question(serving, hardware, self.threshold, loads, queues)
 
     def giver(self, to_role: Role | None, workers: Sequence[FleetWorker]) -> WorkerId | None:
         """The least loaded worker of the side that gives one up; None if it can spare none.

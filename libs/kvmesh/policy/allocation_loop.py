@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.prfaas import (
@@ -25,6 +27,8 @@ from kvmesh.policy.prfaas import (
     threshold_grid,
 )
 from kvmesh.policy.reallocation import Reallocation, StageQueues, plan_reallocation
+from kvmesh.policy.role_loop import decode_slots
+from kvmesh.policy.token_pace import KEPT_SHARE
 from kvmesh.policy.waiting import Waiting
 
 REALLOCATE_S = 120.0
@@ -111,25 +115,49 @@ class AllocationLoop:
         serving: ServingProfile,
         hardware: Hardware,
         threshold: Threshold,
-        num_prefill: int,
+        workers: Sequence[tuple[WorkerInfo, WorkerLoad]],
         queues: StageQueues,
     ) -> AllocationQuestion:
         """Returns the inputs of an evaluation, with the recent prompts.
 
         Args:
-            serving: measured costs; its `output_tokens` are replaced by the observed mean.
-            num_prefill: local prefill instances now.
+            serving: measured costs; its `output_tokens` are replaced by the observed mean, and its
+                batch by what TPOT limits leave of it.
+            workers: local instances now.
             queues: from `take_queues`.
         """
         output = max(sum(self._outputs) / len(self._outputs), 1.0)
+        num_prefill = sum(info.role is Role.PREFILL for info, _ in workers)
         return AllocationQuestion(
-            dataclasses.replace(serving, output_tokens=output),
+            dataclasses.replace(within_limits(serving, workers), output_tokens=output),
             tuple(self._lengths),
             hardware,
             threshold,
             num_prefill,
             queues,
         )
+
+
+def within_limits(
+    serving: ServingProfile, workers: Iterable[tuple[WorkerInfo, WorkerLoad]]
+) -> ServingProfile:
+    """Returns the costs with the largest batch that keeps the TPOT limits (BS_max of eq. 5).
+
+    Unchanged where no limit makes batches smaller. A step of such a batch takes `KEPT_SHARE` of the
+    strictest limit, by definition.
+    """
+    limited = [
+        (decode_slots(info, load), KEPT_SHARE * load.room.strictest_s)
+        for info, load in workers
+        if load.decode_running and math.isfinite(load.room.strictest_s)
+    ]
+    if not limited:
+        return serving
+    batch = sum(slots for slots, _ in limited) / len(limited)
+    if batch >= serving.decode_batch:
+        return serving
+    rate = sum(slots / step_s for slots, step_s in limited) / len(limited)
+    return dataclasses.replace(serving, decode_batch=batch, decode_step_s=batch / rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,8 +171,9 @@ class Control:
             return
         hardware = self._hardware(self._offload.take_capacity())
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
+        loads = [(worker.info, worker.load()) for worker in local]
         question = self._allocation.question(
-            self._serving(), hardware, self._offload.threshold, num_prefill, queues
+            self._serving(), hardware, self._offload.threshold, loads, queues
         )
         if not question.is_open(switch_roles=self._scenario.system.switch_roles):
             return
