@@ -202,8 +202,8 @@ bench-tokenizer: setup ## prompts to tokens, against the library that models are
 bench-pool: setup ## copies of hot prefixes over live workers; writes bench/results/pool.*
 	$(PY) -m benchmarks.pool $(ARGS)
 
-bench-sim-error: setup ## the simulator against a real stack under the same load; writes bench/results/sim_error.*
-	$(PY) -m kvmesh.cli up --prefill 1 --decode 1 --port 0 --run '$(PY) -m benchmarks.sim_error $(ARGS)'
+bench-sim-error: setup ## kvmesh profile, then simulator and real stacks under the same loads; writes bench/results/sim_error.*
+	$(PY) -m benchmarks.sim_error $(ARGS)
 
 bench-live: setup ## the papers' mechanisms in real processes against their baselines; writes bench/results/live.*
 	$(PY) -m benchmarks.live $(ARGS)

@@ -19,7 +19,7 @@ import aiohttp
 
 from benchmarks.poisson import poisson_times
 from benchmarks.result import Row
-from benchmarks.stack_client import VOCAB, StackClient
+from kvmesh.cli.stack_client import VOCAB, StackClient
 from kvmesh.core.summary_statistics import percentile
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet

@@ -35,7 +35,7 @@ from benchmarks.pool_mesh import (
     pool_mesh,
 )
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
-from benchmarks.stack_client import StackClient
+from kvmesh.cli.stack_client import StackClient
 from kvmesh.core.summary_statistics import coefficient_of_variation, percentile
 from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
 from kvmesh.kv.hashing import chain_hashes, root_hash

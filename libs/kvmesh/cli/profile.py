@@ -7,10 +7,12 @@ Tests: tests/integration/test_profile_command.py.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
 from kvmesh.cli.model_folder import read_model_folder
 from kvmesh.cli.profile_flags import parser
+from kvmesh.cli.stack_costs import measure_stack, stack_record
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
 from kvmesh.engine.protocol import ModelRunner
@@ -48,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
         num_threads=arguments.threads,
     )
     console = Console(stderr=True)
+    if arguments.url:
+        record = _stack_record(runner, arguments)
+        Path(arguments.out).write_text(json.dumps(record, indent=2) + "\n")
+        Console().print(f"wrote {arguments.out}", soft_wrap=True)
+        return 0
     if arguments.cuda_graphs == "on" or (
         arguments.cuda_graphs == "auto" and arguments.device != "cpu"
     ):
@@ -66,6 +74,18 @@ def main(argv: Sequence[str]) -> int:
         plot_profile(measured, Path(arguments.plot))
     _summarize(record["measured"], arguments.out)
     return 0
+
+
+def _stack_record(runner: ModelRunner, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures a running stack; the model itself tells only the size of its KV."""
+    spec, positions = runner.spec, runner.spec.layout.block_size * runner.kv.num_blocks
+    try:
+        lengths = {1, min(spec.max_model_len, positions)}
+        kv_bytes = _kv_bytes(runner, lengths)["total"]
+    finally:
+        runner.close()
+    measured = asyncio.run(measure_stack(arguments.url.rstrip("/")))
+    return stack_record(measured, spec.name, kv_bytes, positions)
 
 
 def _check_samples(names: str, some: Sequence[int], others: Sequence[int]) -> None:

@@ -10,17 +10,23 @@ from kvmesh.cli.flags import add_flag, new_parser, output_file, picture_file, po
 DESCRIPTION = """\
 Times prefill over prompt and cached lengths and decode steps over batch and context, reads memory
 and sends over the loopback, fits costs with error bars, and writes a profile for `kvmesh plan` and
-`kvmesh simulate`. Run it on a machine that does nothing else."""
+`kvmesh simulate`. Run it on a machine that does nothing else.
+
+With --url, which `kvmesh up --run` sets, it measures a running stack instead: its workers, what
+they cost each other on one host, and what gateway and scheduler take."""
 
 EXAMPLE = """\
 example: kvmesh profile --model models/pydoc-6m --out pydoc.json --plot pydoc.png
-         kvmesh simulate --profile pydoc.json --fleet home:cpu:prefill:1,home:cpu:decode:1"""
+         kvmesh simulate --profile pydoc.json --fleet home:cpu:prefill:1,home:cpu:decode:1
+         kvmesh up --prefill 1 --decode 1 --run 'kvmesh profile --model models/pydoc-6m'"""
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser with all flags."""
     made = new_parser("kvmesh profile", DESCRIPTION, EXAMPLE)
     add_flag(made, "--model", "", "checkpoint folder", metavar="DIR")
+    text = "gateway of a stack to measure as it runs, of one prefill and one decode worker"
+    add_flag(made, "--url", "", text, metavar="URL")
     add_flag(
         made,
         "--out",

@@ -46,6 +46,7 @@ class Device:
     Attributes:
         prefill_s: seconds to prefill so many uncached tokens.
         num_blocks: number of KV blocks that it holds, of 512 tokens as in traces.
+        spread: relative deviation of the time of equal work from run to run.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Device:
     num_blocks: int
     prefill_slots: int
     decode_slots: int
+    spread: float = 0.0
 
     @property
     def pair_share(self) -> float:

@@ -126,7 +126,8 @@ def _curve(fields: Fields) -> Curve:
 
 
 def _device(name: str, fields: Fields) -> Device:
-    fields.only("prefill_s", "decode_s", "num_blocks", "prefill_slots", "decode_slots")
+    known = ("prefill_s", "decode_s", "num_blocks", "prefill_slots", "decode_slots", "spread")
+    fields.only(*known)
     decode = fields.child("decode_s")
     decode.only("constant", "per_sequence", "per_token")
     return Device(
@@ -138,6 +139,7 @@ def _device(name: str, fields: Fields) -> Device:
         num_blocks=fields.count("num_blocks", 1),
         prefill_slots=fields.count("prefill_slots", 1),
         decode_slots=fields.count("decode_slots", 1),
+        spread=fields.number("spread") if fields.has("spread") else 0.0,
     )
 
 

@@ -8,6 +8,7 @@ Tests: tests/unit/sim/test_worker.py.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +121,9 @@ def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list
 class StepLoop:
     """Sequences that compute on one worker, oldest first.
 
+    Args:
+        draw: varies the times of equal work, where the device's do.
+
     Attributes:
         computed_tokens: tokens computed since the start, without decode steps.
         busy_s: seconds spent in steps.
@@ -135,8 +139,10 @@ class StepLoop:
         listener: StepListener,
         host: Host | None = None,
         itl_s: float = math.inf,
+        draw: random.Random | None = None,
     ) -> None:
         self._device = device
+        self._draw = draw or random.Random(0)
         self._host = host
         if host is not None:
             host.add(self)
@@ -305,8 +311,10 @@ class StepLoop:
     def _start_run(self) -> None:
         decoding = self._decoding
         num_steps = decoding.steps_to_next()
-        step_s = self._step_s(decoding.count, decoding.context)
-        growth_s = self._step_s(decoding.count, decoding.context + decoding.count) - step_s
+        varied = self._varied()
+        step_s = varied * self._step_s(decoding.count, decoding.context)
+        after_s = varied * self._step_s(decoding.count, decoding.context + decoding.count)
+        growth_s = after_s - step_s
         begin = self._events.now() + self._take_other_work_s()
         self._run = run = _Run(begin, step_s, growth_s, num_steps)
         self._timer = self._events.at(begin + run.seconds(num_steps), self._end_run)
@@ -355,7 +363,13 @@ class StepLoop:
         alone = self._device.prefill_s(before + count)
         if before:
             alone -= self._device.prefill_s(before)
+        alone *= self._varied()
         return alone if self._host is None else alone * self._host.prefill_stretch(self)
+
+    def _varied(self) -> float:
+        """Returns a factor on the time of a chunk or a run of steps; log-normal, of mean 1."""
+        spread = self._device.spread
+        return math.exp(self._draw.gauss(-spread * spread / 2, spread)) if spread else 1.0
 
     # --- ending ------------------------------------------------------------------------------
 

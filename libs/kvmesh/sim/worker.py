@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -106,7 +107,8 @@ class SimWorker:
         self._tpot_s = rules.tpot_s
         num_slots = info.prefill_slots + info.decode_slots
         limits = BatchLimits(rules.chunks.alone, num_slots, rules.chunks.mixed)
-        self.steps = StepLoop(device, self.pool, limits, events, self, host, rules.itl_s)
+        draw = random.Random(str(info.worker_id))
+        self.steps = StepLoop(device, self.pool, limits, events, self, host, rules.itl_s, draw)
         self._num_sequences = 0
         self._waiting: list[SimSequence] = []
         self._prefills: set[SimSequence] = set()

@@ -1,7 +1,8 @@
 """Processor time of what stands before the workers of a running stack: gateway, scheduler,
 kvmanager, Redis, and the client that measures; and of the workers' own loops, which their steps
 wait for. Told apart by what it is for: a request, a token, or a worker that was asked and refused.
-Tests: tests/unit/benchmarks/test_front_cost.py.
+
+Tests: tests/unit/cli/test_front_cost.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from benchmarks.stack_client import StackClient
+from kvmesh.cli.stack_client import StackClient
 from kvmesh.core.cores import usable_cores
 from kvmesh.sim.profile import Front, Loop
 
@@ -30,8 +31,10 @@ SHORT_LENGTH = 4
 
 
 def cpu_s() -> dict[str, float]:
-    """Seconds of the front: all processes of the stack that started this one but its workers, and
-    this; and of the loops of prefill and of decode workers, which are their main threads.
+    """Returns the seconds of the front and of the loops of prefill and decode workers so far.
+
+    The front is all processes of the stack that started this one but its workers, and this process.
+    A worker's loop is its main thread.
     """
     total = dict.fromkeys((FRONT, PREFILL, DECODE), 0.0)
     root = psutil.Process(os.getppid())
@@ -51,17 +54,17 @@ def cpu_s() -> dict[str, float]:
 
 
 def offers_of(text: str) -> float:
-    """Offers that the gateway made for requests that were placed, from its metrics."""
+    """Returns how many offers a gateway made for requests that were placed, from its metrics."""
     lines = (line.split() for line in text.splitlines())
     return sum(float(line[1]) for line in lines if len(line) == 2 and line[0].startswith(_OFFERS))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the front did in some time, or a loop.
+    """What the front or a loop did in some time.
 
     Attributes:
-        refusals: offers that were made in vain.
+        refusals: number of refused offers.
     """
 
     seconds: float
@@ -71,12 +74,12 @@ class Span:
     refusals: float = 0.0
 
     def beyond(self, idle_cores: float) -> float:
-        """Processor time, less what the front takes when nothing happens."""
+        """Returns the processor time, less what is taken when nothing happens."""
         return max(self.cpu_s - idle_cores * self.seconds, 0.0)
 
 
 def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) -> Front:
-    """The costs that explain the spans: few tokens, many tokens, many refusals."""
+    """Returns the costs that explain spans with few tokens, many tokens and many refusals."""
     idle_cores = idle.cpu_s / idle.seconds
     request_s = token_s = 0.0
     # Each round brings them closer: a lone request has few tokens, a batch few requests.
@@ -89,7 +92,7 @@ def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) 
 
 
 def fit_loop(prefill: Front, decode: Front) -> Loop:
-    """What workers do beside steps, from the costs of their loops.
+    """Returns what workers do beside steps, from the costs of their loops.
 
     A loop works for each step too; that is a part of the step as it was measured.
     """
@@ -109,7 +112,7 @@ async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[
 
 
 async def measure_front(client: StackClient) -> tuple[Front, Loop]:
-    """Takes about 15 seconds."""
+    """Measures both; takes about 15 seconds."""
 
     async def nothing() -> int:
         await asyncio.sleep(2.0)

@@ -1,4 +1,7 @@
-"""A client that sends one completion and notes when its tokens came."""
+"""A client that sends completions and notes when their tokens came.
+
+Tests: tests/integration/test_profile_command.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 import aiohttp
 
 VOCAB = (16, 4000)
-"""Token ids of the embedded model without its special ones."""
+"""Token ids that every vocabulary has, the embedded model's too, without special ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,12 @@ class Timing:
 
     @property
     def ttft_s(self) -> float:
-        """Sent to first token."""
+        """Seconds from sending to the first token."""
         return self.token_s[0] - self.sent_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first."""
+        """Mean seconds per token after the first."""
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
@@ -43,7 +46,8 @@ class StackClient:
     """Asks a running stack.
 
     Args:
-        seed: of the prompts; no two are alike.
+        url: base URL of the gateway.
+        seed: seed of the prompts, of which no two are alike.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
@@ -56,10 +60,10 @@ class StackClient:
     async def complete(
         self, input_tokens: int, output_tokens: int, placement: str = ""
     ) -> Timing | None:
-        """One streamed completion of random tokens; None if it was refused.
+        """Sends a streamed completion of random tokens; None if it was refused.
 
         Args:
-            placement: asked for; empty leaves it to the policy.
+            placement: the placement to ask for; empty leaves it to the policy.
         """
         prompt = [self._draw.randrange(*VOCAB) for _ in range(input_tokens)]
         return await self.complete_prompt(prompt, output_tokens, placement)
@@ -67,7 +71,7 @@ class StackClient:
     async def complete_prompt(
         self, prompt: Sequence[int], output_tokens: int, placement: str = ""
     ) -> Timing | None:
-        """As `complete`, of these tokens."""
+        """Does the same as `complete` with a given prompt."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -88,13 +92,13 @@ class StackClient:
             return Timing(sent, tuple(times), response.headers["x-kvmesh-placement"])
 
     async def metrics(self) -> str:
-        """What the gateway counts, in Prometheus' text format."""
+        """Returns the gateway's metrics in Prometheus' text format."""
         async with self._session.get(self._metrics_url) as response:
             response.raise_for_status()
             return await response.text()
 
     async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
-        """So many at once, on a decode worker that computes no prompts of its own."""
+        """Sends several at once, to a decode worker that computes no prompts of its own."""
         asked = [self.complete(input_tokens, output_tokens, "disaggregated") for _ in range(count)]
         found = await asyncio.gather(*asked)
         return [each for each in found if each is not None]

@@ -1,34 +1,37 @@
-"""Measures a running stack of one prefill and one decode worker as profiles need it.
+"""Measures a running stack of one prefill and one decode worker for `kvmesh profile --url`.
 
 All from the client's side: first one thing at a time, then prompts and decode steps beside each
 other, which tells what it costs them to share the machine's cores.
-Tests: tests/unit/benchmarks/test_stack_profile.py.
+Tests: tests/unit/cli/test_stack_costs.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from benchmarks.front_cost import FRONT, cpu_s, measure_front
-from benchmarks.stack_client import StackClient, Timing
+import aiohttp
+
+from kvmesh.cli.bench_load import find_model
+from kvmesh.cli.front_cost import FRONT, PREFILL, cpu_s, measure_front
+from kvmesh.cli.stack_client import StackClient, Timing
+from kvmesh.core.errors import ConfigError
 from kvmesh.policy.curves import Interpolated
-from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.host import crowding
-from kvmesh.sim.profile import (
-    DecodeCost,
-    Device,
-    Front,
-    Links,
-    Loop,
-    PlanDefaults,
-    Profile,
-    Sharing,
-)
+from kvmesh.sim.profile import BITS_PER_GBPS, DecodeCost, Front, Loop, Sharing
+from kvmesh.sim.trace_request import TRACE_BLOCK
+
+SEED = 1
+"""Seed of the prompts."""
+
+TIMEOUT_S = 300.0
+"""Longest time of a request."""
 
 TINY = 4
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -50,8 +53,11 @@ SHARED_OUTPUT = 640
 
 MIN_PROMPTS = 3
 
-NUM_BLOCKS = 256
-"""Of 512 tokens; more than any load here needs, as the stack has."""
+DEVICE = "cpu"
+"""Name of the device in the profile."""
+
+PREFILL_SLOTS, DECODE_SLOTS = 1, 32
+"""Slots of the workers that `kvmesh up` starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,7 @@ class Measured:
         first_s: median time to the first token of a lone prompt, by its length.
         handoff_s: from the first token of a lone prompt to its second, by its length.
         beside: the same prompts and steps while both are computed at once.
+        spread: relative deviation of the time to the first token of equal prompts.
     """
 
     first_s: dict[int, float]
@@ -195,6 +202,7 @@ class Measured:
     beside: Beside
     front: Front
     loop: Loop
+    spread: float = 0.0
 
     @property
     def overhead_s(self) -> float:
@@ -207,23 +215,52 @@ async def measure(client: StackClient) -> Measured:
     await client.together(2, LENGTHS[-1], 8)  # warm
     first: dict[int, float] = {}
     handoff: dict[int, float] = {}
+    spreads: list[float] = []
     for length in (TINY, *LENGTHS):
         timings = [(await client.together(1, length, 3))[0] for _ in range(REPEATS)]
         first[length] = statistics.median(each.ttft_s for each in timings)
         handoff[length] = statistics.median(each.token_s[1] - each.token_s[0] for each in timings)
+        spreads.append(spread_of([each.ttft_s for each in timings]))
         sys.stderr.write(f"prompt of {length}: first token after {1000 * first[length]:.1f} ms\n")
     short = [await measure_step(client, batch, TINY) for batch in BATCHES]
     long = await measure_step(client, BATCHES[1], LONG_CONTEXT)
     beside = await measure_beside(client)
-    return Measured(first, handoff, tuple(short), long, beside, *await measure_front(client))
+    front, loop = await measure_front(client)
+    spread = statistics.median(spreads)
+    return Measured(first, handoff, tuple(short), long, beside, front, loop, spread)
 
 
-def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, int]) -> Profile:
-    """The simulator's view of what was measured.
+def spread_of(times_s: Sequence[float]) -> float:
+    """Returns the relative deviation of equal runs; a single late one counts for little."""
+    median = statistics.median(times_s)
+    # For a normal distribution the deviation is 1.48 times the median distance.
+    return 1.48 * statistics.median(abs(each - median) for each in times_s) / median
+
+
+async def measure_stack(url: str) -> Measured:
+    """Measures the stack behind a gateway.
+
+    Raises:
+        ConfigError: its workers are not found.
+        RuntimeError: the machine is too busy.
+    """
+    if not cpu_s()[PREFILL]:
+        raise ConfigError(
+            "the stack's workers do not run below the process that started this one; measure it "
+            "with kvmesh up --prefill 1 --decode 1 --run 'kvmesh profile --model DIR'"
+        )
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+        return await measure(StackClient(session, url, await find_model(url), SEED))
+
+
+def stack_record(
+    measured: Measured, model: str, kv_bytes: Sequence[tuple[int, int]], blocks: int
+) -> dict[str, Any]:
+    """Returns the profile of the stack's workers as JSON values.
 
     Args:
-        token_bytes: KV of one token.
-        slots: prefill and decode slots of a worker.
+        kv_bytes: pairs of tokens and bytes that a handoff moves.
+        blocks: number of positions that a worker's KV blocks hold.
     """
     overhead = measured.overhead_s
     points = [(0.0, 0.0)]
@@ -233,28 +270,53 @@ def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, in
     decode = fit_decode(measured.short, measured.long)
     length = LENGTHS[-1]
     sending_s = max(measured.handoff_s[length] - decode.step_s(1, length), 1e-4)
-    prefill = Interpolated(tuple(points))
+    moved = Interpolated(tuple((float(tokens), float(size)) for tokens, size in kv_bytes))
+    gbps = moved(length) / sending_s * 8 / BITS_PER_GBPS
+    return {
+        "name": model,
+        "description": f"{model} in a running stack, measured by kvmesh profile --url.",
+        "kv_bytes": {"points": [list(each) for each in kv_bytes]},
+        "devices": {
+            DEVICE: {
+                "prefill_s": {"points": [list(each) for each in points]},
+                "decode_s": asdict(decode),
+                "num_blocks": max(blocks // TRACE_BLOCK, 1),
+                "prefill_slots": PREFILL_SLOTS,
+                "decode_slots": DECODE_SLOTS,
+                "spread": measured.spread,
+            }
+        },
+        # A request passes three times on its way to the first token.
+        "links": {"inside_gbps": gbps, "between_gbps": gbps, "latency_s": overhead / 3},
+        "plan": {
+            "remote": DEVICE,
+            "local": DEVICE,
+            "num_remote": 0,
+            "num_local": 2,
+            "decode_batch": BATCHES[-1],
+            "decode_step_s": decode.step_s(BATCHES[-1], BATCHES[-1] * OUTPUT),
+            "output_tokens": 128,
+            "lengths": {
+                "mu": math.log(LENGTHS[0] * LENGTHS[-1]) / 2,
+                "sigma": 1.0,
+                "min": LENGTHS[0],
+                "max": LENGTHS[-1],
+            },
+        },
+        "sharing": asdict(_sharing(measured, decode, Interpolated(tuple(points)))),
+        "measured": asdict(measured),
+    }
+
+
+def _sharing(measured: Measured, decode: DecodeCost, prefill: Interpolated) -> Sharing:
+    beside = measured.beside
     alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
     # What the front took from both while they were measured is no part of what they take.
-    crowded = crowding(2, measured.beside.front_cores, measured.front.cores)
-    first_s = (measured.beside.first_s - overhead) / crowded
-    sharing = Sharing(
+    crowded = crowding(2, beside.front_cores, measured.front.cores)
+    first_s = (beside.first_s - measured.overhead_s) / crowded
+    return Sharing(
         max(first_s / prefill(SHARED_LENGTH), 1.0),
-        max(measured.beside.step_s / crowded / alone_s, 1.0),
+        max(beside.step_s / crowded / alone_s, 1.0),
         measured.front,
         measured.loop,
-    )
-    device = Device("cpu", prefill, decode, NUM_BLOCKS, *slots)
-    link = length * token_bytes / sending_s
-    return Profile(
-        name="this stack",
-        description="measured",
-        kv_bytes=lambda tokens: tokens * token_bytes,
-        devices={"cpu": device},
-        # A request passes three times on its way to the first token.
-        links=Links(link, link, overhead / 3),
-        plan=PlanDefaults(
-            "cpu", "cpu", 0, 2, 8, decode.step_s(8, 8 * 256), 32, LengthDistribution([256.0])
-        ),
-        sharing=sharing,
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.front_cost import FRONT, Span, cpu_s, fit_front, fit_loop, offers_of
+from kvmesh.cli.front_cost import FRONT, Span, cpu_s, fit_front, fit_loop, offers_of
 from kvmesh.sim.profile import Front, Loop
 
 IDLE_CORES = 0.05
