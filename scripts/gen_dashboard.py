@@ -17,6 +17,8 @@ DASHBOARD = (
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 RATE = "$__rate_interval"
+WORKERS = "max by (model, checkpoint, scenario, cluster, role) (kvmesh_scheduler_workers)"
+"""Each scheduler tells the same number of workers of a group."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,52 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
     ),
-    "Fleet": (
+    "Groups": (
         Panel(
-            "Workers by role", "short", (("{{role}}", "max by (role) (kvmesh_scheduler_workers)"),)
+            "Time to first token, p99",
+            "s",
+            (("{{scenario}}", tail("kvmesh_gateway_group_ttft_seconds", "scenario")),),
         ),
+        Panel(
+            "Time per token, p99",
+            "s",
+            (("{{scenario}}", tail("kvmesh_gateway_group_tpot_seconds", "scenario")),),
+        ),
+        Panel(
+            "Requests ended",
+            "reqps",
+            (
+                (
+                    "{{scenario}} {{finished_reason}}",
+                    rate("kvmesh_gateway_group_requests_total", "scenario, finished_reason"),
+                ),
+            ),
+            True,
+        ),
+        Panel(
+            "Refusals met",
+            "reqps",
+            (
+                (
+                    "{{scenario}} {{reason}}",
+                    rate("kvmesh_gateway_group_refusals_total", "scenario, reason"),
+                ),
+            ),
+            True,
+        ),
+        Panel(
+            "Workers",
+            "short",
+            (
+                (
+                    "{{scenario}}@{{cluster}} {{role}}",
+                    f"sum by (scenario, cluster, role) ({WORKERS})",
+                ),
+            ),
+        ),
+    ),
+    "Fleet": (
+        Panel("Workers by role", "short", (("{{role}}", f"sum by (role) ({WORKERS})"),)),
         Panel(
             "Prefill slots in use", "short", (("{{instance}}", "kvmesh_prefill_slots_used"),), True
         ),

@@ -112,6 +112,27 @@ class SchedulerTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class ScenarioConfig:
+    """The scenario of requests, which chooses their group; see docs/groups.md.
+
+    The header `x-kvmesh-scenario` comes first, then the model's scenario, then the tenant's. A
+    scenario without workers is passed over.
+    """
+
+    of_models: str = option(
+        "",
+        "scenario of requests for a model name, alias or adapter, as MODEL=SCENARIO, "
+        "comma-separated",
+    )
+    of_tenants: str = option(
+        "",
+        "scenario of requests of a tenant in the tenant directory, as TENANT=SCENARIO, "
+        "comma-separated",
+    )
+    default: str = option("", "scenario of all other requests; empty: the group of no scenario")
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsConfig:
     """Deadlines and limits of one request."""
 
@@ -207,6 +228,7 @@ class GatewayConfig:
     http: HttpConfig = option(HttpConfig, "")
     model: ModelConfig = option(ModelConfig, "")
     scheduler: SchedulerTargets = option(SchedulerTargets, "")
+    scenario: ScenarioConfig = option(ScenarioConfig, "")
     limits: LimitsConfig = option(LimitsConfig, "")
     access: AccessConfig = option(AccessConfig, "")
     quota: QuotaConfig = option(QuotaConfig, "")

@@ -77,6 +77,11 @@ class Frontend:
         return ServedNames(self._names, self._mesh.router.adapters)
 
     @property
+    def scenarios(self) -> frozenset[str]:
+        """Scenarios that have workers of their own now."""
+        return self._mesh.router.scenarios
+
+    @property
     def not_ready(self) -> str:
         """The reason why requests cannot be served now; empty if they can."""
         return self._mesh.router.not_ready
@@ -108,12 +113,14 @@ class Frontend:
         if tenant.limits.priority > 0 or not (is_hopeless or lag.is_hopeless(patience_s)):
             return
         wait_s = max(crowd.wait_s(tenant.name, num_choices), lag.now_s)
-        raise busy(
+        refused = busy(
             self._mesh.metrics,
             f"{crowd.num_waiting} requests wait for workers, about {wait_s:.1f} s; "
             f"this one has {patience_s:g} s",
             wait_s,
         )
+        self._mesh.metrics.of_group(served.group).refused(refused.refusal.reason.value)
+        raise refused
 
     def _checkpoints(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None, adapter: str
@@ -144,7 +151,9 @@ class Frontend:
             StageRefusedError: too many requests wait for this one to be served in time.
             GoneError: the delivered part does not belong to this call.
         """
-        adapter = self.served.adapter(call.model)
+        adapter, rules = self.served.adapter(call.model), self._mesh.scenarios
+        chosen = rules.choose(caller.scenario, call.model, caller.tenant, self.scenarios)
+        caller = changed(caller, scenario=chosen)
         check_call(call, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # priority < 0 passes the crowd
             self._check_crowd(caller, call.n * len(call.prompts))

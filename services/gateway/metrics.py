@@ -12,8 +12,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.core.types import FinishReason
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.quota import Quota, Tenant
 from kvmesh.telemetry.batch_histogram import BatchHistogram
+from services.gateway.group_metrics import FINISHED, GroupMetrics, GroupsMetrics
 from services.gateway.tenants.admission import Ticket
 
 # vLLM's buckets, in seconds, so that existing dashboards and quantiles stay comparable.
@@ -61,14 +63,6 @@ _MODEL_COUNTERS = {
     _SUCCESS: ("Finished requests.", "model_name", "finished_reason"),
 }
 
-# vLLM's words for `finished_reason`.
-_FINISHED = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "abort",
-    FinishReason.ERROR: "error",
-}
-
 
 class ModelMetrics:
     """Metrics of one model's requests.
@@ -100,7 +94,7 @@ class ModelMetrics:
         """Counts a finished request."""
         counter = self._finished.get(reason)
         if counter is None:
-            counter = self._success.labels(self._model, _FINISHED[reason])
+            counter = self._success.labels(self._model, FINISHED[reason])
             self._finished[reason] = counter
         counter.inc()
 
@@ -133,6 +127,11 @@ class GatewayMetrics(Collector):
             multiprocess_mode="livesum",
         )
         self._add_counters()
+        self._groups = GroupsMetrics(self._registry, TTFT_BUCKETS, ITL_BUCKETS)
+
+    def of_group(self, group: GroupKey) -> GroupMetrics:
+        """The metrics of a group's requests."""
+        return self._groups.of(group)
 
     def of(self, model: str) -> ModelMetrics:
         """The metrics of a model's requests."""

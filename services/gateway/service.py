@@ -41,6 +41,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.lanes import Lanes
 from services.gateway.request.mesh import Mesh
 from services.gateway.request.routing import Router, candidate_of
+from services.gateway.request.scenarios import Scenarios
 from services.gateway.shared_redis import open_journal, open_redis
 from services.gateway.tenants.admission import Admission
 from services.gateway.tenants.tenancy import open_tenancy
@@ -101,7 +102,11 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     routers = [Router(each, fleet, routes, sessions.in_flight, timeout_s) for each in names]
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     of_first = metrics.of(names[0])
-    mesh = Mesh(routers[0], sessions, metrics, of_first, config.limits, random.Random(), log=shown)
+    mesh = Mesh(
+        *(routers[0], sessions, metrics, of_first, config.limits, random.Random()),
+        log=shown,
+        scenarios=Scenarios.of(config.scenario),
+    )
     frontends = [
         Frontend(
             replace(mesh, router=router, of_model=metrics.of(model.config.name)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -138,7 +138,7 @@ class Fleet:
         # Its random numbers order workers of equal load; any fixed seed works.
         self._index = FleetIndex(random.Random(0), by_tokens=by_tokens)
         self._routed: OrderedDict[RequestId, _Routed] = OrderedDict()  # oldest first
-        self._roles = dict.fromkeys(Role, 0)
+        self._counts = Counter[tuple[GroupKey, Role]]()
         self._layouts = GroupLayouts()
         self._fingerprints: dict[str, set[str]] = {}
         self._labels: dict[str, set[str]] = {}
@@ -389,9 +389,9 @@ class Fleet:
             self._labels[model] = {info.scenario for info in infos if info.model == model}
         return self._labels[model]
 
-    def count_by_role(self) -> dict[Role, int]:
-        """Number of members of every role."""
-        return dict(self._roles)
+    def count_by_group(self) -> dict[tuple[GroupKey, Role], int]:
+        """Number of members of every group and role that was ever here."""
+        return dict(self._counts)
 
     def _land_routes(self, now: float) -> None:
         """Stops counting plans that are older than `IN_FLIGHT_S`."""
@@ -403,7 +403,7 @@ class Fleet:
 
     def _remove(self, worker_id: WorkerId, *, is_lost: bool) -> None:
         info = self._members.pop(worker_id).info
-        self._roles[info.role] -= 1
+        self._counts[GroupKey.of(info), info.role] -= 1
         self._layouts.remove(info)
         if is_lost:
             self._lost.append(info)
@@ -415,9 +415,9 @@ class Fleet:
     def _insert(self, info: WorkerInfo, session: int, *, reported_at: float, now: float) -> None:
         before = self._members.get(info.worker_id)
         if before is not None:
-            self._roles[before.info.role] -= 1
+            self._counts[GroupKey.of(before.info), before.info.role] -= 1
             self._layouts.remove(before.info)
-        self._roles[info.role] += 1
+        self._counts[GroupKey.of(info), info.role] += 1
         self._layouts.add(info)
         self._note_change(urgent=True)
         member = self._members[info.worker_id] = _Member(

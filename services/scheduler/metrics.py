@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from prometheus_client import Counter, Gauge
 
+from kvmesh.core.types import Role
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.telemetry.batch_histogram import BatchHistogram
 
@@ -73,7 +75,11 @@ SCALE_STEPS = Counter(
     "Advice to add or remove a worker",
     ("model", "cluster", "scenario", "role", "step"),
 )
-WORKERS = Gauge("kvmesh_scheduler_workers", "Live workers", ("role",))
+WORKERS = Gauge(
+    "kvmesh_scheduler_workers",
+    "Live workers",
+    ("model", "checkpoint", "scenario", "cluster", "role"),
+)
 WORKER_HEALTH = Gauge("kvmesh_scheduler_worker_health", "Live workers by level", ("health",))
 HEALTH_CHANGES = Counter(
     "kvmesh_scheduler_health_changes",
@@ -95,6 +101,14 @@ def note_joint(plans: Sequence[OffloadPlan]) -> None:
         JOINT_REQUESTS.labels(choice.reason.value).inc()
     # Decisions are made by volume, so first tokens may come later than with single decisions.
     JOINT_SAVED_TOKENS.inc(max([0.0, *(choice.saved_tokens for choice in choices)]))
+
+
+def show_workers(counts: Mapping[tuple[GroupKey, Role], int]) -> None:
+    """Shows the number of workers of each group and role; 0 for roles that a group lacks."""
+    for group in {group for group, _ in counts}:
+        labels = (group.model, group.checkpoint, group.scenario, group.cluster)
+        for role in Role:
+            WORKERS.labels(*labels, role.value).set(counts.get((group, role), 0))
 
 
 @lru_cache(maxsize=256)

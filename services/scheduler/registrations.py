@@ -223,6 +223,5 @@ class Registrations:
     def _note_change(self) -> None:
         if self._fleet.urgent_version != self._counted_at:  # not for each of many reports
             self._counted_at = self._fleet.urgent_version
-            for role, count in self._fleet.count_by_role().items():
-                metrics.WORKERS.labels(role.value).set(count)
+            metrics.show_workers(self._fleet.count_by_group())
         self._feed.changed()

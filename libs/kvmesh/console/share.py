@@ -27,7 +27,8 @@ class Share:
 
     Attributes:
         arrived_total, ended_total: since the process started.
-        ttfts_s: arrival to first token of requests that are open or ended in the window.
+        ttfts: arrival to first token in seconds, of requests that are open or ended in the window,
+            each with the worker that decodes it.
         num_aggregated, num_disaggregated: the same requests by placement.
         refusals: refusals since start, by (stage, reason).
         flows: number of requests at each stage on each pair of workers.
@@ -37,12 +38,17 @@ class Share:
     num_open: int = 0
     arrived_total: int = 0
     ended_total: int = 0
-    ttfts_s: tuple[float, ...] = ()
+    ttfts: tuple[tuple[str, float], ...] = ()
     num_aggregated: int = 0
     num_disaggregated: int = 0
     refusals: Mapping[tuple[str, str], float] = field(default_factory=dict)
     flows: tuple[Json, ...] = ()
     requests: tuple[Json, ...] = ()
+
+    @property
+    def ttfts_s(self) -> tuple[float, ...]:
+        """The times to first token, of all workers."""
+        return tuple(seconds for _, seconds in self.ttfts)
 
     @property
     def disaggregated_share(self) -> float | None:
@@ -80,7 +86,11 @@ def share_of(
         log.num_open,
         log.arrived_total,
         log.ended_total,
-        tuple(value for each in recent if (value := ttft_s(each)) is not None),
+        tuple(
+            (each.decode_worker or each.prefill_worker, value)
+            for each in recent
+            if (value := ttft_s(each)) is not None
+        ),
         placed[Placement.AGGREGATED],
         placed[Placement.DISAGGREGATED],
         refusals,
@@ -113,7 +123,7 @@ def added(shares: Iterable[Share]) -> Share:
         sum(each.num_open for each in shares),
         sum(each.arrived_total for each in shares),
         sum(each.ended_total for each in shares),
-        tuple(value for each in shares for value in each.ttfts_s),
+        tuple(found for each in shares for found in each.ttfts),
         sum(each.num_aggregated for each in shares),
         sum(each.num_disaggregated for each in shares),
         refusals,
@@ -145,6 +155,7 @@ def share_from_json(content: Json) -> Share:
         **{
             **content,
             "refusals": {(stage, reason): count for stage, reason, count in content["refusals"]},
-            **{name: tuple(content[name]) for name in ("ttfts_s", "flows", "requests")},
+            "ttfts": tuple((worker, seconds) for worker, seconds in content["ttfts"]),
+            **{name: tuple(content[name]) for name in ("flows", "requests")},
         }
     )

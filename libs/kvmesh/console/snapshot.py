@@ -9,11 +9,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvmesh.console.group_rows import group_rows
 from kvmesh.console.rows import Json
 from kvmesh.console.sampler import Gone, LinkName, Sample, Sampler, WorkerRates
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role
+from kvmesh.policy.groups import GroupKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ def snapshot(view: ConsoleView) -> Json:
             worker_row(each, view.sampler.worker_rates.get(each.info.worker_id, WorkerRates()))
             for each in sorted(view.workers, key=lambda each: each.info.worker_id)
         ],
+        "groups": group_rows(view.workers, view.sampler.worker_rates, share),
         "gone": [gone_row(each, view.unix_s) for each in view.sampler.gone.values()],
         "links": [row for each in view.workers for row in _link_rows(each, view.sampler)],
         "flows": list(share.flows),
@@ -81,6 +84,7 @@ def sample_row(sample: Sample) -> Json:
 def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
     """One worker."""
     info, load, detail = worker.info, worker.load, worker.detail
+    group = GroupKey.of(info)
     state = "draining" if load.draining else "ready"
     if info.role is Role.SPARE:
         state = "spare"
@@ -89,8 +93,7 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
         "id": info.worker_id,
         "role": info.role.value,
         "cluster": info.cluster,
-        # Workers of one group can hand KV over to each other.
-        "group": f"{info.model} {info.layout.model_fingerprint[:8]}",
+        "group": f"{group.name} {group.model} {group.checkpoint}",
         "state": "cordoned" if detail.cordoned else state,
         "missing_native": list(info.missing_native),
         "incarnation": info.incarnation,

@@ -33,6 +33,11 @@ class GroupKey:
         return cls(info.model, info.layout.model_fingerprint, info.scenario, info.cluster)
 
     @property
+    def checkpoint(self) -> str:
+        """Beginning of the fingerprint, for people."""
+        return self.fingerprint[:8]
+
+    @property
     def name(self) -> str:
         """Display name; unique among the groups of one checkpoint."""
         return f"{self.scenario or 'any'}@{self.cluster}"

@@ -84,6 +84,7 @@ class Ledger:
         assert not self._is_searching, "one search at a time"
         self._is_searching = True
         self.lane = self._mesh.lanes.of(group)
+        self._record.group = self._mesh.metrics.of_group(group)
         self.lane.crowd.enter(self.request.tenant.name)
         self.waiting = self._mesh.lanes.enter(self.request.scenario)
 
@@ -108,6 +109,8 @@ class Ledger:
         """Notes a refusal. Without `worker_id` it came from the scheduler or this gateway."""
         mesh, reason = self._mesh, refusal.reason.value
         mesh.metrics.refused(reason, stage.value)
+        if self._record.group is not None:
+            self._record.group.refused(reason)
         self._trace.note(Moment.REFUSED, now, worker_id, f"{stage.value}: {reason}")
         if worker_id is None:
             return

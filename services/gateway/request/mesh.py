@@ -17,6 +17,7 @@ from services.gateway.metrics import GatewayMetrics, ModelMetrics
 from services.gateway.request.doorstep import Doorstep
 from services.gateway.request.lanes import Lanes
 from services.gateway.request.routing import Router
+from services.gateway.request.scenarios import Scenarios
 from services.gateway.wire.worker_sessions import WorkerSessions
 
 
@@ -87,6 +88,7 @@ class Mesh:
         router: routes to the model's workers. It and `of_model` belong to this model; all other
             parts are shared with other models.
         of_model: metrics of this model's requests.
+        scenarios: chooses the scenario of each request.
     """
 
     router: Router
@@ -99,3 +101,4 @@ class Mesh:
     doorstep: Doorstep = field(default_factory=Doorstep)
     log: RequestLog = field(default_factory=RequestLog)
     connections: Connections = field(default_factory=Connections)
+    scenarios: Scenarios = field(default_factory=Scenarios)

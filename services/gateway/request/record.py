@@ -13,6 +13,7 @@ from kvmesh.core.types import FINISH_WORDS, FinishReason
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span
 from services.gateway.errors import StageRefusedError
+from services.gateway.group_metrics import GroupMetrics
 from services.gateway.metrics import ModelMetrics
 from services.gateway.request.mesh import GenerationRequest
 from services.gateway.tenants.admission import Ticket
@@ -29,6 +30,9 @@ class RequestRecord:
     Args:
         ticket: charged for each piece's tokens, so a client that leaves early pays for its part.
         arrived_at: when the request arrived, on the loop's clock.
+
+    Attributes:
+        group: metrics of the group that it searches or has; None before its first search.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class RequestRecord:
         arrived_at: float,
     ) -> None:
         self._metrics = metrics
+        self.group: GroupMetrics | None = None
         self._request = request
         self._loop = asyncio.get_running_loop()
         self._started_at = arrived_at
@@ -63,6 +68,8 @@ class RequestRecord:
         if self._last_at is None:
             self._ttft_s = now - self._started_at
             self._metrics.ttft_s.observe(self._ttft_s)
+            if self.group is not None:
+                self.group.ttft_s.observe(self._ttft_s)
         else:
             self._gaps.append(now - self._last_at)
         self._last_at = now
@@ -107,6 +114,9 @@ class RequestRecord:
             self._metrics.e2e_s.observe(elapsed_s)
             self._metrics.prompt_tokens.inc(len(self._request.prompt_ids))
         self._metrics.finished(self._finish)
+        if self.group is not None:
+            decode_s = (self._last_at or 0.0) - self._started_at - self._ttft_s
+            self.group.ended(self._finish, decode_s, self._num_tokens)
         self._shown.end(
             self._request.request_id, self._loop.time(), FINISH_WORDS[self._finish], self._error
         )

@@ -181,6 +181,7 @@ class Router:
         self._served_of: tuple[FleetWorker, ...] = ()
         self._facts: ModelFacts | None = None
         self._served: dict[str, list[Served]] = {}
+        self._scenarios: frozenset[str] = frozenset()
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -194,6 +195,12 @@ class Router:
         self._look()
         every = [each.adapters for found in self._served.values() for each in found]
         return sorted(frozenset[str]().union(*every))
+
+    @property
+    def scenarios(self) -> frozenset[str]:
+        """Scenarios that have workers of their own; empty while no worker is known."""
+        self._look()
+        return self._scenarios
 
     def served(self, scenario: str, draw: float, adapter: str = "") -> Served | None:
         """The workers for a new request; None while no worker is known.
@@ -233,6 +240,8 @@ class Router:
             self._served_of = workers
             self._facts = model_facts(workers, self._model)
             self._served = served_by_label(workers, self._model)
+            served = served_workers(workers, self._model)
+            self._scenarios = frozenset(each.info.scenario for each in served)
 
     @property
     def not_ready(self) -> str:

@@ -123,7 +123,8 @@ class Search:
         self._block_hashes: tuple[BlockHash, ...] | None = None
         self._now = asyncio.get_running_loop().time
         self._choose()
-        group = GroupKey(self._request.model, self.fingerprint, "", "")
+        # Clients choose the fingerprint of a resumed stream, so it does not become a key.
+        group = GroupKey(self._request.model, "", "", "")
         ledger.searches(group if self._served is None else self._served.group)
         self._lane, self._waiting = ledger.lane, ledger.waiting
         self._deadline = self._deadline_now()

@@ -49,7 +49,7 @@ def test_a_new_life_counts_from_zero() -> None:
 
 
 def test_percentiles_and_shares_are_those_of_the_requests() -> None:
-    share = Share(ttfts_s=(3.0, 1.0, 2.0), num_aggregated=1, num_disaggregated=3)
+    share = Share(ttfts=(("a", 3.0), ("b", 1.0), ("a", 2.0)), num_aggregated=1, num_disaggregated=3)
     sample = Sampler().take([], share, 20.0)
     assert sample.ttft_p50_s == 2.0
     assert sample.ttft_p99_s == pytest.approx(2.98)

@@ -18,6 +18,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.routing import plan_route
 from kvmesh.transfer.layouts import layout_words
 from services.scheduler.fleet import IN_FLIGHT_S, SETTLE_S, Fleet, Membership
@@ -154,8 +155,9 @@ class TestMembership:
         join(fleet, worker_info("p"))
         join(fleet, worker_info("d", Role.DECODE))
         join(fleet, worker_info("x", Role.DECODE, model="n"))
-        counts = {Role.PREFILL: 1, Role.DECODE: 2, Role.HYBRID: 0, Role.SPARE: 0}
-        assert fleet.count_by_role() == counts
+        one, other = (GroupKey.of(worker_info("w", model=model)) for model in ("m", "n"))
+        counts = {(one, Role.PREFILL): 1, (one, Role.DECODE): 1, (other, Role.DECODE): 1}
+        assert fleet.count_by_group() == counts
         assert fleet.fingerprints("m") == {LAYOUT.model_fingerprint}
         assert fleet.fingerprints("unknown") == set()
 

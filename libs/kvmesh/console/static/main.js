@@ -3,7 +3,7 @@
 import { byId } from "./dom.js";
 import { drawCharts } from "./charts.js";
 import { drawFlow } from "./flow.js";
-import { drawBars, drawFigures, drawLinks, drawRequests, drawWorkers } from "./tables.js";
+import { drawBars, drawFigures, drawGroups, drawLinks, drawRequests, drawWorkers } from "./tables.js";
 import { openTimeline } from "./timeline.js";
 import * as format from "./format.js";
 
@@ -25,6 +25,7 @@ function draw(snapshot) {
   drawFigures(byId("figures"), snapshot);
   drawFlow(byId("flow"), snapshot);
   drawCharts(byId("charts"), samples);
+  drawGroups(byId("groups"), snapshot.groups);
   drawWorkers(byId("workers"), snapshot.workers, snapshot.gone);
   drawLinks(byId("links"), snapshot.links);
   drawRequests(byId("requests"), snapshot.requests);

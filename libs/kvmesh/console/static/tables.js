@@ -2,7 +2,7 @@
 
 import { html, show, svg } from "./dom.js";
 import * as format from "./format.js";
-import { heaviest, notable } from "./order.js";
+import { MAX_ROWS, heaviest, notable } from "./order.js";
 
 export function drawFigures(element, snapshot) {
   const s = snapshot.sample;
@@ -56,6 +56,27 @@ const text = (content, attributes = {}) => html("td", attributes, content);
 const number = (content) => html("td", { class: "number" }, content);
 const word = (content) => text(html("span", { class: "word", "data-word": content }, content));
 const role = (id, its) => text(html("span", { class: "role", "data-role": its }, id));
+
+export function drawGroups(element, groups) {
+  const columns = [["group"], ["model"], ["checkpoint"], ["prefill : decode"], ["ready", 1], ["open", 1], ["prefill slots", 1], ["decode slots", 1], ["KV used", 1], ["first token p50", 1], ["p99", 1], ["prompt tok/s", 1], ["tok/s", 1]];
+  const rows = groups.slice(0, MAX_ROWS);
+  table(element, columns, rows, groups.length, (g) => html("tr", {},
+    text(g.name),
+    text(g.model),
+    text(g.checkpoint, { class: "quiet" }),
+    text(`${g.workers.prefill + g.workers.hybrid} : ${g.workers.decode + g.workers.hybrid}`),
+    number(`${g.ready} / ${total(g.workers)}`),
+    number(format.count(g.open)),
+    number(`${g.prefill.active} / ${g.prefill.slots}`),
+    number(`${g.decode.active} / ${g.decode.slots}`),
+    number(format.percent(g.blocks.total ? g.blocks.used / g.blocks.total : 0)),
+    number(format.milliseconds(g.ttft_p50_ms)),
+    number(format.milliseconds(g.ttft_p99_ms)),
+    number(format.count(g.prefill_tokens_s)),
+    number(format.count(g.decode_tokens_s))));
+}
+
+const total = (counts) => Object.values(counts).reduce((sum, each) => sum + each, 0);
 
 export function drawWorkers(element, workers, gone) {
   const columns = [["worker"], ["role"], ["cluster"], ["group"], ["state"], ["KV blocks"], ["used", 1], ["cached", 1], ["heat", 1], ["prefill", 1], ["decode", 1], ["prompt tok/s", 1], ["tok/s", 1]];

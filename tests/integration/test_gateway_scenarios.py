@@ -1,0 +1,52 @@
+"""A request's group is chosen at the gateway, by header, model name, tenant or default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kvmesh.policy.quota import TenantLimits
+from services.gateway.config import ModelConfig, ScenarioConfig
+from tests.integration.gateway_fake_worker import LAYOUT, MODEL
+from tests.integration.gateway_stack import TWO_PAIRS, gateway_stack
+from tests.integration.test_gateway_tenants import ask_with, write_tenants
+
+SCENARIOS = {"p1": "chat", "d1": "chat", "p2": "doc", "d2": "doc"}
+RULES = ScenarioConfig(of_models="quick=chat", of_tenants="acme=doc,lost=gone", default="chat")
+HEADER = "x-kvmesh-scenario"
+
+
+async def test_each_request_finds_its_group_and_is_counted_there(tmp_path: Path) -> None:
+    tenants = dict.fromkeys(("acme", "lost", "other"), TenantLimits())
+    access = await write_tenants(tmp_path / "tenants.json", tenants)
+    model = ModelConfig(path=str(tmp_path), served_name=MODEL, aliases="quick")
+    changes = {"access": access, "model": model, "scenario": RULES}
+    async with gateway_stack(tmp_path, TWO_PAIRS, **changes) as stack:
+        for name, worker in stack.mesh.workers.items():
+            worker.info = replace(worker.info, scenario=SCENARIOS[name])
+        seen = stack.mesh.fleet_seen
+        stack.mesh.changed.set()
+        await stack.mesh.until(lambda: stack.mesh.fleet_seen > seen)
+        frontend = stack.gateway.entrance.frontends[0]
+        await stack.mesh.until(lambda: frontend.scenarios == {"chat", "doc"})
+        for tenant, model_name, header, scenario in (
+            ("acme", MODEL, "", "doc"),
+            ("acme", "quick", "", "chat"),
+            ("acme", "quick", "doc", "doc"),
+            ("acme", MODEL, "unknown", "doc"),
+            ("lost", MODEL, "", "chat"),
+            ("other", MODEL, "", "chat"),
+        ):
+            headers = {HEADER: header} if header else {}
+            status, _, _ = await ask_with(stack, tenant, headers, model=model_name)
+            assert status == 200
+            assert stack.mesh.queries[-1].scenario == scenario, (tenant, model_name, header)
+        await stack.idle()
+        labels = {"model_name": MODEL, "checkpoint": LAYOUT.model_fingerprint[:8]}
+
+        def counted(scenario: str) -> float:
+            name, reason = "kvmesh_gateway_group_requests_total", "length"
+            value = stack.gateway.metrics.value
+            return value(name, **labels, scenario=scenario, finished_reason=reason)
+
+        assert (counted("chat"), counted("doc")) == (3, 3)
