@@ -21,6 +21,7 @@ from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.tiers import Tier
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.step_rules import StepRules
 from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens
 
@@ -72,6 +73,10 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(sequence, Refusal):
             return
         self.sequences.append(sequence)
+
+    @rule(prompts_first=st.booleans(), beside_decode=st.none() | st.integers(1, 4))
+    def take_a_role(self, prompts_first: bool, beside_decode: int | None) -> None:
+        self.core.set_rules(StepRules(prompts_first, beside_decode))
 
     @precondition(lambda self: self.held())
     @rule(data=st.data())

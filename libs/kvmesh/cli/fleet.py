@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -193,6 +194,8 @@ def described(worker: FleetWorker) -> dict[str, Any]:
         "num_blocks": info.num_blocks,
         "blocks_free": load.blocks_free,
         "blocks_cached": detail.blocks_cached,
+        "prefill_queues": dataclasses.asdict(detail.prefill_queues),
+        "decode_queues": dataclasses.asdict(detail.decode_queues),
     }
 
 

@@ -65,6 +65,25 @@ class LinkDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueLengths:
+    """Numbers of sequences on one side of a worker's engine.
+
+    Attributes:
+        waiting: accepted, but not in the latest step.
+        running: in the latest step.
+        swapped: preempted; their KV is in host memory or is computed again.
+        sending: computed, and their KV is not taken yet.
+        receiving: waiting for KV from another worker, for a prompt or a part of it.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    swapped: int = 0
+    sending: int = 0
+    receiving: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDetail:
     """Details of a worker for people. Route decisions read only the links.
 
@@ -73,6 +92,7 @@ class WorkerDetail:
         blocks_cached: number of blocks that hold cached KV and are free to be reused.
         prompt_tokens_total: prompt tokens looked up in the prefix cache since start.
         cached_tokens_total: prompt tokens found there since start.
+        prefill_queues, decode_queues: its sequences, by what they wait for.
     """
 
     cordoned: bool = False
@@ -80,6 +100,8 @@ class WorkerDetail:
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     links: tuple[LinkDetail, ...] = ()
+    prefill_queues: QueueLengths = QueueLengths()
+    decode_queues: QueueLengths = QueueLengths()
 
 
 @dataclass(frozen=True, slots=True)

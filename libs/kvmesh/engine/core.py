@@ -1,8 +1,7 @@
 """Bookkeeping of a worker's engine: sequences, blocks, the content of steps. No torch, no I/O.
 
 All of it runs on the event loop; only `ModelRunner.execute` runs in another thread. So nothing
-needs
-a lock, but memory that a step in flight uses must not be released before the step has ended:
+needs a lock, but memory that a step in flight uses must not be released before the step has ended:
 `release` defers for sequences in flight. Tests: tests/unit/engine/test_core.py and
 tests/property/test_engine_core.py.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from kvmesh.core.details import QueueLengths
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import (
     BlockHash,
@@ -32,6 +32,7 @@ from kvmesh.engine.protocol import (
     StepResult,
     TokenConstraint,
 )
+from kvmesh.engine.queues import queue_lengths
 from kvmesh.engine.remote import come_back
 from kvmesh.engine.running import RunningSequences
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
@@ -48,6 +49,7 @@ from kvmesh.kv.groups import (
 from kvmesh.kv.hashing import HashChain
 from kvmesh.kv.sequence_blocks import GroupCache
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.step_rules import StepRules
 
 _NOT_NUMBERS = "the engine computed logits that are not numbers"
 
@@ -208,7 +210,7 @@ class EngineCore:
         sequence.num_computed = len(sequence.tokens)
         sequence.scores_prompt = False  # the prefill worker has scored it
         self._settle(sequence)
-        self._append(sequence, first_token)
+        sequence.append(first_token)
         self.run(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -256,9 +258,9 @@ class EngineCore:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def limit_prompts(self, num_tokens: int | None) -> None:
-        """Bounds the prompt tokens of the steps in which some sequence decodes; None: no bound."""
-        self._running.beside_decode = num_tokens
+    def set_rules(self, rules: StepRules) -> None:
+        """Sets how the next steps are divided between prompts and sequences that decode."""
+        self._running.rules = rules
 
     def plan_step(self) -> list[SequenceChunk]:
         """Returns the chunks of the next step; empty if there is nothing to do.
@@ -274,7 +276,7 @@ class EngineCore:
             prompt = len(sequence.spec.token_ids)
             hashes = sequence.chain.hashes
             self._cache.plan_saves(sequence.kv, sequence.start, end, prompt, hashes)
-        self._in_flight = frozenset(sequence for sequence, _ in planned)
+        self._in_flight = self._running.latest
         return [self._chunk(sequence, end) for sequence, end in planned]
 
     def take_gone(self) -> list[int]:
@@ -373,7 +375,7 @@ class EngineCore:
         if token is None:
             return [sequence.on_progress]
         position = len(sequence.tokens)
-        self._append(sequence, token.token_id)
+        sequence.append(token.token_id)
         self._generated_tokens += 1
         finish = self._finish_reason(sequence, token)
         scores = tuple(sequence.prompt_logprobs) if sequence.scores_prompt else ()
@@ -402,10 +404,6 @@ class EngineCore:
         emission = Emission(0, position, None, reason, _NOT_NUMBERS, damaged=True)
         listener = sequence.on_emission
         return [lambda: listener(emission)]
-
-    def _append(self, sequence: Sequence, token_id: int) -> None:
-        sequence.tokens.append(token_id)
-        sequence.chain.append((token_id,))
 
     def _settle(self, sequence: Sequence) -> None:
         """Registers completed blocks for sharing, and gives back blocks before a window."""
@@ -458,6 +456,10 @@ class EngineCore:
         """Whether there is no sequence and no referenced block."""
         is_busy = self._held or self._running or self._preempted or self._in_flight
         return not is_busy and self.pool.is_idle
+
+    def queues(self) -> tuple[QueueLengths, QueueLengths]:
+        """Returns the sequences of prefill and of decode, by what they wait for."""
+        return queue_lengths(self._held, self._running, self._preempted)
 
     def statistics(self) -> EngineStatistics:
         """Returns counters and gauges."""

@@ -18,6 +18,7 @@ from kvmesh.engine.remote import come_back
 from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.kv.sequence_blocks import GroupCache
 from kvmesh.policy.batching import BatchLimits, plan_batch
+from kvmesh.policy.step_rules import StepRules, StepTurns
 
 
 def _is_part(sequence: Sequence) -> bool:
@@ -35,8 +36,8 @@ class RunningSequences:
         preempted: sequences that lost their blocks.
         num_preemptions: number of preemptions since start.
         on_preempted: called with each preempted sequence.
-        beside_decode: most prompt tokens of a step in which some sequence decodes; None: as many
-            as the step's budget leaves.
+        rules: how steps are divided between prompts and sequences that decode.
+        latest: sequences of the latest step.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class RunningSequences:
         self._part_is_next = False
         self.preempted = preempted
         self.num_preemptions = 0
-        self.beside_decode: int | None = None
+        self.rules = StepRules()
+        self.latest: frozenset[Sequence] = frozenset()
+        self._turns = StepTurns()
         self.on_preempted: Callable[[Sequence], None] = lambda _: None
 
     def __len__(self) -> int:
@@ -84,6 +87,7 @@ class RunningSequences:
         # If nothing else can compute, nobody else needs these blocks.
         if (self.num_preemptions == so_far or not planned) and self._readmit():
             planned = self._grown()
+        self.latest = frozenset(sequence for sequence, _ in planned)
         return planned
 
     def pace_of(self, sequence: Sequence) -> PartPace | None:
@@ -92,7 +96,9 @@ class RunningSequences:
             return None
         limits = self._limits
         decodes = any(each.num_remaining == 1 for each in self._members)
-        beside = (limits.max_tokens, limits.mixed_tokens, self.beside_decode) if decodes else ()
+        beside = (
+            (limits.max_tokens, limits.mixed_tokens, self.rules.beside_decode) if decodes else ()
+        )
         fewest = min((each for each in beside if each is not None), default=limits.max_tokens)
         return PartPace(limits.max_tokens, fewest)
 
@@ -108,8 +114,18 @@ class RunningSequences:
                 others = decoding
             elif self._grow(part, len(part.tokens), ()):
                 return [(part, len(part.tokens))]
-        remaining = [s.num_remaining for s in others]
-        plans = plan_batch(remaining, self._limits, self.beside_decode)
+        prompts_first = self._turns.prompts_first(self.rules)
+        grown = self._divided(others, prompts_first=prompts_first)
+        if prompts_first and not grown:  # prompts may wait for blocks that the others free
+            grown = self._divided(others, prompts_first=False)
+        decoding = [s for s in others if s.num_remaining == 1]
+        self._turns.note(left_out=bool(grown and decoding) and grown.keys().isdisjoint(decoding))
+        return list(grown.items())
+
+    def _divided(self, others: list[Sequence], *, prompts_first: bool) -> dict[Sequence, int]:
+        """Divides a step between sequences; returns those with blocks, and the end of each."""
+        remaining, beside = [s.num_remaining for s in others], self.rules.beside_decode
+        plans = plan_batch(remaining, self._limits, beside, prompts_first=prompts_first)
         grown: dict[Sequence, int] = {}
         for plan in plans:
             sequence = others[plan.index]
@@ -117,7 +133,7 @@ class RunningSequences:
             # An earlier sequence of the batch may have preempted this one.
             if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, grown):
                 grown[sequence] = end
-        return list(grown.items())
+        return grown
 
     def _grow(self, sequence: Sequence, end: int, protected: Collection[Sequence]) -> bool:
         """Takes blocks up to `end`, preempting younger sequences; False if it must wait."""

@@ -104,6 +104,11 @@ class Sequence:
     on_end: Callable[[], None] = field(default=_no_progress)
     on_layers: Callable[[int], None] | None = None
 
+    def append(self, token_id: int) -> None:
+        """Adds a generated token, whose KV is not computed."""
+        self.tokens.append(token_id)
+        self.chain.append((token_id,))
+
     @property
     def blocks(self) -> list[int]:
         """Block table of the first group."""

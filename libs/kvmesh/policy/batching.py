@@ -1,7 +1,7 @@
 """Chooses the tokens of the next step: continuous batching with chunked prefill. Pure.
 
-Decode tokens come first, one per sequence. The rest of the token budget goes to prompts in chunks,
-oldest first. Tests: tests/unit/policy/test_batching.py.
+Decode tokens come first, one per sequence, and the rest of the token budget goes to prompts in
+chunks, oldest first; or the other way round. Tests: tests/unit/policy/test_batching.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ class ChunkPlan:
 
 
 def plan_batch(
-    remaining: Sequence[int], limits: BatchLimits, beside_decode: int | None = None
+    remaining: Sequence[int],
+    limits: BatchLimits,
+    beside_decode: int | None = None,
+    *,
+    prompts_first: bool = False,
 ) -> list[ChunkPlan]:
     """Divides the step's budget.
 
@@ -43,11 +47,15 @@ def plan_batch(
         remaining: per sequence, oldest first, the number of tokens without KV; 1 is a decode step.
         beside_decode: maximum number of prompt tokens in a step in which a sequence decodes; None:
             as many as the budget leaves.
+        prompts_first: prompts take their tokens before sequences that decode. These join the step
+            if there is room for all of them, and else none does.
 
     Returns:
-        One entry per sequence that takes part, in the order of the list. Decode comes first, so a
+        One entry per sequence that takes part, in the order of the list. If decode comes first, a
         long prompt cannot starve it. A prompt starves only if decode alone fills the budget.
     """
+    if prompts_first and (plans := _prompts_first(remaining, limits)):
+        return plans
     budget = limits.max_tokens
     shares: dict[int, int] = {}
     for index, tokens in enumerate(remaining):
@@ -62,4 +70,17 @@ def plan_batch(
         if tokens > 1 and budget > 0 and len(shares) < limits.max_sequences:
             shares[index] = min(tokens, budget)
             budget -= shares[index]
+    return [ChunkPlan(index, shares[index]) for index in sorted(shares)]
+
+
+def _prompts_first(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]:
+    budget = limits.max_tokens
+    shares: dict[int, int] = {}
+    for index, tokens in enumerate(remaining):
+        if tokens > 1 and budget > 0 and len(shares) < limits.max_sequences:
+            shares[index] = min(tokens, budget)
+            budget -= shares[index]
+    decoding = [index for index, tokens in enumerate(remaining) if tokens == 1]
+    if shares and len(decoding) <= min(budget, limits.max_sequences - len(shares)):
+        shares |= dict.fromkeys(decoding, 1)
     return [ChunkPlan(index, shares[index]) for index in sorted(shares)]

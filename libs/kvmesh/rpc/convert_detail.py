@@ -5,7 +5,7 @@ Tests: tests/unit/rpc/test_convert_detail.py.
 
 from __future__ import annotations
 
-from kvmesh.core.details import LinkDetail, ModelDetail, WorkerDetail
+from kvmesh.core.details import LinkDetail, ModelDetail, QueueLengths, WorkerDetail
 from kvmesh.core.types import WorkerId
 from kvmesh.v1 import scheduler_service_pb2 as pb
 from kvmesh.v1 import types_pb2
@@ -19,6 +19,8 @@ def worker_detail_to_proto(detail: WorkerDetail) -> pb.WorkerDetail:
         prompt_tokens_total=detail.prompt_tokens_total,
         cached_tokens_total=detail.cached_tokens_total,
         links=[_link_to_proto(link) for link in detail.links],
+        prefill_queues=_queues_to_proto(detail.prefill_queues),
+        decode_queues=_queues_to_proto(detail.decode_queues),
     )
 
 
@@ -29,6 +31,8 @@ def worker_detail_from_proto(message: pb.WorkerDetail) -> WorkerDetail:
         blocks_cached=message.blocks_cached,
         prompt_tokens_total=message.prompt_tokens_total,
         cached_tokens_total=message.cached_tokens_total,
+        prefill_queues=_queues_from_proto(message.prefill_queues),
+        decode_queues=_queues_from_proto(message.decode_queues),
         links=tuple(_link_from_proto(link) for link in message.links),
     )
 
@@ -46,6 +50,22 @@ def model_detail_from_proto(message: pb.ModelDetail) -> ModelDetail:
     """ModelDetail from a message."""
     threshold = message.threshold_tokens if message.HasField("threshold_tokens") else None
     return ModelDetail(message.model, message.remote_cluster, threshold)
+
+
+def _queues_to_proto(lengths: QueueLengths) -> pb.QueueLengths:
+    return pb.QueueLengths(
+        waiting=lengths.waiting,
+        running=lengths.running,
+        swapped=lengths.swapped,
+        sending=lengths.sending,
+        receiving=lengths.receiving,
+    )
+
+
+def _queues_from_proto(message: pb.QueueLengths) -> QueueLengths:
+    return QueueLengths(
+        message.waiting, message.running, message.swapped, message.sending, message.receiving
+    )
 
 
 def _link_to_proto(link: LinkDetail) -> pb.LinkDetail:

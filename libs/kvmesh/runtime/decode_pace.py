@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Collection
 
 from kvmesh.core.pace import PaceRoom
+from kvmesh.core.types import Role
 from kvmesh.policy.mixed_step import MixedSteps
+from kvmesh.policy.step_rules import StepRules, priority_of, step_rules
 from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.runtime.decode_task import DecodeTask
 
@@ -42,14 +44,20 @@ class DecodePace:
         elif context:
             self._fit.add(context, seconds)
 
-    def most_prompt_tokens(self) -> int | None:
-        """Most prompt tokens of the next step with which all gaps between tokens keep their limits.
+    def rules(self, role: Role) -> StepRules:
+        """How the next step is divided between prompts and sequences that decode.
 
-        None means no limit.
+        The role decides, as far as all gaps between tokens keep their limits.
         """
         decoding = self._decoding()
         limit_s = min((task.itl_s for task in decoding), default=math.inf)
-        return self._mixed.most_tokens(limit_s, self._decode_s(sum(map(_context, decoding))))
+        decode_s = self._decode_s(sum(map(_context, decoding)))
+        return step_rules(
+            priority_of(role),
+            has_limits=any(math.isfinite(task.tpot_s) for task in decoding),
+            limit=self._mixed.most_tokens(limit_s, decode_s),
+            share=self._mixed.even_tokens(decode_s),
+        )
 
     def _decoding(self) -> list[DecodeTask]:
         return [task for task in self._tasks() if task.decodes_since is not None]

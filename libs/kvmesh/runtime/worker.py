@@ -124,6 +124,7 @@ class Worker:
         )
         context.stack.push_async_callback(self.channels.close)
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
+        self.core.set_rules(self.decode.pace.rules(self.role))
         arriving, fetch = self.decode.arriving, self._config.fetch
         self.pool = make_pool(fetch, parts, arriving, self.tiers, self._publish)
         pool_metrics = PoolMetrics(self._metrics.registry)
@@ -324,7 +325,7 @@ class Worker:
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
         self.decode.pace.observe(seconds, self._steps.last_prompt_tokens)
-        self.core.limit_prompts(self.decode.pace.most_prompt_tokens())
+        self.core.set_rules(self.decode.pace.rules(self.role))
         if self.queries is not None and self._steps.last_prompt_tokens:
             self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
         if num_tokens := self._steps.last_prompt_tokens:
@@ -358,12 +359,13 @@ class Worker:
     def _ordered_to_be(self, role: Role, scenario: str | None, reason: str) -> None:
         """Takes another role.
 
-        Both sides run anyway; the role only tells routes how to use the worker.
+        Both sides run on: the role tells routes how to use the worker, and steps what comes first.
         """
         log.info("role_ordered", role=role.value, before=self.role.value, reason=reason)
         told = self._info.scenario if scenario is None else scenario
         if (role, told) != (self.role, self._info.scenario):
             self.role = role
+            self.core.set_rules(self.decode.pace.rules(role))
             self._info = dataclasses.replace(self._info, role=role, scenario=told)
             self._registration.update(self._info)
 

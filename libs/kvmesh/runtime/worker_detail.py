@@ -25,7 +25,7 @@ def worker_detail(
         meters: meters of its sending links and of its fetches.
         budget_bytes_s: limit of each TCP link; 0 is none.
     """
-    engine = core.statistics()
+    engine, (prefill, decode) = core.statistics(), core.queues()
     links = [
         LinkDetail(
             peer=key.peer,
@@ -46,5 +46,7 @@ def worker_detail(
         blocks_cached=core.pool.statistics().num_evictable,
         prompt_tokens_total=engine.prompt_tokens_total,
         cached_tokens_total=engine.cached_tokens_total,
+        prefill_queues=prefill,
+        decode_queues=decode,
         links=tuple(links),
     )

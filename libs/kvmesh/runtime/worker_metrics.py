@@ -5,6 +5,7 @@ Tests: tests/integration/test_worker.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
@@ -62,6 +63,15 @@ class EngineCollector(Collector):
             "kvmesh_swaps_in": ("Brought back from host memory", now.swap.swapped_in_total),
             "kvmesh_engine_steps": ("Engine steps", now.steps_total),
         }
+        queues = GaugeMetricFamily(
+            "kvmesh_queue_sequences",
+            "Sequences by side and by what they wait for",
+            labels=["model_name", "side", "queue"],
+        )
+        for side, lengths in zip(("prefill", "decode"), self._core.queues(), strict=True):
+            for queue, length in dataclasses.asdict(lengths).items():
+                queues.add_metric([self._model_name, side, queue], length)
+        yield queues
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)

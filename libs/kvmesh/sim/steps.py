@@ -19,6 +19,7 @@ from kvmesh.core.pace import PaceRoom
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.batching import BatchLimits, plan_batch
 from kvmesh.policy.mixed_step import MixedSteps
+from kvmesh.policy.step_rules import StepRules, StepTurns
 from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
@@ -128,6 +129,8 @@ class StepLoop:
         computed_tokens: tokens computed since the start, without decode steps.
         busy_s: seconds spent in steps.
         gaps: times between tokens; the time until a decode worker takes over is one of them.
+        rules: what comes first in a step. Prompts beside decode are bounded by the limits of a step
+            and by `itl_s`, never by a measured share, so that baselines have their own bounds.
     """
 
     def __init__(
@@ -163,6 +166,9 @@ class StepLoop:
         self._mixed = MixedSteps()
         self._answers = AnswerLength()
         self.gaps = Gaps()
+        self.rules = StepRules()
+        self._turns = StepTurns()
+        self._paused_s = 0.0
         self.computed_tokens = 0
         self.busy_s = 0.0
         self.preemptions = 0
@@ -271,7 +277,8 @@ class StepLoop:
         self.busy_s += run.seconds(count)
         now, growth = (decoding.context, run.first_s), (decoding.count, run.growth_s)
         self._fit.add_run(count, now, growth)
-        self.gaps.add(run.seconds(count) / count, count * decoding.count)
+        paused_s, self._paused_s = self._paused_s, 0.0
+        self.gaps.add(paused_s + run.seconds(count) / count, count * decoding.count)
         decoding.steps += count
         if self._host is not None:
             self._host.note_tokens(count * decoding.count)
@@ -310,7 +317,8 @@ class StepLoop:
 
     def _start_run(self) -> None:
         decoding = self._decoding
-        num_steps = decoding.steps_to_next()
+        # The first gap after steps without decoding is counted alone.
+        num_steps = 1 if self._paused_s else decoding.steps_to_next()
         varied = self._varied()
         step_s = varied * self._step_s(decoding.count, decoding.context)
         after_s = varied * self._step_s(decoding.count, decoding.context + decoding.count)
@@ -328,12 +336,14 @@ class StepLoop:
         remaining = [1] * count + [each.remaining for each in self._prompts]
         decode_s = self._fit.pace().of(self._decoding.context) if count else 0.0
         beside = self._mixed.most_tokens(self._itl_s, decode_s) if count else None
-        chunks = [
-            (self._prompts[plan.index - count], plan.num_tokens)
-            for plan in plan_batch(remaining, self._limits, beside)
-            if plan.index >= count
-        ]
+        first = self._turns.prompts_first(self.rules)
+        plans = plan_batch(remaining, self._limits, beside, prompts_first=first)
+        chunks = [(self._prompts[p.index - count], p.num_tokens) for p in plans if p.index >= count]
+        decodes = bool(count) and any(plan.index < count for plan in plans)
+        self._turns.note(left_out=bool(count) and not decodes)
         duration, context = 0.0, self._decoding.context
+        if not decodes:
+            count, context = 0, 0.0
         for sequence, tokens in chunks:
             if tokens > 1:
                 duration += self._chunk_s(sequence, tokens)
@@ -347,8 +357,12 @@ class StepLoop:
             duration += self._step_s(count, context)
         duration += self._take_other_work_s()
         self.busy_s += duration
-        self.gaps.add(duration, self._decoding.count)
-        self._timer = self._events.after(duration, partial(self._end_mixed, chunks))
+        if decodes:
+            self.gaps.add(self._paused_s + duration, self._decoding.count)
+            self._paused_s = 0.0
+        elif self._decoding.count:
+            self._paused_s += duration
+        self._timer = self._events.after(duration, partial(self._end_mixed, chunks, decodes))
 
     def _step_s(self, num_sequences: int, context: float) -> float:
         alone = self._device.decode.step_s(num_sequences, context)
@@ -380,8 +394,8 @@ class StepLoop:
         self._finish_due()
         self._next_step()
 
-    def _end_mixed(self, chunks: list[tuple[SimSequence, int]]) -> None:
-        self._decoding.steps += 1
+    def _end_mixed(self, chunks: list[tuple[SimSequence, int]], decodes: bool) -> None:
+        self._decoding.steps += decodes
         for sequence, count in chunks:
             if not sequence.gone:
                 self._advance(sequence, count)

@@ -103,12 +103,12 @@ class SimWorker:
         self.sending = BusyTime()
         self._events = events
         self._listener = listener
-        self._queue_offers = rules.queue_offers
-        self._tpot_s = rules.tpot_s
+        self._rules = rules
         num_slots = info.prefill_slots + info.decode_slots
         limits = BatchLimits(rules.chunks.alone, num_slots, rules.chunks.mixed)
         draw = random.Random(str(info.worker_id))
         self.steps = StepLoop(device, self.pool, limits, events, self, host, rules.itl_s, draw)
+        self.steps.rules = rules.steps_of(info.role)
         self._num_sequences = 0
         self._waiting: list[SimSequence] = []
         self._prefills: set[SimSequence] = set()
@@ -140,7 +140,7 @@ class SimWorker:
             return Refusal(RefusalReason.NO_SLOTS, "all decode slots are taken")
         if self.steps.num_preempted:
             return Refusal(RefusalReason.NO_BLOCKS, "sequences that were preempted come first")
-        if not takes(self._room(), self._tpot_s, request.num_tokens):
+        if not takes(self._room(), self._rules.tpot_s, request.num_tokens):
             return Refusal(RefusalReason.NO_SLOTS, "its steps would take longer than accepted")
         sequence = self._admit(request, min(GROWTH_TOKENS, request.remaining_tokens))
         if isinstance(sequence, Refusal):
@@ -170,12 +170,12 @@ class SimWorker:
                 its blocks.
             held: whether the prompt waits for a prefix from another worker; `go_on` follows.
         """
-        assert not (held and self._queue_offers), "policies that fetch have no local queues"
+        assert not (held and self._rules.queue_offers), "policies that fetch have no local queues"
         if not self.alive:
             return Refusal(RefusalReason.LOST, "the worker is down")
         is_busy = bool(self._waiting) or len(self._prefills) >= self.info.prefill_slots
         is_busy = is_busy or bool(self._part_tokens)
-        if is_busy and not self._queue_offers:
+        if is_busy and not self._rules.queue_offers:
             return Refusal(RefusalReason.BUSY, "all prefill slots are taken")
         if reserved in self._decodes:
             self._end_reservation(reserved, written=False)
@@ -198,7 +198,7 @@ class SimWorker:
             self.steps.note_work(self._loop.ask_s)
 
     def _may_queue(self, refusal: Refusal) -> bool:
-        return self._queue_offers and refusal.reason is RefusalReason.NO_BLOCKS
+        return self._rules.queue_offers and refusal.reason is RefusalReason.NO_BLOCKS
 
     def _admit(self, request: SimRequest, growth: int) -> SimSequence | Refusal:
         if request.num_tokens + 1 > self.max_tokens:
@@ -456,12 +456,12 @@ class SimWorker:
 
     def _room(self) -> PaceRoom:
         # A worker that decodes nothing has room for any request, whatever its speed.
-        if self._tpot_s == math.inf or not self._decodes:
+        if self._rules.tpot_s == math.inf or not self._decodes:
             return _ALL_ROOM
         awaited: list[int] = []
         if self._num_reserved:
             awaited = [each.num_tokens for each in self._decodes if not each.has_first]
-        return self.steps.room(self._tpot_s, awaited)
+        return self.steps.room(self._rules.tpot_s, awaited)
 
     @property
     def num_waiting(self) -> int:
@@ -493,5 +493,6 @@ class SimWorker:
     def set_role(self, role: Role) -> None:
         """Changes the role for new requests; running ones continue."""
         self.info = dataclasses.replace(self.info, role=role)
+        self.steps.rules = self._rules.steps_of(role)
         self._changed()
         self._listener.on_opening()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvmesh.core.types import Role
+from kvmesh.policy.step_rules import StepRules, priority_of, step_rules
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.tiers import TierSizes
 
@@ -28,3 +30,8 @@ class WorkerRules:
     itl_s: float = math.inf
     chains: bool = False
     tiers: TierSizes = TierSizes()
+
+    def steps_of(self, role: Role) -> StepRules:
+        """Returns what comes first in the steps of a worker with this role."""
+        has_limits = min(self.tpot_s, self.itl_s) < math.inf
+        return step_rules(priority_of(role), has_limits=has_limits, limit=None, share=None)

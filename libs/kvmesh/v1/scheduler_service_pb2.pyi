@@ -439,6 +439,8 @@ class WorkerDetail(_message.Message):
     PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    PREFILL_QUEUES_FIELD_NUMBER: _builtins.int
+    DECODE_QUEUES_FIELD_NUMBER: _builtins.int
     cordoned: _builtins.bool
     """No new work is routed to it, by order of an operator."""
     blocks_cached: _builtins.int
@@ -451,6 +453,14 @@ class WorkerDetail(_message.Message):
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkDetail]:
         """Its ways to others."""
 
+    @_builtins.property
+    def prefill_queues(self) -> Global___QueueLengths:
+        """Its sequences whose prompt is to be computed here."""
+
+    @_builtins.property
+    def decode_queues(self) -> Global___QueueLengths:
+        """Its other sequences."""
+
     def __init__(
         self,
         *,
@@ -459,14 +469,54 @@ class WorkerDetail(_message.Message):
         prompt_tokens_total: _builtins.int = ...,
         cached_tokens_total: _builtins.int = ...,
         links: _abc.Iterable[Global___LinkDetail] | None = ...,
+        prefill_queues: Global___QueueLengths | None = ...,
+        decode_queues: Global___QueueLengths | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_queues", b"decode_queues", "prefill_queues", b"prefill_queues"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "cached_tokens_total", b"cached_tokens_total", "cordoned", b"cordoned", "links", b"links", "prompt_tokens_total", b"prompt_tokens_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "cached_tokens_total", b"cached_tokens_total", "cordoned", b"cordoned", "decode_queues", b"decode_queues", "links", b"links", "prefill_queues", b"prefill_queues", "prompt_tokens_total", b"prompt_tokens_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerDetail: _TypeAlias = WorkerDetail  # noqa: Y015
+
+@_typing.final
+class QueueLengths(_message.Message):
+    """Sequences on one side of an engine, by what they wait for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    SWAPPED_FIELD_NUMBER: _builtins.int
+    SENDING_FIELD_NUMBER: _builtins.int
+    RECEIVING_FIELD_NUMBER: _builtins.int
+    waiting: _builtins.int
+    """Accepted, and not in the latest step."""
+    running: _builtins.int
+    """In the latest step."""
+    swapped: _builtins.int
+    """Preempted."""
+    sending: _builtins.int
+    """Computed; their KV is not taken yet."""
+    receiving: _builtins.int
+    """Waiting for KV from another worker."""
+    def __init__(
+        self,
+        *,
+        waiting: _builtins.int = ...,
+        running: _builtins.int = ...,
+        swapped: _builtins.int = ...,
+        sending: _builtins.int = ...,
+        receiving: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiving", b"receiving", "running", b"running", "sending", b"sending", "swapped", b"swapped", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueLengths: _TypeAlias = QueueLengths  # noqa: Y015
 
 @_typing.final
 class WatchFleetResponse(_message.Message):

@@ -8,6 +8,7 @@ from kvmesh.core.types import Refusal
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.policy.step_rules import StepRules
 from tests.worker_driver import make_spec, reference_tokens
 
 
@@ -110,4 +111,36 @@ def test_blocks_of_one_that_stops_for_lack_of_them_serve_another() -> None:
     while bench.core.has_work:
         assert bench.step()
     bench.check_tokens(younger)
+    assert bench.core.is_idle
+
+
+def test_on_a_prefill_worker_prompts_come_first_and_answers_go_on() -> None:
+    """As on a worker that was told to help prefill while it still decodes."""
+    bench = Bench(200)
+    answer = bench.admit(20, max_tokens=40)
+    bench.core.run(answer)
+    bench.step()
+    prompt_only = bench.admit(1000, max_tokens=1)
+    bench.core.run(prompt_only)
+    seen: dict[bool, list[tuple[int, int]]] = {}
+    for prompts_first in (False, True):
+        bench.core.set_rules(StepRules(prompts_first))
+        before = answer.num_computed, prompt_only.num_computed
+        bench.step()
+        after = answer.num_computed, prompt_only.num_computed
+        seen[prompts_first] = [(after[0] - before[0], after[1] - before[1])]
+    assert seen == {False: [(1, 511)], True: [(1, 489)]}  # all that is left fits beside it
+    others = [bench.admit(1000, max_tokens=1) for _ in range(3)]
+    for each in others:
+        bench.core.run(each)
+    steps = []
+    for _ in range(6):
+        before = answer.num_computed
+        bench.step()
+        steps.append(answer.num_computed - before)
+    assert steps == [0, 0, 1, 0, 0, 1]
+    while bench.core.has_work:
+        bench.step()
+    for sequence in bench.sequences:
+        bench.check_tokens(sequence)
     assert bench.core.is_idle

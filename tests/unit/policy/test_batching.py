@@ -69,3 +69,16 @@ def test_limits_hold_and_budget_is_not_wasted(
     assert all(0 < plan.num_tokens <= remaining[plan.index] for plan in plans)
     if len(plans) < max_sequences:
         assert spent == min(max_tokens, sum(remaining))
+
+
+def test_prompts_first_take_the_budget_and_decoding_joins_whole_or_not_at_all() -> None:
+    limits = BatchLimits(max_tokens=100, max_sequences=4)
+    assert plan_batch([1, 500, 1], limits, prompts_first=True) == [ChunkPlan(1, 100)]
+    assert plan_batch([1, 99, 1], limits, prompts_first=True) == [ChunkPlan(1, 99)]
+    whole = [ChunkPlan(0, 1), ChunkPlan(1, 98), ChunkPlan(2, 1)]
+    assert plan_batch([1, 98, 1], limits, prompts_first=True) == whole
+    few = BatchLimits(max_tokens=100, max_sequences=2)
+    assert plan_batch([1, 10, 1], few, prompts_first=True) == [ChunkPlan(1, 10)]
+    # Bounds beside decode are for those who decode; without prompts, all decode.
+    assert plan_batch([1, 500], limits, 20, prompts_first=True) == [ChunkPlan(1, 100)]
+    assert plan_batch([1, 1], limits, prompts_first=True) == [ChunkPlan(0, 1), ChunkPlan(1, 1)]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.details import LinkDetail, ModelDetail, WorkerDetail
+from kvmesh.core.details import LinkDetail, ModelDetail, QueueLengths, WorkerDetail
 from kvmesh.core.types import WorkerId
 from kvmesh.rpc.convert_detail import (
     model_detail_from_proto,
@@ -28,9 +28,11 @@ LINK = LinkDetail(
 )
 
 
-@pytest.mark.parametrize(
-    "detail", [WorkerDetail(), WorkerDetail(True, 3, 100, 40, (LINK, LinkDetail(LINK.peer, "shm")))]
-)
+LINKS = (LINK, LinkDetail(LINK.peer, "shm"))
+QUEUES = (QueueLengths(1, 2, 3, 4, 5), QueueLengths(6, 7, 8, 9, 10))
+
+
+@pytest.mark.parametrize("detail", [WorkerDetail(), WorkerDetail(True, 3, 100, 40, LINKS, *QUEUES)])
 def test_details_survive_the_wire(detail: WorkerDetail) -> None:
     sent = worker_detail_to_proto(detail).SerializeToString()
     assert worker_detail_from_proto(pb.WorkerDetail.FromString(sent)) == detail

@@ -9,7 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from kvmesh.core.pace import PaceRoom, StepPace
+from kvmesh.core.types import Role
 from kvmesh.policy.mixed_step import KEPT_SHARE
+from kvmesh.policy.step_rules import StepRules
 from kvmesh.policy.token_pace import BEARABLE_MISSES
 from kvmesh.runtime.decode_pace import DecodePace
 from kvmesh.runtime.decode_task import DecodeTask
@@ -82,12 +84,24 @@ def test_prompts_beside_decode_are_bounded_by_the_strictest_gap() -> None:
     pace = pace_of(patient, strict)
     pace.observe(0.02)
     pace.observe(0.02 + 0.1, 502)  # 500 tokens of a prompt took 0.1 s
-    assert pace.most_prompt_tokens() == int((KEPT_SHARE * 0.05 - 0.02) / 2e-4)
+    assert pace.rules(Role.DECODE).beside_decode == int((KEPT_SHARE * 0.05 - 0.02) / 2e-4)
     strict.itl_s = math.inf
-    assert pace.most_prompt_tokens() is None
+    assert pace.rules(Role.DECODE).beside_decode is None
 
 
 def test_a_gap_bounds_nothing_before_its_sequence_decodes() -> None:
     awaited = task(100, 0, math.inf, since=None)
     awaited.itl_s = 0.05
-    assert pace_of(awaited).most_prompt_tokens() is None
+    assert pace_of(awaited).rules(Role.DECODE).beside_decode is None
+
+
+def test_a_hybrid_gives_prompts_as_much_time_as_decoding_and_limits_come_first() -> None:
+    streams = task(100, 20, math.inf), task(100, 20, math.inf)
+    pace = pace_of(*streams)
+    pace.observe(0.02)
+    assert pace.rules(Role.HYBRID) == StepRules()  # nothing is measured yet
+    pace.observe(0.02 + 0.1, 502)
+    assert pace.rules(Role.HYBRID) == StepRules(beside_decode=100)
+    assert pace.rules(Role.PREFILL) == StepRules(prompts_first=True)
+    streams[1].tpot_s = 1.0
+    assert pace.rules(Role.PREFILL) == StepRules()

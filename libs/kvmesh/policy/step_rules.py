@@ -1,0 +1,82 @@
+"""Divides the engine's steps between prompts and sequences that decode, by the worker's role.
+
+FlowKV's hybrid scheduler gives each cycle to prefill or to decode, as the controller says (3.4). Here
+the role says it: on a prefill worker prompts come first, on a decode worker decoding does, and a
+hybrid worker gives both the same time. Tests: tests/unit/policy/test_step_rules.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvmesh.core.types import Role
+
+MAX_LEFT_OUT = 2
+"""Maximum number of steps in a row without decoding while prompts come first. A worker that changed
+its role still decodes its sequences, at a third of the steps or more."""
+
+
+class StepPriority(enum.Enum):
+    """What comes first in a step."""
+
+    PREFILL = "prefill"
+    """Prompts take the budget; sequences decode in what is left, if all of them fit."""
+    DECODE = "decode"
+    """All sequences decode; prompts take what is left of the budget."""
+    MIXED = "mixed"
+    """All sequences decode; prompts take about as much time beside them as that does."""
+
+
+_PRIORITIES = {Role.PREFILL: StepPriority.PREFILL, Role.HYBRID: StepPriority.MIXED}
+
+
+def priority_of(role: Role) -> StepPriority:
+    """Returns the priority of a role's steps."""
+    return _PRIORITIES.get(role, StepPriority.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """Rules of the next steps.
+
+    Attributes:
+        prompts_first: whether prompts take their tokens before sequences that decode.
+        beside_decode: maximum number of prompt tokens in a step in which a sequence decodes; None:
+            as many as the step's budget leaves.
+    """
+
+    prompts_first: bool = False
+    beside_decode: int | None = None
+
+
+def step_rules(
+    priority: StepPriority, *, has_limits: bool, limit: int | None, share: int | None
+) -> StepRules:
+    """Returns the rules of the next steps.
+
+    Args:
+        has_limits: whether a sequence that decodes has a limit on its time per token or between
+            tokens. Then decoding comes first, whatever the role.
+        limit: maximum number of prompt tokens with which these limits are kept; None for any.
+        share: number of prompt tokens that take as long as the decode step beside them; None while
+            it is not measured.
+    """
+    bounds = [limit, share if priority is StepPriority.MIXED else None]
+    beside = min((each for each in bounds if each is not None), default=None)
+    return StepRules(priority is StepPriority.PREFILL and not has_limits, beside)
+
+
+class StepTurns:
+    """Counts the steps in a row that left out decoding."""
+
+    def __init__(self) -> None:
+        self._left_out = 0
+
+    def prompts_first(self, rules: StepRules) -> bool:
+        """Whether prompts come first in the next step."""
+        return rules.prompts_first and self._left_out < MAX_LEFT_OUT
+
+    def note(self, *, left_out: bool) -> None:
+        """Notes a planned step, and whether sequences that decode were left out of it."""
+        self._left_out = self._left_out + 1 if left_out else 0
