@@ -7,7 +7,7 @@ Tests: tests/unit/scheduler/test_planner.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
@@ -99,6 +99,11 @@ class ModelLoops:
     def pace(self) -> FetchPace:
         """Measured speeds of prefill and transfer, for decisions about fetches."""
         return self._pace
+
+    @property
+    def links(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
+        """Measured seconds to move a token's KV, by sender and receiver."""
+        return self._paths.links
 
     def note_prompt(self, uncached_tokens: int, max_new_tokens: int, scenario: str = "") -> None:
         """Adds a request that was routed for the first time to the distribution of lengths."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker, ModelDetail
@@ -95,6 +95,10 @@ class Planner:
     def pace(self, model: str) -> FetchPace:
         """Measured speeds of a model's prefill and KV transfer."""
         return self._loops(model).pace
+
+    def links(self, model: str) -> Mapping[tuple[WorkerId, WorkerId], float]:
+        """Measured seconds to move a token's KV between a model's workers."""
+        return self._loops(model).links
 
     def details(self) -> list[ModelDetail]:
         """The thresholds in force of every model, for people."""

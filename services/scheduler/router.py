@@ -177,6 +177,8 @@ class Router:
         if policy.route.fetches and (matches or policy.joint is not None):
             reads = self._reads.among(view.workers, matches)
             view = changed(view, pace=self._planner.pace(query.model), reads=reads)
+        if policy.route.weighs_links and (links := self._planner.links(query.model)):
+            view = changed(view, links=links)
         return Ask(query, view, matches)
 
     def _take(

@@ -5,16 +5,19 @@ Tests: tests/unit/policy/test_path_meter.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.details import ANSWER, ASK, COPY, FleetWorker, LinkDetail
+from kvmesh.core.details import ANSWER, ASK, COPY, GET, FleetWorker, LinkDetail
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
 
 MIN_BYTES = 1 << 20
 """Minimum number of bytes for a measurement: fewer reflect waiting more than the path."""
+
+PAIR_KEEP = 0.8
+"""Factor on the weight of a link's older samples for each second in which it carried anything."""
 
 
 @dataclass(slots=True)
@@ -35,11 +38,18 @@ _LinkName = tuple[WorkerId, int, WorkerId, str]
 
 
 class PathMeter:
-    """Measures the links of one model's workers; handoffs and fetches both count."""
+    """Measures the links of one model's workers; handoffs and fetches both count.
+
+    Attributes:
+        links: seconds that a token's KV travels, by sender and receiver, for links that carried
+            enough to tell.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[_LinkName, tuple[int, float]] = {}
         self._inside, self._between = _Carried(), _Carried()
+        self._pairs: dict[tuple[WorkerId, WorkerId], _Carried] = {}
+        self.links: dict[tuple[WorkerId, WorkerId], float] = {}
         self._token_bytes = 0.0
         self._asked = (0.0, 0.0)
 
@@ -50,6 +60,7 @@ class PathMeter:
             carried.bytes *= KEEP
             carried.busy_s *= KEEP
         clusters = {each.info.worker_id: each.info.cluster for each in workers}
+        self._forget(clusters)
         before, self._seen = self._seen, {}
         for worker in workers:
             info = worker.info
@@ -63,15 +74,42 @@ class PathMeter:
                 self._seen[name] = (link.bytes_total, link.busy_s)
                 # Copies do not count: they yield to all other transfers, fetches are faster.
                 if link.peer in clusters and link.channel not in (ASK, ANSWER, COPY):
-                    self._add(self._inside if same else self._between, link, before.get(name))
-
+                    self._add(
+                        info.worker_id,
+                        self._inside if same else self._between,
+                        link,
+                        before.get(name),
+                    )
         # The median, because the holder that a route will find is not known here.
         self._asked = sorted(asked)[len(asked) // 2] if asked else (0.0, 0.0)
 
-    def _add(self, carried: _Carried, link: LinkDetail, before: tuple[int, float] | None) -> None:
+    def _add(
+        self,
+        sender: WorkerId,
+        carried: _Carried,
+        link: LinkDetail,
+        before: tuple[int, float] | None,
+    ) -> None:
         last_bytes, last_busy_s = before or (0, 0.0)
-        carried.bytes += max(link.bytes_total - last_bytes, 0)
-        carried.busy_s += max(link.busy_s - last_busy_s, 0.0)
+        num_bytes = max(link.bytes_total - last_bytes, 0)
+        busy_s = max(link.busy_s - last_busy_s, 0.0)
+        carried.bytes += num_bytes
+        carried.busy_s += busy_s
+        if not num_bytes or link.channel == GET:
+            return
+        # Only what was carried makes older samples count less: most links rest most of the time.
+        pair = sender, link.peer
+        own = self._pairs.setdefault(pair, _Carried())
+        own.bytes = PAIR_KEEP * own.bytes + num_bytes
+        own.busy_s = PAIR_KEEP * own.busy_s + busy_s
+        if token_s := own.token_s(self._token_bytes):
+            self.links[pair] = token_s
+
+    def _forget(self, here: Collection[WorkerId]) -> None:
+        """Drops the links of workers that have left."""
+        for pair in [each for each in self._pairs if not (each[0] in here and each[1] in here)]:
+            del self._pairs[pair]
+            self.links.pop(pair, None)
 
     def pace(self, token_s: float | None) -> FetchPace:
         """Returns the measured times for routes.

@@ -178,6 +178,7 @@ class RoutePolicy:
         fetches: whether workers fetch prefixes from other holders where that is sooner.
         slack_tokens: computed tokens by which a worker may be later than the best and is still
             asked.
+        weighs_links: whether the link from the prefill worker decides among equal decode workers.
         is_uneven: says whether load is spread unevenly over a list; fills `Standing.uneven`.
     """
 
@@ -191,6 +192,7 @@ class RoutePolicy:
     first_token: Callable[[Standing], float] | None = None
     fetches: bool = False
     slack_tokens: float = SLACK_TOKENS
+    weighs_links: bool = False
     is_uneven: Callable[[Sequence[Standing]], bool] | None = None
 
 
@@ -270,7 +272,11 @@ LEAST_CONNECTIONS = RoutePolicy(
 """Counts only the caller's own requests in flight, because the loads of an old view mislead."""
 
 CACHE_LOAD = RoutePolicy(
-    "cache_load", _cache_load_prefill, _cache_load_decode, _cache_load_aggregated
+    "cache_load",
+    _cache_load_prefill,
+    _cache_load_decode,
+    _cache_load_aggregated,
+    weighs_links=True,
 )
 """Prefill by expected work until the first token, given the cached prefix; decode by the scarcer of
 slots and blocks."""
@@ -283,6 +289,7 @@ KVMESH = RoutePolicy(
     aggregate_tokens=AGGREGATE_TOKENS,
     first_token=attrgetter("first_token"),
     fetches=True,
+    weighs_links=True,
 )
 """The default. Prefill on the worker with the least TTFT from queue, prefix and fetch (FlowKV
 Algorithm 1); short prompts on their decode worker; decode workers help prefill while they are

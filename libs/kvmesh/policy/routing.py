@@ -27,6 +27,7 @@ from kvmesh.core.types import (
     WorkerId,
     WorkerLoad,
 )
+from kvmesh.policy.decode_link import by_transfer
 from kvmesh.policy.fetch_route import Decoders, fetch_words, weigh_fetches
 from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.holders import NOTHING_LOWER
@@ -227,8 +228,13 @@ def _plan_disaggregated(call: Call, sides: Sides) -> RoutePlan | None:
     prefill = _worth_asking(call, prefill, home.group)
     beside = of_layout(call, sides.decode, layout)
     decode = in_order(call, beside, call.policy.decode, last_resort)
-    first = prefill[0]
+    first, least = prefill[0], decode[0]
+    # A remote query counts on the decode worker that the rank chose.
+    if call.view.links and call.policy.weighs_links and first.fetch is not FetchReason.ASK:
+        decode = by_transfer(decode, first, call.view.links, call.policy.decode)
     reason = f"{prefill_reason(first)}{fetch_words(first)}; {decode_reason(decode[0])}"
+    if decode[0] is not least:
+        reason += ", over a faster link"
     return _plan(call, prefill, decode, _cause(call, first), reason)
 
 

@@ -1,8 +1,8 @@
 """Divides the engine's steps between prompts and sequences that decode, by the worker's role.
 
-FlowKV's hybrid scheduler gives each cycle to prefill or to decode, as the controller says (3.4). Here
-the role says it: on a prefill worker prompts come first, on a decode worker decoding does, and a
-hybrid worker gives both the same time. Tests: tests/unit/policy/test_step_rules.py.
+FlowKV's hybrid scheduler gives each cycle to prefill or to decode, as the controller says (3.4).
+Here the role says it: on a prefill worker prompts come first, on a decode worker decoding does, and
+a hybrid worker gives both the same time. Tests: tests/unit/policy/test_step_rules.py.
 """
 
 from __future__ import annotations

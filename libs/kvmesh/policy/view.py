@@ -59,6 +59,7 @@ class FleetView:
         pace: measured times of computing and of moving KV.
         reads: tokens of cached prefixes read recently from each worker that holds a part of the
             prompt; 0 for all others.
+        links: measured seconds to move a token's KV, by sender and receiver.
     """
 
     workers: tuple[WorkerView, ...]
@@ -66,6 +67,7 @@ class FleetView:
     num_routes: int = 0
     pace: FetchPace = FetchPace()
     reads: Mapping[WorkerId, float] = field(default_factory=dict)
+    links: Mapping[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
 
 
 # For speed, as in `core/types.py`.

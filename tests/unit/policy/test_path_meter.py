@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvmesh.core.details import ANSWER, ASK, COPY, FleetWorker, LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, ASK, COPY, GET, FleetWorker, LinkDetail, WorkerDetail
 from kvmesh.core.types import WorkerId, WorkerLoad
 from kvmesh.policy.path_meter import MIN_BYTES, PathMeter
 from kvmesh.policy.prefix_source import FetchPace
@@ -90,3 +90,24 @@ def test_far_questions_say_nothing_of_those_within_a_cluster() -> None:
     asker = dataclasses.replace(seen("a"), detail=WorkerDetail(links=links))
     meter.observe([asker, seen("b"), seen("c", cluster="west")])
     assert meter.pace(0.5).ask_chunk_s == pytest.approx(0.001 * LAYOUT.num_layers)
+
+
+def test_each_link_has_its_own_speed_while_both_ends_are_there() -> None:
+    meter = PathMeter()
+    slow = ("b", 4 * MIN_BYTES, 4.0), ("c", 4 * MIN_BYTES, 0.5)
+    meter.observe([seen("a", *slow), seen("b"), seen("c")])
+    second_s = TOKEN_BYTES / (4 * MIN_BYTES)
+    assert meter.links == pytest.approx({("a", "b"): 4 * second_s, ("a", "c"): 0.5 * second_s})
+    for _ in range(9):  # it rests, and is not forgotten
+        meter.observe([seen("a", *slow), seen("b"), seen("c")])
+    assert meter.links["a", "b"] == pytest.approx(4 * second_s)
+    meter.observe([seen("a", *slow), seen("c")])
+    assert list(meter.links) == [("a", "c")]
+
+
+def test_reads_of_a_link_are_not_of_its_sender() -> None:
+    meter = PathMeter()
+    read = LinkDetail(WorkerId("b"), GET, bytes_total=9 * MIN_BYTES, busy_s=9.0)
+    reader = dataclasses.replace(seen("a"), detail=WorkerDetail(links=(read,)))
+    meter.observe([reader, seen("b")])
+    assert meter.links == {}

@@ -81,6 +81,23 @@ async def overload(mesh: Mesh, *, may_order: bool = True) -> None:
         await mesh.planner.cycle(may_order=may_order)
 
 
+async def test_measured_links_choose_among_equal_decode_workers() -> None:
+    mesh = pairs()
+    await mesh.second()
+    carried = tuple(
+        LinkDetail(WorkerId(peer), "tcp", bytes_total=1 << 24, busy_s=busy_s)
+        for peer, busy_s in (("d0", 0.01), ("d1", 9.0))
+    )
+    for sender in ("p0", "p1"):
+        mesh.fleet.note_detail(mesh.members[sender], WorkerDetail(links=carried))
+    for number in range(6):
+        await mesh.second()
+        for name in mesh.members:
+            mesh.report(name, **IDLE)
+        plan = await mesh.route(f"r{number}")
+        assert plan.decode[0].worker_id == "d0"
+
+
 class TestRoles:
     async def test_an_idle_decode_worker_is_ordered_to_help(self) -> None:
         mesh = pairs()
