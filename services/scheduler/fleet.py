@@ -29,6 +29,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
+from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.health import Verdict
 from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.seats import SILENT_AFTER_S

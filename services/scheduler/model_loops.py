@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
 from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
-from kvmesh.core.types import Role, WorkerId
+from kvmesh.core.types import Role, RouteQuery, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload
 from kvmesh.policy.groups import GroupKey
@@ -21,6 +21,7 @@ from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
+from kvmesh.policy.profiled_ratio import MeanLengths
 from kvmesh.policy.reallocation import choose_giver
 from kvmesh.policy.role_loop import RoleCycle, RoleLoop, WorkerReading
 from kvmesh.policy.sending import Life, SendingMeter, SendingTotal
@@ -105,11 +106,12 @@ class ModelLoops:
         """Measured seconds to move a token's KV, by sender and receiver."""
         return self._paths.links
 
-    def note_prompt(self, uncached_tokens: int, max_new_tokens: int, scenario: str = "") -> None:
+    def note_prompt(self, query: RouteQuery, uncached_tokens: int) -> None:
         """Adds a request that was routed for the first time to the distribution of lengths."""
-        self._groups.note_new(scenario)
-        mean = self._meter.output_tokens
-        output = max_new_tokens if mean is None else min(mean, max_new_tokens)
+        mean, most = self._meter.output_tokens, query.max_new_tokens
+        output = most if mean is None else min(mean, most)
+        lengths = MeanLengths(uncached_tokens, query.num_tokens, output)
+        self._groups.note_new(query.scenario, lengths)
         self._allocation.note_prompt(uncached_tokens, output)
 
     # --- every second ------------------------------------------------------------------------
@@ -141,7 +143,7 @@ class ModelLoops:
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
         """The steps of P/D-Serve's monitor for each local group, once per `planning.monitor_s`."""
-        return list(self._groups.end_window(self._home(workers)))
+        return list(self._groups.end_window(self._home(workers), self._prompt_token_s()))
 
     def carried_out(self, step: GroupStep) -> None:
         """Notes that the monitor's step was ordered."""

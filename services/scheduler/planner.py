@@ -122,7 +122,7 @@ class Planner:
         if is_new:
             uncached = query.num_tokens - plan.prefill[0].cached_tokens
             loops = self._loops(query.model)
-            loops.note_prompt(uncached, query.max_new_tokens, query.scenario)
+            loops.note_prompt(query, uncached)
 
     def _loops(self, model: str) -> ModelLoops:
         if model not in self._models:

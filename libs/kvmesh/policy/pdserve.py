@@ -85,10 +85,13 @@ def choose_ratio(
     return max(options, key=lambda option: option.rate)
 
 
+def group_rate(profile: InstanceProfile, num_prefill: int, num_decode: int) -> float:
+    """Returns the requests per second of a group: those of its slower role."""
+    return min(num_prefill * profile.prefill_rate, num_decode * profile.decode_rate)
+
+
 def _split(profile: InstanceProfile, num_prefill: int, num_decode: int) -> RatioChoice:
-    prefill = num_prefill * profile.prefill_rate
-    decode = num_decode * profile.decode_rate
-    return RatioChoice(num_prefill, num_decode, min(prefill, decode))
+    return RatioChoice(num_prefill, num_decode, group_rate(profile, num_prefill, num_decode))
 
 
 # --- the monitor (3.3) ---------------------------------------------------------------------------
@@ -105,6 +108,8 @@ class RatioReason(enum.Enum):
     SETTLING = "the change before is to show first"
     HOLD = "the change before made it no worse"
     TAKEN_BACK = "the change before made it worse"
+    BY_RATE = "latency rose, and by eq. 1 this role limits the group"
+    AGAINST_RATE = "by eq. 1 the group would serve less"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from kvmesh.core.types import Role
 from kvmesh.policy.pdserve import (
     TOLERANCE,
+    InstanceProfile,
     LatencyWindow,
     RatioReason,
     RatioStep,
     ratio_direction,
 )
+from kvmesh.policy.profiled_ratio import MeanLengths, checked_step
 from kvmesh.policy.waiting import Waiting
 
 WINDOW_S = 15.0
@@ -75,13 +77,17 @@ class StageCounts:
 
 @dataclass(slots=True)
 class _Sums:
-    """Request-seconds in each stage, and the number of arrivals."""
+    """Request-seconds in each stage, the number of arrivals, and tokens of the noted ones."""
 
     wait_prefill: float = 0.0
     wait_decode: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
     count: float = 0.0
+    uncached_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    noted: float = 0.0
 
     def window(self) -> LatencyWindow:
         """Returns the mean times, waiting included."""
@@ -143,11 +149,37 @@ class RatioMonitor:
         sums.decode += counts.decoding * elapsed_s
         sums.count += num_new
 
-    def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
+    def note_prompts(self, lengths: MeanLengths, count: float = 1.0) -> None:
+        """Adds the lengths of requests that arrived; a fraction where groups share a scenario."""
+        sums = self._sums
+        sums.uncached_tokens += lengths.uncached * count
+        sums.prompt_tokens += lengths.prompt * count
+        sums.output_tokens += lengths.output * count
+        sums.noted += count
+
+    @property
+    def lengths(self) -> MeanLengths | None:
+        """Mean lengths of the window's requests; None without any."""
+        sums = self._sums
+        if not sums.noted:
+            return None
+        return MeanLengths(
+            sums.uncached_tokens / sums.noted,
+            sums.prompt_tokens / sums.noted,
+            sums.output_tokens / sums.noted,
+        )
+
+    def end_window(
+        self, num_prefill: int, num_decode: int, profile: InstanceProfile | None = None
+    ) -> RatioStep | None:
         """Ends the window and returns the step that the rule asks for.
 
         None if the window has too few requests; it then goes on. The caller that carries out the
         step calls `carried_out`, so that only a real change is judged by later windows.
+
+        Args:
+            profile: measured speeds of both roles under the window's load, which eq. 1 reads; None
+                while they are not known.
         """
         sums = self._sums
         if sums.count < MIN_REQUESTS:
@@ -173,6 +205,8 @@ class RatioMonitor:
             if worse.grow is not step.grow:
                 return RatioStep(None, RatioReason.HOLD)
             step = RatioStep(step.grow, RatioReason.TAKEN_BACK)
+        if profile is not None:
+            step = checked_step(step, profile, num_prefill, num_decode)
         if step.grow is not None:
             if not waited:
                 self._usual = quiet  # one change answers this latency; only a higher one asks again

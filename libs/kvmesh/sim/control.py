@@ -10,12 +10,15 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from kvmesh.core.pace import StepPace
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
 from kvmesh.policy.offload import OffloadState, Threshold
+from kvmesh.policy.pdserve import InstanceProfile
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
+from kvmesh.policy.profiled_ratio import MeanLengths, measured_profile
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
 from kvmesh.policy.reallocation import choose_giver
 from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, decode_slots, room_used
@@ -29,6 +32,7 @@ from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import Offload
 from kvmesh.sim.trace import uncached_lengths
+from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 
 
@@ -88,7 +92,9 @@ class Control:
     def note_prompt(self, request: SimRequest) -> None:
         """Adds a prompt to the online distribution of uncached lengths."""
         uncached = request.num_tokens - request.cached_tokens
-        self._allocation.note_prompt(uncached, request.trace.output_tokens)
+        output = request.trace.output_tokens
+        self._allocation.note_prompt(uncached, output)
+        self._monitor.note_prompts(MeanLengths(uncached, request.num_tokens, output))
         self._num_new += 1
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
@@ -200,7 +206,8 @@ class Control:
     def _move_ratio(self) -> None:
         movable = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
-        step = self._monitor.end_window(num_prefill, len(movable) - num_prefill)
+        profile = _profile_of(movable[0], self._monitor.lengths) if movable else None
+        step = self._monitor.end_window(num_prefill, len(movable) - num_prefill, profile)
         if step is None:
             return
         self._reasons[f"monitor: {step.reason.value}"] += 1
@@ -232,6 +239,17 @@ class Control:
 
     def _hardware(self, egress_bytes_per_s: float) -> Hardware:
         return Hardware(len(self._remote()), len(self._local()), egress_bytes_per_s)
+
+
+def _profile_of(worker: SimWorker, lengths: MeanLengths | None) -> InstanceProfile | None:
+    """Returns the speeds that a scheduler would measure; all workers at home have one device."""
+    if lengths is None:
+        return None
+    device, info = worker.device, worker.info
+    slots, cost = info.decode_slots, device.decode
+    pace = StepPace(cost.constant + cost.per_sequence * slots, cost.per_token)
+    room = info.num_blocks * TRACE_BLOCK
+    return measured_profile(device.prefill_s(lengths.uncached), pace, slots, room, lengths)
 
 
 def _reading(worker: SimWorker, waiting: Waiting) -> WorkerReading:

@@ -5,6 +5,7 @@ Tests: tests/unit/sim/test_plan.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.policy.pdserve import RatioChoice, choose_ratio
 from kvmesh.policy.prfaas import (
     Hardware,
     OperatingPoint,
@@ -20,6 +22,7 @@ from kvmesh.policy.prfaas import (
     search,
     threshold_grid,
 )
+from kvmesh.policy.profiled_ratio import planned_profile
 from kvmesh.sim.plan_ttft import IN_TIME, rate_in_time
 
 TTFT_S = 10.0
@@ -37,6 +40,8 @@ class Plan:
         ttft_s: limit on the time to the first token.
         ttft_rate: requests per second at which most first tokens keep it; below `best.rate`, at
             which queues grow without end.
+        ratio: P/D-Serve's split of the local instances, by eq. 1, as if all prompts were computed
+            at home; None with fewer than two instances.
     """
 
     points: list[OperatingPoint]
@@ -45,6 +50,7 @@ class Plan:
     lengths: LengthDistribution
     ttft_s: float
     ttft_rate: float
+    ratio: RatioChoice | None
 
 
 def splits(hardware: Hardware) -> range:
@@ -78,7 +84,10 @@ def make_plan(
     if best.rate <= 0:
         raise ConfigError("no split of these instances serves a request: too few of them")
     in_time = rate_in_time(profile, lengths, hardware, best, ttft_s)
-    return Plan(points, best, hardware, lengths, ttft_s, in_time)
+    ratio = None
+    if hardware.num_local >= 2:
+        ratio = choose_ratio(planned_profile(profile, lengths.mean), hardware.num_local, 1)
+    return Plan(points, best, hardware, lengths, ttft_s, in_time, ratio)
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
@@ -102,6 +111,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "decode_rate": best.decode_rate,
         "egress_gbps": best.egress_bytes_per_s * 8 / 1e9,
         "mean_tokens": plan.lengths.mean,
+        "ratio": plan.ratio and dataclasses.asdict(plan.ratio),
     }
 
 
@@ -126,4 +136,7 @@ def plan_text(plan: Plan) -> str:
         "mean of all": f"{plan.lengths.mean:,.0f} tokens",
         "egress": f"{best.egress_bytes_per_s * 8 / 1e9:.2f} of {link_gbps:.0f} Gbit/s",
     }
+    if plan.ratio is not None:
+        split = f"{plan.ratio.num_prefill} prefill, {plan.ratio.num_decode} decode"
+        rows["P/D-Serve eq. 1"] = f"{split}, {plan.ratio.rate:.3f} requests/s, none remote"
     return "".join(f"{name:15} {value}\n" for name, value in rows.items())

@@ -14,7 +14,7 @@ from kvmesh.policy.allocation_loop import MIN_LENGTHS
 from kvmesh.sim.cost_fit import DecodeSample, PrefillSample
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.profile_record import Measured, profile_record
-from tests.unit.policy.fleet_examples import worker_info
+from tests.unit.policy.fleet_examples import query, worker_info
 from tests.unit.scheduler.parts import Parts
 
 PROMPT_TOKEN_S = 2e-3
@@ -49,7 +49,7 @@ def test_splits_are_planned_and_fetches_priced_before_anything_is_measured(profi
     for model in ("m", "another"):
         loops = parts.planner._loops(model)
         for _ in range(MIN_LENGTHS):
-            loops.note_prompt(1000, 32)
+            loops.note_prompt(query(1000), 1000)
         at_once(loops.observe(WORKERS, parts.planner.demand.current(model, 0.0), 0, 1.0))
         question = loops.question(WORKERS)
         if model == "another":

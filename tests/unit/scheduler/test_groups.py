@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
-from kvmesh.policy.pdserve import MIN_PER_ROLE
+from kvmesh.policy.pdserve import MIN_PER_ROLE, InstanceProfile, RatioReason
+from kvmesh.policy.profiled_ratio import MeanLengths
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
 from services.scheduler.demand import Demand, Looking
-from services.scheduler.group_loops import GroupLoops
+from services.scheduler.group_loops import GroupLoops, profile_of
 from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.test_planner import BUSY, IDLE, Mesh
@@ -87,7 +91,7 @@ def test_who_waits_counts_in_seconds_in_which_nobody_comes() -> None:
     for second in range(int(WINDOW_S)):
         if second == WINDOW_S - 1:
             for _ in range(MIN_REQUESTS):
-                loops.note_new("")
+                loops.note_new("", MeanLengths(100, 100, 10))
         loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0)
     (found,) = loops.end_window(workers)
     assert found.step.grow is Role.PREFILL
@@ -157,3 +161,52 @@ async def test_reallocation_moves_nobody_between_groups() -> None:
     assert loops.giver(Role.PREFILL, workers) is None
     chat = [each for each in workers if each.info.scenario == "chat"]
     assert loops.giver(Role.PREFILL, chat) == "chat-d0"
+
+
+def paced(worker: FleetWorker, pace: StepPace) -> FleetWorker:
+    return replace(worker, load=replace(worker.load, room=PaceRoom(pace, 100)))
+
+
+def test_speeds_of_a_group_are_known_when_both_roles_are_measured() -> None:
+    prefill = FleetWorker(worker_info("p"), WorkerLoad())
+    decode = FleetWorker(worker_info("d", Role.DECODE), WorkerLoad())
+    lengths = MeanLengths(500.0, 1000.0, 200.0)
+    for members, token_s, known in (
+        ([prefill, paced(decode, StepPace(0.01, 1e-6))], None, lengths),
+        ([prefill, decode], 0.001, lengths),
+        ([prefill, paced(decode, StepPace(0.01, 1e-6))], 0.001, None),
+    ):
+        assert profile_of(members, token_s, known) is None
+    found = profile_of([prefill, paced(decode, StepPace(0.01, 1e-6))], 0.001, lengths)
+    assert found is not None
+    # The blocks hold 8192 tokens: six sequences of 1200, less than the eight slots.
+    batch = 8192 / 1200
+    assert found == InstanceProfile(1.0, 0.5, batch, 200 * (0.01 + 1e-6 * batch * 1100))
+
+
+def test_the_scheduler_takes_no_step_with_which_the_group_would_serve_less() -> None:
+    """The monitor's rule asks for prefill; prompts take so little that eq. 1 says no."""
+    for token_s, grow, reason in (
+        (1e-3, Role.PREFILL, RatioReason.PREFILL_GREW),
+        (1e-6, None, RatioReason.AGAINST_RATE),
+    ):
+        workers = [
+            paced(
+                FleetWorker(
+                    worker_info(f"{role.value}-{n}", role),
+                    WorkerLoad(
+                        **{"prefill_active" if role is Role.PREFILL else "decode_running": 1}
+                    ),
+                ),
+                StepPace(0.02, 0.0),
+            )
+            for role in (Role.PREFILL, Role.DECODE)
+            for n in range(PER_ROLE)
+        ]
+        loops = GroupLoops()
+        for _ in range(MIN_REQUESTS):
+            loops.note_new("", MeanLengths(4000, 4000, 100))
+        for _ in range(int(WINDOW_S)):
+            loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0)
+        (found,) = loops.end_window(workers, token_s)
+        assert (found.step.grow, found.step.reason) == (grow, reason)

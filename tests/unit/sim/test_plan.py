@@ -10,7 +10,7 @@ import pytest
 from kvmesh.cli.__main__ import main
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.prfaas import Hardware, Limit, operating_point, optimum, search
-from kvmesh.sim.plan import Plan, make_plan, plan_record
+from kvmesh.sim.plan import Plan, make_plan, plan_record, plan_text
 from kvmesh.sim.profile import gbps
 from kvmesh.sim.profile_file import load_profile
 
@@ -48,6 +48,15 @@ class TestTable6:
         assert best.decode_rate == pytest.approx(2.35, rel=0.01)
         assert best.rate == pytest.approx(2.11, rel=0.01)
         assert math.isinf(best.threshold_tokens) or best.share_remote == 0
+
+    def test_equation_1_of_pdserve_agrees_where_all_prompts_stay_at_home(self) -> None:
+        plan = case_plan(num_remote=0, num_local=12)
+        assert plan.ratio is not None
+        assert (plan.ratio.num_prefill, plan.ratio.num_decode) == (9, 3)
+        assert plan.ratio.rate == pytest.approx(plan.best.rate, rel=0.001)
+        assert plan_record(plan)["ratio"] == dataclasses.asdict(plan.ratio)
+        assert "P/D-Serve eq. 1 9 prefill, 3 decode, 2.1" in plan_text(plan)
+        assert case_plan(num_local=1).ratio is None
 
     def test_naive_heterogeneous_column(self) -> None:
         naive = operating_point(PROFILE.serving, PROFILE.plan.lengths, CASE, 0.0, num_prefill=0)
