@@ -27,6 +27,7 @@ from kvmesh.policy.forwarding import (
     rounds_per_route,
     still_refusing,
 )
+from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
@@ -70,6 +71,7 @@ class Desk:
         searching: requests that look for workers now.
         connections: the gateway's connections; some policies offer in their order, not the plan's.
         lanes: turns of the gateway's waiting requests.
+        prefill_times: times of earlier prompts, if searches end by them; else None.
     """
 
     events: EventQueue
@@ -82,6 +84,7 @@ class Desk:
     connections: Connections
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
     lanes: Lanes = field(default_factory=Lanes)
+    prefill_times: PrefillTimes | None = None
 
 
 class Placing:
@@ -124,8 +127,18 @@ class Placing:
     def _is_my_turn(self) -> bool:
         if self._turns.wait(self._request, self._called):
             return True
-        self._deadline = self._desk.events.at(self._request.deadline_s, self._late)
+        self._deadline = self._desk.events.at(self._until_s, self._late)
         return False
+
+    @property
+    def _until_s(self) -> float:
+        """Time at which the search ends, by the present estimate."""
+        request, times = self._request, self._desk.prefill_times
+        if times is None or request.generated:  # no wait of a client that is already reading
+            return request.deadline_s
+        ttft_s = request.deadline_s - request.arrival_s
+        patience_s = times.patience_s(request.num_tokens, ttft_s)
+        return max(request.arrival_s + patience_s, self._desk.events.now())
 
     def _called(self) -> None:
         assert self._deadline is not None, "who waits for its turn has a deadline"
@@ -145,11 +158,11 @@ class Placing:
         # A new plan adds the round trip to the scheduler.
         messages = 3 if self._needs_plan(now) else 1
         arrives = now + messages * self._desk.fleet.message_s
-        self._desk.events.at(min(arrives, self._request.deadline_s), self._round)
+        self._desk.events.at(min(arrives, self._until_s), self._round)
 
     def _ends_now(self) -> bool:
         waited = self._desk.events.now() - self._started_at
-        limit = self._request.deadline_s - self._started_at
+        limit = self._until_s - self._started_at
         if intervene(waited, limit) is not ForwardReason.TIMED_OUT:
             return False
         self._end(self._last)
@@ -206,7 +219,7 @@ class Placing:
         # Workers are asked one after the other; the message to the first was counted before.
         answers = max(2 * self._num_refused - 1, 0) * desk.fleet.message_s
         wait = answers + longest * desk.rng.uniform(0.5, 1.0)
-        desk.events.at(min(desk.events.now() + wait, self._request.deadline_s), self._go_on)
+        desk.events.at(min(desk.events.now() + wait, self._until_s), self._go_on)
 
     def _try(self, plan: RoutePlan) -> bool:
         if plan.placement is Placement.AGGREGATED:

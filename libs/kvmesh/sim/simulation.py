@@ -17,6 +17,7 @@ from kvmesh.core.types import PrefixSource, Refusal, RefusalReason, Role, RouteP
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.pdserve import timeout_s
+from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.sim.chains import Chains
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
@@ -174,6 +175,7 @@ class Simulation:
             Connections(),
             self._bring,
             Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
+            PrefillTimes() if system.learns_deadlines else None,
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
@@ -318,6 +320,9 @@ class Simulation:
         """See `WorkerListener`."""
         request = sequence.request
         request.has_first = True
+        if self._desk.prefill_times is not None and request.placed_s is not None:
+            took_s = self.events.now() - request.placed_s
+            self._desk.prefill_times.note(request.num_tokens, took_s)
         if request.attempt == 0:
             request.cached_tokens = sequence.num_cached
             self.control.note_prompt(request)

@@ -24,12 +24,15 @@ class System(Composition):
         grouped: whether each cluster is the group of the scenario with its name.
         rejects_early: whether a request is refused at arrival if its predicted first token is too
             late.
+        learns_deadlines: whether a search ends when the first token would come too late, by the
+            times of earlier prompts, as gateways do; else at the deadline itself.
     """
 
     queue_offers: bool = False
     report_interval_s: float = 0.0
     grouped: bool = False
     rejects_early: bool = False
+    learns_deadlines: bool = False
 
     @property
     def is_indexed(self) -> bool:

@@ -194,9 +194,7 @@ def test_the_scheduler_takes_no_step_with_which_the_group_would_serve_less() -> 
             paced(
                 FleetWorker(
                     worker_info(f"{role.value}-{n}", role),
-                    WorkerLoad(
-                        **{"prefill_active" if role is Role.PREFILL else "decode_running": 1}
-                    ),
+                    WorkerLoad(prefill_active=int(role is Role.PREFILL), decode_running=1),
                 ),
                 StepPace(0.02, 0.0),
             )
