@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvmesh.policy.quota import TenantLimits
 from services.gateway.config import ModelConfig, ScenarioConfig
@@ -20,7 +21,7 @@ async def test_each_request_finds_its_group_and_is_counted_there(tmp_path: Path)
     tenants = dict.fromkeys(("acme", "lost", "other"), TenantLimits())
     access = await write_tenants(tmp_path / "tenants.json", tenants)
     model = ModelConfig(path=str(tmp_path), served_name=MODEL, aliases="quick")
-    changes = {"access": access, "model": model, "scenario": RULES}
+    changes: dict[str, Any] = {"access": access, "model": model, "scenario": RULES}
     async with gateway_stack(tmp_path, TWO_PAIRS, **changes) as stack:
         for name, worker in stack.mesh.workers.items():
             worker.info = replace(worker.info, scenario=SCENARIOS[name])

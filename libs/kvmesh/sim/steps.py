@@ -343,7 +343,7 @@ class StepLoop:
         self._turns.note(left_out=bool(count) and not decodes)
         duration, context = 0.0, self._decoding.context
         if not decodes:
-            count, context = 0, 0.0
+            count, context = 0, 0
         for sequence, tokens in chunks:
             if tokens > 1:
                 duration += self._chunk_s(sequence, tokens)
@@ -360,8 +360,8 @@ class StepLoop:
         if decodes:
             self.gaps.add(self._paused_s + duration, self._decoding.count)
             self._paused_s = 0.0
-        elif self._decoding.count:
-            self._paused_s += duration
+        else:
+            self._paused_s = self._paused_s + duration if self._decoding.count else 0.0
         self._timer = self._events.after(duration, partial(self._end_mixed, chunks, decodes))
 
     def _step_s(self, num_sequences: int, context: float) -> float:

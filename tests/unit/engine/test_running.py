@@ -135,9 +135,9 @@ def test_on_a_prefill_worker_prompts_come_first_and_answers_go_on() -> None:
         bench.core.run(each)
     steps = []
     for _ in range(6):
-        before = answer.num_computed
+        so_far = answer.num_computed
         bench.step()
-        steps.append(answer.num_computed - before)
+        steps.append(answer.num_computed - so_far)
     assert steps == [0, 0, 1, 0, 0, 1]
     while bench.core.has_work:
         bench.step()

@@ -100,7 +100,7 @@ def test_each_link_has_its_own_speed_while_both_ends_are_there() -> None:
     assert meter.links == pytest.approx({("a", "b"): 4 * second_s, ("a", "c"): 0.5 * second_s})
     for _ in range(9):  # it rests, and is not forgotten
         meter.observe([seen("a", *slow), seen("b"), seen("c")])
-    assert meter.links["a", "b"] == pytest.approx(4 * second_s)
+    assert meter.links[WorkerId("a"), WorkerId("b")] == pytest.approx(4 * second_s)
     meter.observe([seen("a", *slow), seen("c")])
     assert list(meter.links) == [("a", "c")]
 
