@@ -138,6 +138,12 @@ class Frontend:
         served = self._mesh.router.served(caller.scenario, self._mesh.rng.random(), adapter)
         return ("" if served is None else served.group.fingerprint,) * num_choices
 
+    def _in_group(self, call: ApiCall, caller: Caller) -> Caller:
+        """The caller with the scenario of the group that is to serve it."""
+        rules, tenant = self._mesh.scenarios, caller.tenant
+        chosen = rules.choose(caller.scenario, call.model, tenant, self.scenarios)
+        return changed(caller, scenario=chosen)
+
     async def prepare(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None = None
     ) -> list[Choice]:
@@ -151,9 +157,7 @@ class Frontend:
             StageRefusedError: too many requests wait for this one to be served in time.
             GoneError: the delivered part does not belong to this call.
         """
-        adapter, rules = self.served.adapter(call.model), self._mesh.scenarios
-        chosen = rules.choose(caller.scenario, call.model, caller.tenant, self.scenarios)
-        caller = changed(caller, scenario=chosen)
+        caller, adapter = self._in_group(call, caller), self.served.adapter(call.model)
         check_call(call, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # priority < 0 passes the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
