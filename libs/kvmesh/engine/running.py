@@ -25,6 +25,11 @@ def _is_part(sequence: Sequence) -> bool:
     return sequence.is_part and sequence.num_remaining > 1
 
 
+def _is_prompt(sequence: Sequence) -> bool:
+    """Whether more is missing than a decode step; the last token of a prompt is no decode step."""
+    return sequence.num_remaining > 1 or len(sequence.tokens) == len(sequence.spec.token_ids)
+
+
 def _age(sequence: Sequence) -> int:
     return sequence.sequence_id  # ids grow with time
 
@@ -118,14 +123,15 @@ class RunningSequences:
         grown = self._divided(others, prompts_first=prompts_first)
         if prompts_first and not grown:  # prompts may wait for blocks that the others free
             grown = self._divided(others, prompts_first=False)
-        decoding = [s for s in others if s.num_remaining == 1]
+        decoding = [s for s in others if not _is_prompt(s)]
         self._turns.note(left_out=bool(grown and decoding) and grown.keys().isdisjoint(decoding))
         return list(grown.items())
 
     def _divided(self, others: list[Sequence], *, prompts_first: bool) -> dict[Sequence, int]:
         """Divides a step between sequences; returns those with blocks, and the end of each."""
         remaining, beside = [s.num_remaining for s in others], self.rules.beside_decode
-        plans = plan_batch(remaining, self._limits, beside, prompts_first=prompts_first)
+        first = {n for n, s in enumerate(others) if prompts_first and _is_prompt(s)}
+        plans = plan_batch(remaining, self._limits, beside, first)
         grown: dict[Sequence, int] = {}
         for plan in plans:
             sequence = others[plan.index]

@@ -6,7 +6,7 @@ chunks, oldest first; or the other way round. Tests: tests/unit/policy/test_batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -38,8 +38,7 @@ def plan_batch(
     remaining: Sequence[int],
     limits: BatchLimits,
     beside_decode: int | None = None,
-    *,
-    prompts_first: bool = False,
+    first: Collection[int] = (),
 ) -> list[ChunkPlan]:
     """Divides the step's budget.
 
@@ -47,15 +46,15 @@ def plan_batch(
         remaining: per sequence, oldest first, the number of tokens without KV; 1 is a decode step.
         beside_decode: maximum number of prompt tokens in a step in which a sequence decodes; None:
             as many as the budget leaves.
-        prompts_first: prompts take their tokens before sequences that decode. These join the step
-            if there is room for all of them, and else none does.
+        first: indices of prompts that take their tokens before sequences that decode. The others
+            join the step if there is room for all of them, and else none does.
 
     Returns:
         One entry per sequence that takes part, in the order of the list. If decode comes first, a
         long prompt cannot starve it. A prompt starves only if decode alone fills the budget.
     """
-    if prompts_first and (plans := _prompts_first(remaining, limits)):
-        return plans
+    if first:
+        return _prompts_first(remaining, limits, first)
     budget = limits.max_tokens
     shares: dict[int, int] = {}
     for index, tokens in enumerate(remaining):
@@ -73,14 +72,16 @@ def plan_batch(
     return [ChunkPlan(index, shares[index]) for index in sorted(shares)]
 
 
-def _prompts_first(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]:
+def _prompts_first(
+    remaining: Sequence[int], limits: BatchLimits, first: Collection[int]
+) -> list[ChunkPlan]:
     budget = limits.max_tokens
     shares: dict[int, int] = {}
-    for index, tokens in enumerate(remaining):
-        if tokens > 1 and budget > 0 and len(shares) < limits.max_sequences:
-            shares[index] = min(tokens, budget)
+    for index in sorted(first):
+        if budget > 0 and len(shares) < limits.max_sequences:
+            shares[index] = min(remaining[index], budget)
             budget -= shares[index]
-    decoding = [index for index, tokens in enumerate(remaining) if tokens == 1]
-    if shares and len(decoding) <= min(budget, limits.max_sequences - len(shares)):
+    decoding = [index for index in range(len(remaining)) if index not in first]
+    if len(decoding) <= min(budget, limits.max_sequences - len(shares)):
         shares |= dict.fromkeys(decoding, 1)
     return [ChunkPlan(index, shares[index]) for index in sorted(shares)]

@@ -336,8 +336,9 @@ class StepLoop:
         remaining = [1] * count + [each.remaining for each in self._prompts]
         decode_s = self._fit.pace().of(self._decoding.context) if count else 0.0
         beside = self._mixed.most_tokens(self._itl_s, decode_s) if count else None
-        first = self._turns.prompts_first(self.rules)
-        plans = plan_batch(remaining, self._limits, beside, prompts_first=first)
+        is_first = self._turns.prompts_first(self.rules)
+        first = range(count, len(remaining)) if is_first else ()
+        plans = plan_batch(remaining, self._limits, beside, first)
         chunks = [(self._prompts[p.index - count], p.num_tokens) for p in plans if p.index >= count]
         decodes = bool(count) and any(plan.index < count for plan in plans)
         self._turns.note(left_out=bool(count) and not decodes)

@@ -73,12 +73,13 @@ def test_limits_hold_and_budget_is_not_wasted(
 
 def test_prompts_first_take_the_budget_and_decoding_joins_whole_or_not_at_all() -> None:
     limits = BatchLimits(max_tokens=100, max_sequences=4)
-    assert plan_batch([1, 500, 1], limits, prompts_first=True) == [ChunkPlan(1, 100)]
-    assert plan_batch([1, 99, 1], limits, prompts_first=True) == [ChunkPlan(1, 99)]
+    assert plan_batch([1, 500, 1], limits, first=(1,)) == [ChunkPlan(1, 100)]
+    assert plan_batch([1, 99, 1], limits, first=(1,)) == [ChunkPlan(1, 99)]
     whole = [ChunkPlan(0, 1), ChunkPlan(1, 98), ChunkPlan(2, 1)]
-    assert plan_batch([1, 98, 1], limits, prompts_first=True) == whole
+    assert plan_batch([1, 98, 1], limits, first=(1,)) == whole
     few = BatchLimits(max_tokens=100, max_sequences=2)
-    assert plan_batch([1, 10, 1], few, prompts_first=True) == [ChunkPlan(1, 10)]
-    # Bounds beside decode are for those who decode; without prompts, all decode.
-    assert plan_batch([1, 500], limits, 20, prompts_first=True) == [ChunkPlan(1, 100)]
-    assert plan_batch([1, 1], limits, prompts_first=True) == [ChunkPlan(0, 1), ChunkPlan(1, 1)]
+    assert plan_batch([1, 10, 1], few, first=(1,)) == [ChunkPlan(1, 10)]
+    # Bounds beside decode are for those who decode; the last token of a prompt is no decode step.
+    assert plan_batch([1, 500], limits, 20, first=(1,)) == [ChunkPlan(1, 100)]
+    assert plan_batch([1, 500, 1], limits, first=(0, 1)) == [ChunkPlan(0, 1), ChunkPlan(1, 99)]
+    assert plan_batch([1, 1], limits) == [ChunkPlan(0, 1), ChunkPlan(1, 1)]
