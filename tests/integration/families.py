@@ -53,12 +53,22 @@ def prompt_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
 
 
 class Checkpoint:
-    """A random model on disk, and what transformers makes of it."""
+    """A random model on disk, and what transformers makes of it.
 
-    def __init__(self, name: str, folder: Path, lengths: Sequence[int] = PROMPT_LENGTHS) -> None:
+    Args:
+        config: in place of the family's tiny one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        lengths: Sequence[int] = PROMPT_LENGTHS,
+        config: Any = None,
+    ) -> None:
         self.name = name
         self.folder = folder
-        self._model = random_model(CONFIGS[name])
+        self._model = random_model(CONFIGS[name] if config is None else config)
         self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")
         draw = random.Random(5)
         self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
