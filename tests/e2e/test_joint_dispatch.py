@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.api_client import ApiClient
+from tests.e2e.api_client import ApiClient, placed
 from tests.mesh_processes import BLOCK_SIZE, VOCAB_SIZE, Flags, Mesh, fake_tokens, running_mesh
 
 PREFIX = 40 * BLOCK_SIZE
@@ -29,6 +29,11 @@ FLAGS: dict[str, Flags] = {
     # Long enough for the next request to find a worker at work.
     "prefill": {"engine.fake-step-s": 0.05},
 }
+ELASTIC: dict[str, Flags] = {
+    "scheduler": {**FLAGS["scheduler"], "routing.policy": "tokenlake"},
+    "gateway": FLAGS["gateway"],
+}
+LONG = 256 * BLOCK_SIZE
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -95,4 +100,39 @@ async def test_prompts_that_come_together_go_where_their_prefixes_are(tmp_path: 
             assert each["prefill"][0]["source"] == ""
         scheduler = await mesh["scheduler"].metrics()
         assert scheduler.value("kvmesh_scheduler_joint_requests_total", reason="kept") >= 2
+        await mesh.idle()
+
+
+def finds_all_idle(decision: dict[str, Any]) -> bool:
+    """It was made for two, when nobody had a prompt."""
+    prefill = decision["prefill"]
+    return decision["num_asked"] == 2 and not any(each["prefill_used"] for each in prefill)
+
+
+async def test_long_prompts_that_come_together_share_idle_workers(tmp_path: Path) -> None:
+    """TokenLake's program gives two of three workers to one of them. Layers are a real model's."""
+    async with (
+        running_mesh(tmp_path, 3, 1, engine="kvmesh", flags=ELASTIC) as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        seeds = itertools.count(100)
+        while True:
+            prompts = [tokens(LONG, next(seeds)) for _ in range(2)]
+            answers = await asyncio.gather(
+                *(client.complete(each, max_tokens=3) for each in prompts)
+            )
+            await mesh.idle()
+            newest = (await decisions(mesh))[:2]
+            if all(map(finds_all_idle, newest)):
+                break
+        assert sorted(each["degree"] for each in newest) == [1, 2]
+        assert {each["elastic_reason"] for each in newest} == {"within_slo"}
+        assert {each["num_batched"] for each in newest} == {1}
+        reasons = sorted(each.headers["x-kvmesh-decision"].split(";")[0] for each in answers)
+        assert reasons == ["chain", "load"]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            again = await client.complete(
+                prompt, max_tokens=3, cache_salt="another", headers=placed("aggregated")
+            )
+            assert again.token_ids == answer.token_ids
         await mesh.idle()

@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 
 from kvmesh.core.config import environment
-from kvmesh.core.types import RequestId, WorkerId
+from kvmesh.core.types import Refusal, RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
-from kvmesh.policy import composition, gathering, joint, seats
+from kvmesh.policy import chain, composition, gathering, joint, seats
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
+from kvmesh.policy.elastic import ElasticReason
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
 from kvmesh.policy.joint_choice import JointReason
+from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.policy.view import WorkerView
 from kvmesh.sim import router as sim_router
 from kvmesh.sim.fleet import SimFleet, parse_fleet
 from kvmesh.sim.profile import DecodeCost, Device, Links, Profile
@@ -53,36 +56,62 @@ Decisions = list[DecisionFacts]
 
 
 @pytest.fixture
-def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
-    """All decisions made from here on, wherever, in order."""
+def decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decisions:
+    """All decisions made from here on, wherever, in order.
+
+    With the parameter `chains`, workers can compute prompts together, and decisions say so; but
+    nobody does, since engines that stand still would wait for each other.
+    """
     kept: Decisions = []
+    has_chains = getattr(request, "param", "") == "chains"
 
     def comparable_ask(view: Any, query: Any, matches: Any) -> joint.Ask:
         # A gateway makes the name of a request unique; ties fall by the name.
         query = dataclasses.replace(query, request_id=RequestId(query.request_id.split("-")[0]))
         # Live engines stand still and links are this machine's: what was measured means nothing.
-        return joint.Ask(query, dataclasses.replace(view, pace=FetchPace()), matches)
+        view = dataclasses.replace(view, pace=FetchPace())
+        if has_chains:
+            view = dataclasses.replace(view, workers=tuple(map(with_layers, view.workers)))
+        return joint.Ask(query, view, matches)
 
     def decide(policy: Any, view: Any, query: Any, matches: Any, now: Any, offload: Any) -> Any:
         ask = comparable_ask(view, query, matches)
         made = composition.decide_route(policy, ask.view, ask.query, matches, now, offload)
         kept.append(describe_decision(ask.view, ask.query, made, policy.route, offload))
-        return made
+        return without_parts(made)
 
     def decide_jointly(policy: Any, asks: Any, now: Any, offload: Any) -> Any:
         asks = [comparable_ask(each.view, each.query, each.matches) for each in asks]
         made = joint.decide_jointly(policy, asks, now, offload)
         for ask, plan in zip(asks, made, strict=True):
             kept.append(describe_decision(ask.view, ask.query, plan, policy.route, offload))
-        return made
+        return [without_parts(each) for each in made]
 
     # How long ago a live worker reported is this machine's, too.
-    for policies in (seats, joint):
+    for policies in (chain, seats, joint):
         monkeypatch.setattr(policies, "SILENT_AFTER_S", math.inf)
     for module in (router, sim_router):
         monkeypatch.setattr(module, "decide_route", decide)
         monkeypatch.setattr(module, "decide_jointly", decide_jointly)
     return kept
+
+
+def with_layers(worker: WorkerView) -> WorkerView:
+    """A worker that takes part in chains."""
+    layout = dataclasses.replace(worker.info.layout, num_layers=12)
+    info = dataclasses.replace(worker.info, layout=layout, pair_share=2e-4)
+    return dataclasses.replace(worker, info=info)
+
+
+def without_parts(decision: OffloadPlan) -> OffloadPlan:
+    """The same, but its first worker computes all by itself."""
+    route = decision.route
+    if isinstance(route, Refusal) or not chain.upstream_parts(route.prefill[0].source):
+        return decision
+    alone = dataclasses.replace(route.prefill[0], source=None)
+    return dataclasses.replace(
+        decision, route=dataclasses.replace(route, prefill=(alone, *route.prefill[1:]))
+    )
 
 
 def in_rounds(requests: Sequence[TraceRequest], size: int) -> list[Round]:
@@ -223,6 +252,28 @@ async def test_requests_that_come_at_once(
     assert {each.num_asked for each in decided} == {size}
     found = {each.joint_reason for each in decided}
     assert {JointReason.KEPT, JointReason.MOVED} <= found
+
+
+@pytest.mark.parametrize("decided", ["chains"], indirect=True)
+@pytest.mark.parametrize(("policy", "size"), [("kvmesh", 1), ("tokenlake", 2)])
+async def test_long_prompts_on_several_workers(
+    policy: str, size: int, tmp_path: Path, decided: Decisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who computes which part, and how many workers TokenLake's program gives to a prompt."""
+    monkeypatch.setattr(gathering, "MAX_JOINT", size)
+    for holder in (router, sim_router):
+        monkeypatch.setattr(holder, "hold_s", lambda *_: ROUND_S)
+    monkeypatch.setattr(gathering, "LOOKUP_S", ROUND_S)
+    lengths = (9, 1, 14, 6, 2, 20, 11, 3)
+    requests = [
+        TraceRequest(0.0, length * TRACE_BLOCK, 2, tuple(range(40 * n, 40 * n + length)))
+        for n, length in enumerate(lengths)
+    ]
+    await compare(in_rounds(requests, size), policy, tmp_path, decided, together=True)
+    assert "chain" in {each.reason for each in decided}
+    if policy == "tokenlake":
+        assert {1, 2} <= {each.degree for each in decided}
+        assert {each.elastic_reason for each in decided} == {ElasticReason.WITHIN_SLO}
 
 
 async def test_offers_by_connections(

@@ -151,6 +151,58 @@ async def test_what_is_cached_in_each_part_is_not_computed(llama: Checkpoint) ->
         await until_idle(p0, p1, decode)
 
 
+@pytest.fixture(scope="module", params=["llama-untied-sharded", "gemma3", "qwen3-next", "lfm2"])
+def varied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """With full attention alone, windows, linear states, convolutions."""
+    return Checkpoint(request.param, tmp_path_factory.mktemp("varied"), (250,))
+
+
+def holding(worker: Worker, num_blocks: int) -> PrefixSource:
+    """A worker as the holder of a prefix."""
+    return replace(part(worker, num_blocks), computes=False)
+
+
+async def prime(driver: Driver, worker: Worker, decode: Worker, tokens: list[int]) -> int:
+    """Lets a worker cache a prompt; how much it has computed so far."""
+    key = Key(f"prime-{worker._info.worker_id}-{len(tokens)}")
+    await driver.generate(worker, decode, key, spec_of(tokens))
+    await until_idle(worker, decode)
+    return computed(worker)
+
+
+@pytest.mark.parametrize("holder", ["last", "another"])
+async def test_the_first_worker_fetches_a_cached_prefix(varied: Checkpoint, holder: str) -> None:
+    """Of the worker that computes the end, or of one that is no part of the chain."""
+    (tokens,), (expected,) = varied.prompts, varied.expected
+    async with mesh(varied, 3) as ((p0, p1, p2), decode, driver):
+        size = p0.core.block_size
+        cut, held = 10 * 16 // size, 6 * 16 // size
+        owner = p1 if holder == "last" else p2
+        before = await prime(driver, owner, decode, tokens[: held * size + 1])
+        chain = part(p0, cut, holding(owner, held))
+        found, cached = await driver.generate_from(chain, p1, decode, spec_of(tokens))
+        assert found == expected
+        assert cached == (held * size if owner is p1 else 0)
+        assert computed(p0) == (cut - held) * size
+        rest = len(tokens) - cut * size
+        assert computed(p1) == rest + (before if owner is p1 else 0)
+        await until_idle(p0, p1, p2, decode)
+
+
+async def test_who_is_refused_fetches_the_prefix_itself(llama: Checkpoint) -> None:
+    tokens, expected = long_prompt(llama)
+    async with mesh(llama, 3) as ((p0, p1, p2), decode, driver):
+        await prime(driver, p2, decode, tokens[: 2 * BLOCK + 1])
+        p0.prefill.draining = True
+        chain = part(p0, 3, holding(p2, 2))
+        found, cached = await driver.generate_from(chain, p1, decode, spec_of(tokens))
+        assert found == expected
+        assert cached == 2 * BLOCK
+        assert computed(p1) == len(tokens) - cached
+        assert outcomes(p1) == {"refused": 1}
+        await until_idle(p0, p1, p2, decode)
+
+
 async def test_a_worker_that_refuses_costs_an_answer(llama: Checkpoint) -> None:
     tokens, expected = long_prompt(llama)
     async with mesh(llama) as ((p0, p1), decode, driver):

@@ -98,7 +98,12 @@ COMPOSITIONS: dict[str, Composition] = {
             "joint", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.FIRST_TOKEN
         ),
         Composition(
-            "tokenlake", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.VOLUME
+            "tokenlake",
+            KVMESH,
+            switch_roles=True,
+            reallocate=True,
+            joint=JointRule.VOLUME,
+            chains=True,
         ),
         Composition("forwarding", LEAST_LOADED, Offload.STATIC),
         Composition("pdserve", PDSERVE, Offload.STATIC, monitor=True),
@@ -171,5 +176,5 @@ def decide_route(
     if cause is not None:
         route = dataclasses.replace(route, cause=cause)
     if policy.chains:
-        route = with_chain(route, members, query, now)
+        route = with_chain(route, members, query, matches, now)
     return planned if route is planned.route else dataclasses.replace(planned, route=route)

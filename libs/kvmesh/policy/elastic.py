@@ -15,11 +15,14 @@ from kvmesh.core.types import RequestId
 
 
 class ElasticReason(enum.Enum):
-    """How a plan came about."""
+    """How a plan came about; operators see the value."""
 
-    WITHIN_SLO = "every batch meets its objective"
-    BEST_EFFORT = "no plan meets all objectives, so they are left out"
-    NOTHING = "there is nothing to plan"
+    WITHIN_SLO = "within_slo"
+    """Every batch meets its objective."""
+    BEST_EFFORT = "best_effort"
+    """No plan meets all objectives, so they are left out."""
+    NOTHING = "nothing"
+    """There is nothing to plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Prompt:
 
     Attributes:
         context_tokens: number of cached and new tokens.
-        slo_s: longest latency of a batch with this prompt, in seconds.
+        slo_s: longest latency of a batch with this prompt, in the unit of the latency.
     """
 
     request_id: RequestId

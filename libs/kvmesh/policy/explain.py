@@ -18,6 +18,7 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
+from kvmesh.policy.elastic import ElasticReason
 from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
@@ -79,6 +80,8 @@ class DecisionFacts:
         num_asked: number of requests decided together, this one included.
         turn: number of their prompts that the same worker computes before this one.
         brought_tokens: tokens of this prompt that are fetched from another worker's cache.
+        num_batched, degree, elastic_reason: prompts and workers of its batch, and how the batches
+            came about, where a program forms them; 0, 1 and None elsewhere.
         lookup: how the holders of leading blocks were looked up, or why not: a value of the
             scheduler's `Lookup`.
     """
@@ -102,6 +105,9 @@ class DecisionFacts:
     num_asked: int = 1
     turn: int = 0
     brought_tokens: int = 0
+    num_batched: int = 0
+    degree: int = 1
+    elastic_reason: ElasticReason | None = None
     lookup: str = ""
 
 
@@ -141,6 +147,9 @@ def describe_decision(
             num_asked=decision.joint.num_asked,
             turn=decision.joint.turn,
             brought_tokens=decision.joint.brought_tokens,
+            num_batched=decision.joint.num_batched,
+            degree=decision.joint.degree,
+            elastic_reason=decision.joint.elastic,
         )
     route = decision.route
     if isinstance(route, Refusal):

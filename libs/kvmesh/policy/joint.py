@@ -4,7 +4,8 @@ First each request is decided as if they came one by one. That settles its place
 worker and everything except the prefill worker. Then the prompts of disaggregated requests are
 divided anew by the policy's rule (`joint_queues.py`). The time of a prompt includes its fetch and
 the worker's queue, so `FIRST_TOKEN` moves the least KV that load allows. A division that is not
-better than one by one is dropped. Pure.
+better than one by one is dropped. `VOLUME` may give several idle workers to a long prompt
+(`chain.py`). Pure.
 Source: TokenLake 5, 6.2. Tests: tests/unit/policy/test_joint.py.
 """
 
@@ -27,10 +28,12 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
+from kvmesh.policy.chain import chaining, upstream_parts
 from kvmesh.policy.composition import Composition, decide_route
 from kvmesh.policy.fetch_route import fetch_words
 from kvmesh.policy.joint_choice import ALONE, JointChoice, JointReason, JointRule
 from kvmesh.policy.joint_queues import (
+    Division,
     JointPrompt,
     Queues,
     Seat,
@@ -100,22 +103,29 @@ def decide_jointly(
     prompts = [
         prompt
         for index, ask in enumerate(asks)
-        if (prompt := _prompt(index, ask, plans[index].route, now, beside)) is not None
+        if (prompt := _prompt(index, ask, plans[index].route, now, beside, policy)) is not None
     ]
     before = in_order_of_asking(prompts)
-    after = by_volume(prompts) if policy.joint is JointRule.VOLUME else by_time(prompts)
-    saved = total_tokens(before) - total_tokens(after)
-    if policy.joint is JointRule.FIRST_TOKEN and saved < WORTH_TOKENS:
-        after, saved = before, 0.0
-    for worker_id, queue in after.items():
+    is_volume = policy.joint is JointRule.VOLUME
+    after = by_volume(prompts) if is_volume else Division(by_time(prompts))
+    saved = total_tokens(before) - total_tokens(after.queues) + after.saved
+    if not is_volume and saved < WORTH_TOKENS:
+        after, saved = Division(before), 0.0
+    routes = _chained(_routes(after.queues, asks, plans), after, asks, now)
+    for worker_id, queue in after.queues.items():
         for turn, each in enumerate(queue):
-            chosen = each.seats[worker_id]
             reason = JointReason.KEPT if worker_id == each.own else JointReason.MOVED
-            decided[each.index] = dataclasses.replace(
-                plans[each.index],
-                route=_settled(each, chosen, after, asks[each.index], plans[each.index].route),
-                joint=JointChoice(reason, len(asks), turn, saved, chosen.brought),
-            )
+            brought = each.seats[worker_id].brought
+            choice = JointChoice(reason, len(asks), turn, saved, brought)
+            route = routes[each.index]
+            if after.reason is not None:
+                degree = 1 + len(upstream_parts(route.prefill[0].source))
+                choice = dataclasses.replace(
+                    choice, num_batched=len(queue), degree=degree, elastic=after.reason
+                )
+                route = dataclasses.replace(route, reason=f"{route.reason}; {_batch_words(choice)}")
+            plan = plans[each.index]
+            decided[each.index] = dataclasses.replace(plan, route=route, joint=choice)
     return decided
 
 
@@ -188,9 +198,10 @@ def _one_by_one(
     Returns:
         The decisions, and per worker the load of aggregated prompts, which are not divided.
     """
-    # No slack limit: a worker that is late for one prompt may be the best for one of many.
+    # No slack limit: a worker that is late for one prompt may be the best for one of many. Chains
+    # come last, of workers that are idle then.
     loose = dataclasses.replace(
-        policy, route=dataclasses.replace(policy.route, slack_tokens=math.inf)
+        policy, route=dataclasses.replace(policy.route, slack_tokens=math.inf), chains=False
     )
     added: dict[WorkerId, _Added] = defaultdict(_Added)
     beside: dict[WorkerId, _Added] = defaultdict(_Added)
@@ -244,6 +255,7 @@ def _prompt(
     route: RoutePlan | Refusal,
     now: float,
     beside: Mapping[WorkerId, _Added],
+    policy: Composition,
 ) -> JointPrompt | None:
     """Returns the prompt with the workers that may compute it; None if there is no choice."""
     query = ask.query
@@ -264,7 +276,17 @@ def _prompt(
     token_s = ask.view.pace.token_s
     is_known = query.ttft_budget_ms and token_s
     objective = query.ttft_budget_ms / 1e3 / token_s if is_known else math.inf
-    return JointPrompt(index, query.num_tokens, objective, seats)
+    times = _times(ask, seats, now) if policy.chains else ()
+    return JointPrompt(index, query.num_tokens, objective, seats, times)
+
+
+def _times(ask: Ask, seats: Mapping[WorkerId, Seat], now: float) -> tuple[float, ...]:
+    """Returns the computed tokens of a prompt on 1, 2, ... idle workers; empty: only one may."""
+    for seat in sorted(seats.values(), key=lambda seat: seat.work):
+        chain = chaining(seat.candidate, ask.view, ask.query, ask.matches, now)
+        if chain is not None:
+            return chain.times
+    return ()
 
 
 def _seat(worker: WorkerView, candidate: Candidate, query: RouteQuery) -> Seat:
@@ -282,6 +304,42 @@ def _seat(worker: WorkerView, candidate: Candidate, query: RouteQuery) -> Seat:
 
 
 # --- the plan of each ----------------------------------------------------------------------------
+
+
+def _routes(
+    queues: Queues, asks: Sequence[Ask], plans: Sequence[OffloadPlan]
+) -> dict[int, RoutePlan]:
+    """Returns the plans of divided prompts by the index of their request."""
+    return {
+        each.index: _settled(
+            each, each.seats[name], queues, asks[each.index], plans[each.index].route
+        )
+        for name, queue in queues.items()
+        for each in queue
+    }
+
+
+def _chained(
+    routes: dict[int, RoutePlan], division: Division, asks: Sequence[Ask], now: float
+) -> dict[int, RoutePlan]:
+    """Lets each prompt that got several workers have them: idle ones without another prompt."""
+    taken = frozenset(division.queues)
+    for name, degree in division.degrees.items():
+        (prompt,) = division.queues[name]
+        ask, route = asks[prompt.index], routes[prompt.index]
+        last = route.prefill[0]
+        chain = chaining(last, ask.view, ask.query, ask.matches, now, taken - {name})
+        if chain is not None:
+            route = routes[prompt.index] = chain.extend(route, degree)
+            taken |= {each.worker_id for each in upstream_parts(route.prefill[0].source)}
+    return routes
+
+
+def _batch_words(choice: JointChoice) -> str:
+    assert choice.elastic is not None
+    others = f" with {choice.num_batched - 1} others" if choice.num_batched > 1 else ""
+    workers = "worker" if choice.degree == 1 else "workers"
+    return f"batched{others} on {choice.degree} {workers}, {choice.elastic.value}"
 
 
 def _settled(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvmesh.policy.elastic import ElasticReason
+
 JOINT_WINDOW_S = 0.02
 """Seconds that a request waits for others while no worker would begin its prompt."""
 
@@ -18,7 +20,8 @@ class JointRule(enum.Enum):
     FIRST_TOKEN = "first_token"
     """Least sum of the times to first token; a fetched prefix counts with its cost."""
     VOLUME = "volume"
-    """TokenLake's: batches by the dynamic program of 6.2, then the least KV moved (section 5)."""
+    """TokenLake's: batches and their numbers of workers by the dynamic program of 6.2, then the
+    least KV moved (section 5)."""
 
 
 class JointReason(enum.Enum):
@@ -44,6 +47,10 @@ class JointChoice:
         saved_tokens: computed tokens saved until all their first tokens, compared with deciding one
             by one; the same number for each request.
         brought_tokens: tokens of this prompt that are fetched from another worker's cache.
+        num_batched: number of prompts in its batch (TokenLake 6.2), this one included; 0: the rule
+            forms no batches.
+        degree: number of workers that compute its batch.
+        elastic: how the batches came about; None: the rule forms none.
     """
 
     reason: JointReason
@@ -51,6 +58,9 @@ class JointChoice:
     turn: int = 0
     saved_tokens: float = 0.0
     brought_tokens: int = 0
+    num_batched: int = 0
+    degree: int = 1
+    elastic: ElasticReason | None = None
 
 
 ALONE = JointChoice(JointReason.ALONE)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import Candidate, RequestId, WorkerId
-from kvmesh.policy.elastic import Prompt, plan_elastic
+from kvmesh.policy.elastic import ElasticPlan, ElasticReason, Prompt, plan_elastic
 from kvmesh.policy.matching import least_total
 from kvmesh.policy.ranking import BUSY_TOKENS, SLACK_TOKENS
 from kvmesh.policy.view import WorkerView
+
+MAX_ELASTIC = 128
+"""Maximum product of prompts and idle workers in the program of TokenLake 6.2, whose cost grows
+with its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,15 @@ class JointPrompt:
         objective: TTFT limit in computed tokens.
         seats: the workers that may compute it, in the order of its own decision; it would go to
             the first by itself.
+        times: computed tokens until its first one on 1, 2, ... idle workers at once; empty if one
+            worker has to compute it.
     """
 
     index: int
     num_tokens: int
     objective: float
     seats: Mapping[WorkerId, Seat]
+    times: Sequence[float] = ()
 
     @property
     def own(self) -> WorkerId:
@@ -60,6 +67,29 @@ class JointPrompt:
 
 Queues = Mapping[WorkerId, Sequence[JointPrompt]]
 """Prompts by worker, in the order in which it computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Prompts divided into queues.
+
+    Attributes:
+        degrees: workers that compute a queue's only prompt together with this one, which is
+            counted; those with one are left out.
+        reason: how TokenLake's program came to it; None: by another rule.
+    """
+
+    queues: Queues
+    degrees: Mapping[WorkerId, int] = field(default_factory=dict)
+    reason: ElasticReason | None = None
+
+    @property
+    def saved(self) -> float:
+        """Computed tokens that several workers for a prompt save, over all prompts."""
+        return sum(
+            self.queues[name][0].times[0] - self.queues[name][0].times[degree - 1]
+            for name, degree in self.degrees.items()
+        )
 
 
 def in_order_of_asking(prompts: Sequence[JointPrompt]) -> Queues:
@@ -143,40 +173,83 @@ def _near(prompts: Sequence[JointPrompt]) -> list[WorkerId]:
     return sorted(near)
 
 
-def by_volume(prompts: Sequence[JointPrompt]) -> Queues:
+def by_volume(prompts: Sequence[JointPrompt]) -> Division:
     """Returns batches of least total latency, on the workers to which the fewest tokens move.
 
-    One batch goes to each worker whose queue is about as short as the shortest; the degree of
-    parallelism is 1. Source: TokenLake 6.2 (batches), 5 (workers).
+    The program of TokenLake 6.2 forms the batches. It may give several idle workers to a long
+    prompt, which they compute as a chain; a batch of several prompts is computed by one worker, one
+    after the other. Each batch goes to one of the workers whose queue is about as short as the
+    shortest, and further workers of a chain are chosen afterwards. Source: TokenLake 6.2 (batches
+    and degrees), 5 (workers).
     """
     if not prompts:
-        return {}
-    waits = {name: seat.wait for each in prompts for name, seat in each.seats.items()}
-    latest = min(waits.values()) + SLACK_TOKENS
-    workers = sorted(name for name, wait in waits.items() if wait <= latest)
-    batches = _batches(prompts, min(len(workers), len(prompts)))
+        return Division({})
+    seats = {name: seat for each in prompts for name, seat in each.seats.items()}
+    waits = {name: seat.wait for name, seat in seats.items()}
+    soonest = min(waits.values())
+    workers = sorted(name for name, wait in waits.items() if wait <= soonest + SLACK_TOKENS)
+    idle = frozenset(name for name in workers if not seats[name].wait and _is_idle(seats[name]))
+    plan, by_name = _elastic(prompts, len(workers), len(idle), soonest)
+    batches = [[by_name[prompt.request_id] for prompt in each.prompts] for each in plan.batches]
+    degrees = [each.num_workers for each in plan.batches]
     longest = max(waits.values()) + 1.0
     costs = [
-        # Ties in volume go to the shorter queue.
-        [_brought(batch, name) + waits[name] / longest / 2 for name in workers]
-        for batch in batches
+        [
+            # A chain begins on an idle worker. Ties in volume go to the shorter queue.
+            math.inf
+            if degree > 1 and name not in idle
+            else _brought(batch, name) + waits[name] / longest / 2
+            for name in workers
+        ]
+        for batch, degree in zip(batches, degrees, strict=True)
     ]
     chosen = least_total(costs)
     if any(math.isinf(row[column]) for row, column in zip(costs, chosen, strict=True)):
-        return in_order_of_asking(prompts)  # no worker may take the whole batch
-    return {workers[column]: batch for batch, column in zip(batches, chosen, strict=True)}
+        return Division(in_order_of_asking(prompts))  # no worker may take the whole batch
+    names = [workers[column] for column in chosen]
+    several = {name: degree for name, degree in zip(names, degrees, strict=True) if degree > 1}
+    return Division(dict(zip(names, batches, strict=True)), several, plan.reason)
 
 
-def _batches(prompts: Sequence[JointPrompt], num_workers: int) -> list[list[JointPrompt]]:
+def _is_idle(seat: Seat) -> bool:
+    return not (seat.worker.prefill_used or seat.worker.pending_tokens)
+
+
+def _elastic(
+    prompts: Sequence[JointPrompt], num_workers: int, num_idle: int, soonest: float
+) -> tuple[ElasticPlan, Mapping[RequestId, JointPrompt]]:
+    """Runs TokenLake's program, with latencies in computed tokens.
+
+    Only idle workers compute a prompt together, so the program runs twice: among idle workers, and
+    among all of them with one worker for each batch. The better plan is returned.
+
+    Args:
+        soonest: tokens that the first worker computes before any of the prompts.
+    """
     by_name = {RequestId(f"{number:03}"): each for number, each in enumerate(prompts)}
-    works = {name: min(seat.work for seat in each.seats.values()) for name, each in by_name.items()}
 
-    def latency(batch: Sequence[Prompt], _num_workers: int) -> float:
-        return sum(works[prompt.request_id] for prompt in batch)
+    def latency(batch: Sequence[Prompt], degree: int) -> float:
+        first, *more = (by_name[prompt.request_id] for prompt in batch)
+        if more or degree == 1:
+            return sum(map(_alone, (first, *more)))
+        return first.times[min(degree, len(first.times)) - 1] if first.times else _alone(first)
 
-    listed = [Prompt(name, each.num_tokens, each.objective) for name, each in by_name.items()]
-    plan = plan_elastic(listed, num_workers, latency)
-    return [[by_name[prompt.request_id] for prompt in batch.prompts] for batch in plan.batches]
+    listed = [
+        Prompt(name, each.num_tokens, each.objective - soonest) for name, each in by_name.items()
+    ]
+    most = min(num_workers, len(prompts))
+    plans = [plan_elastic(listed, most, lambda batch, _: latency(batch, 1))]
+    if num_idle > 1 and any(each.times for each in prompts):
+        plans.append(plan_elastic(listed, min(num_idle, MAX_ELASTIC // len(prompts)), latency))
+    best = min(
+        plans, key=lambda each: (each.reason is ElasticReason.BEST_EFFORT, each.total_latency_s)
+    )
+    return best, by_name
+
+
+def _alone(prompt: JointPrompt) -> float:
+    """Returns the computed tokens of a prompt on one worker."""
+    return prompt.times[0] if prompt.times else min(seat.work for seat in prompt.seats.values())
 
 
 def _brought(batch: Sequence[JointPrompt], worker_id: WorkerId) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvmesh.core.types import RoutePlan, WorkerId
+from kvmesh.policy.chain import prefix_behind
 from kvmesh.policy.holders import held_by
 from kvmesh.policy.view import WorkerView
 
@@ -42,8 +43,8 @@ class RecentReads:
         chosen = plan.prefill[0]
         if chosen.cached_tokens:
             self._add(chosen.worker_id, chosen.cached_tokens)
-        source = chosen.source
-        if source is not None and not source.computes:
+        source = prefix_behind(chosen.source)
+        if source is not None:
             brought = source.num_blocks * block_size - chosen.cached_tokens
             self._add(source.worker_id, max(brought, 0))
 

@@ -385,10 +385,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             await self._load(attempt, sequence, with_outside=is_here)
         if source is not None and source.computes:
             assert self._chain is not None, "such a source is taken by who can chain"
-            if len(self._attempts) == 1:  # others would wait for the whole chain
-                await self._chain.begin(attempt, source)
-        elif source is not None and sequence.state is not SequenceState.GONE:
-            assert self._sources is not None, "a source is taken by who can fetch"
+            # Others would wait for the whole chain.
+            source = await self._chain.begin(attempt, source, is_alone=len(self._attempts) == 1)
+        if source is not None and self._sources and sequence.state is not SequenceState.GONE:
             may_stay = self._is_local(attempt.reservation)
             await self._sources.bring(attempt, source, may_stay=may_stay)
             # The blocks that did not come from there.

@@ -3,8 +3,9 @@
 The other worker takes the beginning as any prompt, with a reservation of this worker's blocks for
 its KV, and computes it layer by layer. What a layer keeps comes as soon as it is complete, and this
 worker, one layer behind, lets its own positions go on from it. So this worker has all KV of the
-prompt in the end and hands it over as if it had computed it alone. A beginning that is refused, or
-does not come, is computed here. Why: docs/adr/0036-prompt-chains.md.
+prompt in the end and hands it over as if it had computed it alone. A cached prefix that the first
+worker lacks is fetched there. A beginning that is refused, or does not come, is computed here.
+Why: docs/adr/0036-prompt-chains.md.
 Tests: tests/integration/test_prompt_chain.py.
 """
 
@@ -20,6 +21,7 @@ from kvmesh.engine.layer_gate import LayerGate
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import UpstreamPart
 from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.policy.chain import prefix_behind
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess
 from kvmesh.rpc.convert import reservation_to_proto, sequence_spec_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
@@ -62,17 +64,32 @@ class PromptChain:
         self._access = access
         self._metrics = metrics
 
-    async def begin(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
+    async def begin(
+        self, attempt: PrefillAttempt, source: PrefixSource, *, is_alone: bool
+    ) -> PrefixSource | None:
         """Asks a source to compute the beginning of a prompt.
 
         Args:
             attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
                 The caller runs it when this returns.
+            is_alone: no other prompt is here, which would wait for the whole chain.
+
+        Returns:
+            If nobody computes it: where to fetch the cached prefix that the first worker would have
+            fetched, if there is one.
         """
+        if is_alone and await self._ask(attempt, source):
+            return None
+        prefix = prefix_behind(source)
+        own = self._parts.identity.worker_id
+        return None if prefix is None or prefix.worker_id == own else prefix
+
+    async def _ask(self, attempt: PrefillAttempt, source: PrefixSource) -> bool:
+        """Asks a source; whether it computes. If not, nothing is on its way."""
         sequence = attempt.sequence
         assert sequence is not None, "admitted"
         if sequence.state is SequenceState.GONE:
-            return
+            return False
         fill = self._parts.core.begin_fill(sequence)
         fill.adopt()
         part = ChainedPart(self._parts, self._arriving, attempt, fill, self._count)
@@ -81,7 +98,7 @@ class PromptChain:
             reservation = part.open(min(source.num_blocks, len(fill.hashes)))
             if reservation is None:
                 outcome = "held"
-                return
+                return False
             offer = self._offer(attempt, source, reservation, part.end)
             await part.ask(PartOffer(source.control_endpoint, offer, self._access))
             outcome = "accepted"
@@ -94,6 +111,7 @@ class PromptChain:
                 part.close()
                 # A worker that accepted too late may still be writing.
                 await part.quiet.wait()
+        return outcome == "accepted"
 
     def _count(self, outcome: str) -> None:
         self._metrics.parts.labels(outcome).inc()

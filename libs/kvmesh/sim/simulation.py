@@ -155,7 +155,7 @@ class Simulation:
         self._handoffs: dict[SimSequence, _Handoff] = {}
         self._placements: dict[SimRequest, Placed] = {}
         self.fetches = Fetches(self.events, self.fleet, scenario.profile, self._stretch)
-        self.chains = Chains(self.events, self.fleet, scenario.profile)
+        self.chains = Chains(self.events, self.fleet, scenario.profile, self.fetches.begin)
         self._router = SimRouter(
             scenario,
             self.events,

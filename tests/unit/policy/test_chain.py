@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -9,15 +11,26 @@ from hypothesis import strategies as st
 
 from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.types import Role, RouteCause, RoutePlan, WorkerId
-from kvmesh.policy.chain import CHAIN_TOKENS, Cost, best_cuts, cut, upstream_parts
+from kvmesh.policy.chain import (
+    CHAIN_TOKENS,
+    Cost,
+    best_cuts,
+    cut,
+    prefix_behind,
+    travelling,
+    upstream_parts,
+)
 from kvmesh.policy.composition import COMPOSITIONS, DEFAULT, decide_route
 from kvmesh.policy.offload import OffloadState
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.view import WorkerView
 from tests.unit.policy.fleet_examples import NOW, fleet
 from tests.unit.policy.fleet_examples import query as query_of
 from tests.unit.policy.fleet_examples import worker as worker_of
 
 SIZE = 16
+UNKNOWN = FetchPace()
+NOTHING: Mapping[str, int] = MappingProxyType({})
 COST = Cost(pair_share=2e-4, travel_share=0.05, overhead_tokens=64.0, num_layers=12)
 
 
@@ -53,19 +66,39 @@ def test_more_workers_are_sooner_until_they_are_not_worth_it() -> None:
     costs = [COST.of_chain(cut(COST, 0, 32_768, parts, SIZE)) for parts in (1, 2, 3, 4)]
     assert costs == sorted(costs, reverse=True)
     assert COST.of_chain([0, 32_768]) / costs[1] == pytest.approx(1.84, abs=0.1)
-    assert len(best_cuts(COST, 0, 32_768, 3, SIZE)) == 4
+    assert len(best(0, 32_768, 3)) == 4
+
+
+def best(first: int, end: int, num_workers: int, cost: Cost = COST) -> list[int]:
+    """The best cuts of a prompt of which all workers have what is before `first`."""
+    cuts, tokens = best_cuts(cost, cost.head(first, end), end, num_workers, SIZE)
+    assert tokens == pytest.approx(cost.of_chain(cuts))
+    return cuts
 
 
 def test_a_short_rest_and_a_thin_link_are_left_to_one_worker() -> None:
-    assert best_cuts(COST, 0, CHAIN_TOKENS - 1, 4, SIZE) == [0, CHAIN_TOKENS - 1]
+    assert best(0, CHAIN_TOKENS - 1, 4) == [0, CHAIN_TOKENS - 1]
     first = 8192 - CHAIN_TOKENS // 2
-    assert best_cuts(COST, first, 8192, 4, SIZE) == [first, 8192]
-    assert best_cuts(COST, 0, 8192, 1, SIZE) == [0, 8192]
-    assert len(best_cuts(COST, 0, 131_072, 2, SIZE)) == 3
-    assert best_cuts(COST, 0, 200_000, 2, SIZE) == [0, 200_000], "parts would be too long"
-    assert len(best_cuts(COST, 0, 90_000, 8, SIZE)) > 6
+    assert best(first, 8192, 4) == [first, 8192]
+    assert best(0, 8192, 1) == [0, 8192]
+    assert len(best(0, 131_072, 2)) == 3
+    assert best(0, 200_000, 2) == [0, 200_000], "parts would be too long"
+    assert len(best(0, 90_000, 8)) > 6
     thin = replace(COST, travel_share=3.0)
-    assert best_cuts(thin, 0, 8192, 4, SIZE) == [0, 8192]
+    assert best(0, 8192, 4, thin) == [0, 8192]
+
+
+def test_what_the_last_worker_has_does_not_travel_to_it() -> None:
+    assert travelling([0, 4000, 6000, 9000], held=1000) == [4000, 5000]
+    assert travelling([0, 4000, 9000], held=5000) == [0]
+    assert travelling([0, 9000], held=0) == []
+
+
+def test_a_chain_begins_when_its_prefix_is_there() -> None:
+    cuts = cut(COST, 4096, 32_768, 3, SIZE)
+    head = COST.head(4096, 32_768)
+    soon = COST.of_chain(cuts, head)
+    assert COST.of_chain(cuts, replace(head, before=500.0)) == pytest.approx(soon + 500.0)
 
 
 def worker(name: str, role: Role = Role.PREFILL, **changes: object) -> WorkerView:
@@ -76,12 +109,23 @@ def worker(name: str, role: Role = Role.PREFILL, **changes: object) -> WorkerVie
     return replace(made, info=info, load=load, **changes)  # type: ignore[arg-type]
 
 
-def decided(*workers: WorkerView, num_tokens: int = 16_384, policy: str = DEFAULT) -> RoutePlan:
+def decided(
+    *workers: WorkerView,
+    num_tokens: int = 16_384,
+    policy: str = DEFAULT,
+    held: Mapping[str, int] = NOTHING,
+    pace: FetchPace = UNKNOWN,
+) -> RoutePlan:
+    """The plan of a prompt.
+
+    Args:
+        held: leading tokens that workers hold.
+    """
     made = decide_route(
         COMPOSITIONS[policy],
-        fleet(*workers),
+        replace(fleet(*workers), pace=pace),
         query_of(num_tokens),
-        {},
+        {WorkerId(name): tokens // SIZE for name, tokens in held.items()},
         NOW,
         OffloadState(),
     ).route
@@ -110,6 +154,50 @@ def test_each_part_of_three_has_the_one_before_it() -> None:
     assert parts[0].num_blocks < parts[1].num_blocks
     names = {plan.prefill[0].worker_id, *(each.worker_id for each in parts)}
     assert names == {"p0", "p1", "p2"}
+
+
+def test_the_first_worker_fetches_what_only_the_last_one_has() -> None:
+    plan = decided(worker("p0"), worker("p1"), DECODE, held={"p1": 4096})
+    last = plan.prefill[0]
+    assert (last.worker_id, plan.cause) == ("p1", RouteCause.CHAIN)
+    (part,) = upstream_parts(last.source)
+    prefix = prefix_behind(last.source)
+    assert prefix is not None
+    assert (prefix.worker_id, prefix.num_blocks) == ("p1", 4096 // SIZE)
+    middle = 4096 + (16_384 - 4096) // 2
+    assert middle < part.num_blocks * SIZE < middle + 1500, "cached tokens are no work"
+    assert "p0 fetches from p1" in plan.reason
+
+
+def test_over_a_thin_link_the_first_worker_computes_what_the_last_one_has() -> None:
+    thin = FetchPace(token_s=1e-4, inside_token_s=9e-5)
+    plan = decided(worker("p0"), worker("p1"), DECODE, held={"p1": 256}, pace=thin)
+    last = plan.prefill[0]
+    assert (last.worker_id, plan.cause) == ("p1", RouteCause.CHAIN)
+    assert prefix_behind(last.source) is None
+
+
+def test_what_the_last_worker_would_fetch_goes_to_the_first_one() -> None:
+    holder = replace(worker("d"), info=replace(DECODE.info, role=Role.DECODE))
+    plan = decided(worker("p0"), worker("p1"), holder, held={"d": 4096})
+    assert plan.cause is RouteCause.CHAIN
+    last = plan.prefill[0]
+    (part,) = upstream_parts(last.source)
+    prefix = prefix_behind(last.source)
+    assert prefix is not None
+    assert prefix.worker_id == "d"
+    assert part.upstream == prefix
+
+
+def test_whoever_has_the_most_computes_the_first_part() -> None:
+    held = {"p1": 1024, "p2": 8192}
+    names = [f"p{number}" for number in range(4)]
+    plan = decided(*map(worker, names), DECODE, held=held, num_tokens=32_768)
+    first, *_ = upstream_parts(plan.prefill[0].source)
+    used = {each.worker_id for each in upstream_parts(plan.prefill[0].source)}
+    assert plan.prefill[0].worker_id == "p2", "who has the most has the least to compute"
+    assert first.worker_id == "p1"
+    assert used == {"p0", "p1", "p3"}
 
 
 @pytest.mark.parametrize("why", ["busy", "old", "layout", "cannot", "decodes"])

@@ -19,7 +19,9 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
+from kvmesh.policy.chain import upstream_parts
 from kvmesh.policy.composition import COMPOSITIONS, decide_route
+from kvmesh.policy.elastic import ElasticReason
 from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.joint_choice import JointReason
@@ -218,6 +220,77 @@ def test_tokenlake_moves_least_whatever_waits() -> None:
     view = fleet(busy, worker("b"), DECODE)
     plans = decide(ask("x", view, a=90), ask("y", view, b=40), policy=TOKENLAKE)
     assert [first(plan) for plan in plans] == ["a", "b"]
+
+
+LAYERED = dataclasses.replace(LAYOUT, num_layers=12)
+SHAPE: dict[str, Any] = {
+    "layout": LAYERED,
+    "pair_share": 2e-4,
+    "num_blocks": 4096,
+    "max_model_len": 65_536,
+}
+LONGER = 16_384
+
+
+def chainable(num_prefill: int) -> FleetView:
+    """Workers that may compute a prompt together."""
+    prefill = [worker(f"p{number}", **SHAPE) for number in range(num_prefill)]
+    return fleet(*prefill, worker("d", Role.DECODE, decode_running=5, **SHAPE))
+
+
+def parts(plan: OffloadPlan) -> list[str]:
+    """Who computes a prompt, from its beginning on."""
+    upstream = upstream_parts(route(plan).prefill[0].source)
+    return [*(each.worker_id for each in upstream), first(plan)]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 5])
+def test_tokenlake_divides_idle_workers_among_prompts(num_workers: int) -> None:
+    view = chainable(num_workers)
+    plans = decide(ask("x", view, LONGER), ask("y", view, LONGER), policy=TOKENLAKE)
+    used = [name for plan in plans for name in parts(plan)]
+    assert len(used) == len(set(used)) == num_workers, "each has one prompt or a part of it"
+    for plan in plans:
+        assert plan.joint is not None
+        assert plan.joint.degree == len(parts(plan))
+        assert (plan.joint.num_batched, plan.joint.elastic) == (1, ElasticReason.WITHIN_SLO)
+        cause = RouteCause.CHAIN if plan.joint.degree > 1 else RouteCause.LOAD
+        assert route(plan).cause is cause
+        assert route(plan).reason.endswith(
+            f"batched on {len(parts(plan))} workers, within_slo"
+        ) or (route(plan).reason.endswith("batched on 1 worker, within_slo"))
+    facts = describe_decision(view, query(LONGER), plans[0], TOKENLAKE.route, OffloadState())
+    assert facts.degree == len(parts(plans[0]))
+    assert (facts.num_batched, facts.elastic_reason) == (1, ElasticReason.WITHIN_SLO)
+
+
+def test_tokenlake_lets_short_prompts_share_a_worker_and_long_ones_have_several() -> None:
+    view = chainable(3)
+    asks = [ask("x", view, LONGER), *(ask(name, view, 600) for name in "abcd")]
+    plans = decide(*asks, policy=TOKENLAKE)
+    assert len(parts(plans[0])) == 2
+    assert {len(parts(plan)) for plan in plans[1:]} == {1}
+    assert not {first(plan) for plan in plans[1:]} & set(parts(plans[0]))
+    assert "batched with 3 others on 1 worker" in route(plans[1]).reason
+
+
+def test_tokenlake_drops_limits_that_cannot_be_kept() -> None:
+    view = dataclasses.replace(chainable(2), pace=FetchPace(token_s=1e-3))
+    late = [
+        Ask(query(LONGER, request_id=RequestId(name), ttft_budget_ms=10), view, {}) for name in "xy"
+    ]
+    for plan in decide(*late, policy=TOKENLAKE):
+        assert plan.joint is not None
+        assert plan.joint.elastic is ElasticReason.BEST_EFFORT
+        assert isinstance(plan.route, RoutePlan)
+
+
+def test_tokenlake_gives_no_part_to_a_worker_with_a_prompt() -> None:
+    view = chainable(3)
+    busy = dataclasses.replace(view.workers[0], pending_tokens=300, prefill_in_flight=1)
+    view = dataclasses.replace(view, workers=(busy, *view.workers[1:]))
+    plans = decide(ask("x", view, LONGER), ask("y", view, 300), policy=TOKENLAKE)
+    assert "p0" not in parts(plans[0])[:-1]
 
 
 def test_it_is_said_what_became_of_it() -> None:

@@ -6,10 +6,12 @@ import itertools
 import math
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 
 from kvmesh.core.types import Candidate, Endpoint, WorkerId
+from kvmesh.policy.elastic import ElasticReason
 from kvmesh.policy.joint_queues import (
     JointPrompt,
     Queues,
@@ -35,9 +37,13 @@ def seat(
 
 
 def prompt(
-    index: int, *seats: tuple[WorkerId, Seat], num_tokens: int = 100, objective: float = math.inf
+    index: int,
+    *seats: tuple[WorkerId, Seat],
+    num_tokens: int = 100,
+    objective: float = math.inf,
+    times: Sequence[float] = (),
 ) -> JointPrompt:
-    return JointPrompt(index, num_tokens, objective, dict(seats))
+    return JointPrompt(index, num_tokens, objective, dict(seats), times)
 
 
 def indexes(queues: Queues) -> dict[str, list[int]]:
@@ -122,13 +128,13 @@ def test_by_volume_the_fewest_tokens_move() -> None:
         prompt(0, seat("a", 10, brought=0), seat("b", 60, brought=50)),
         prompt(1, seat("a", 60, brought=900), seat("b", 10, brought=0)),
     ]
-    assert indexes(by_volume(prompts)) == {"a": [0], "b": [1]}
+    assert indexes(by_volume(prompts).queues) == {"a": [0], "b": [1]}
 
 
 def test_by_volume_a_worker_that_is_much_later_takes_no_part() -> None:
     prompts = [prompt(0, seat("a", 10, wait=9000), seat("b", 60, brought=50))]
-    assert indexes(by_volume(prompts)) == {"b": [0]}
-    assert by_volume([]) == {}
+    assert indexes(by_volume(prompts).queues) == {"b": [0]}
+    assert by_volume([]).queues == {}
 
 
 def test_by_volume_more_prompts_than_workers_share_one() -> None:
@@ -138,10 +144,68 @@ def test_by_volume_more_prompts_than_workers_share_one() -> None:
         prompt(1, seat("a", 900), seat("b", 900), num_tokens=1000),
         prompt(2, seat("a", 10), seat("b", 10), num_tokens=101),
     ]
-    batches = sorted(indexes(by_volume(prompts)).values())
+    batches = sorted(indexes(by_volume(prompts).queues).values())
     assert batches == [[0, 2], [1]]
+
+
+def long(index: int, *names: str, wait: float = 0.0, objective: float = math.inf) -> JointPrompt:
+    """A prompt that two workers compute in 0.6 of the time, and three in half of it."""
+    seats = [seat(name, 8000, wait=wait) for name in names]
+    times = (8000.0, 4800.0, 4000.0)
+    return prompt(index, *seats, num_tokens=8000, objective=objective, times=times)
+
+
+def test_by_volume_an_idle_fleet_computes_a_long_prompt_together() -> None:
+    """TokenLake 6.2: the degree of parallelism comes out of the program."""
+    found = by_volume([long(0, "a", "b", "c"), prompt(1, *(seat(name, 10) for name in "abc"))])
+    assert sorted(indexes(found.queues).values()) == [[0], [1]]
+    ((name, degree),) = found.degrees.items()
+    assert indexes(found.queues)[name] == [0]
+    assert degree == 2
+    assert found.reason is ElasticReason.WITHIN_SLO
+    assert found.saved == 8000 - 4800
+
+
+def test_by_volume_as_many_prompts_as_workers_have_one_each() -> None:
+    found = by_volume([long(index, "a", "b", "c") for index in range(3)])
+    assert len(found.queues) == 3
+    assert not found.degrees
+    assert found.saved == 0
+
+
+def test_by_volume_busy_workers_compute_nothing_together() -> None:
+    found = by_volume([long(index, "a", "b", "c", wait=100.0) for index in range(2)])
+    assert len(found.queues) == 2
+    assert not found.degrees
+
+
+@pytest.mark.parametrize("hurried", [0, 1])
+def test_by_volume_who_would_be_late_alone_gets_two_workers(hurried: int) -> None:
+    limits = [5000.0 if index == hurried else math.inf for index in range(2)]
+    found = by_volume([long(i, "a", "b", "c", objective=limits[i]) for i in range(2)])
+    assert found.reason is ElasticReason.WITHIN_SLO
+    ((name, degree),) = found.degrees.items()
+    assert (indexes(found.queues)[name], degree) == ([hurried], 2)
+
+
+def test_by_volume_limits_that_no_plan_keeps_are_left_out() -> None:
+    """The paper's fall-back."""
+    found = by_volume([long(index, "a", "b", objective=100) for index in range(2)])
+    assert found.reason is ElasticReason.BEST_EFFORT
+    assert sorted(len(queue) for queue in found.queues.values()) == [1, 1]
+    alone = by_volume([long(0, "a", "b", "c", objective=100)])
+    assert alone.reason is ElasticReason.BEST_EFFORT
+    assert list(alone.degrees.values()) == [3]
+
+
+def test_by_volume_a_chain_begins_on_an_idle_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORKERS, "a", worker("a", prefill_active=1))
+    seats = (seat("a", 8000, wait=500.0), seat("b", 8000, brought=90), seat("c", 8000, brought=90))
+    found = by_volume([prompt(0, *seats, num_tokens=8000, times=(8000.0, 4800.0))])
+    assert set(found.queues) <= {"b", "c"}, "though nothing would move to `a`"
+    assert list(found.degrees.values()) == [2]
 
 
 def test_by_volume_prompts_of_two_clusters_stay_apart() -> None:
     prompts = [prompt(0, seat("a", 10)), prompt(1, seat("b", 10)), prompt(2, seat("b", 10))]
-    assert indexes(by_volume(prompts)) == {"a": [0], "b": [1, 2]}
+    assert indexes(by_volume(prompts).queues) == {"a": [0], "b": [1, 2]}

@@ -80,6 +80,20 @@ def test_idle_workers_are_sooner_by_about_their_number(num_prefill: int, sooner:
     assert 0 < chained.chains.tokens < LENGTH
 
 
+def test_a_cached_prefix_is_computed_by_nobody() -> None:
+    """Only one worker has it; the other one fetches it and computes what comes next."""
+    prefix = TraceRequest(0.0, 16 * TRACE_BLOCK + 1, 2, (*range(16), 5000))
+    longer = TraceRequest(100.0, LENGTH, 2, tuple(range(NUM_BLOCKS)))
+    alone = run(1, prefix, longer).result.requests[1]
+    chained = run(2, prefix, longer)
+    found = chained.result.requests[1]
+    assert found.ttft_s is not None
+    assert alone.ttft_s is not None
+    assert 1.5 < alone.ttft_s / found.ttft_s < 2.0
+    computed = sum(worker.steps.computed_tokens for worker in chained.fleet.workers.values())
+    assert computed == LENGTH + 1, "each token once"
+
+
 def test_a_short_prompt_is_left_to_one_worker() -> None:
     chained = run(2, request(0.0, num_blocks=3))
     assert chained.chains.tokens == 0
