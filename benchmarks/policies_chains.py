@@ -33,13 +33,14 @@ NAME = "TokenLake: prompts on several workers"
 
 NUM_WORKERS = 8
 PROMPT_BLOCKS = 62
+PROMPT_TOKENS = PROMPT_BLOCKS * TRACE_BLOCK
 OUTPUT_TOKENS = 64
 NUM_REQUESTS = 400
 NUM_SEEDS = 2
 
-LOADS = {0.1: 4.0, 0.5: 1.5, 1.0: 0.95}
+LOADS = {0.1: 4.0, 0.5: 1.5, 1.0: 0.95, 1.2: 0.95}
 """Shares of what the prefill workers can compute, and by how much first tokens are to be sooner; at
-capacity nobody idles, and nothing is to be lost."""
+capacity and above it nobody idles, and nothing is to be lost."""
 
 GOODPUT = 0.99
 
@@ -55,7 +56,7 @@ def prompt_chains(size: float, seed: int) -> Experiment:
                 for each in range(seed, seed + NUM_SEEDS)
             ]
             weight = NUM_REQUESTS * size * NUM_SEEDS
-            jobs.append(Job(NAME, _label(load, chains=chains), partial(_run, scenarios), weight))
+            jobs.append(Job(NAME, label(load, chains=chains), partial(_run, scenarios), weight))
     return Experiment(NAME, jobs, _judge)
 
 
@@ -67,20 +68,20 @@ def _roomy(profile: Profile) -> Profile:
     return dataclasses.replace(profile, devices=devices)
 
 
-def _label(load: float, *, chains: bool) -> str:
+def label(load: float, *, chains: bool) -> str:
+    """The name of a run."""
     return f"load {load:g}, {'several' if chains else 'one'}"
 
 
 def _scenario(profile: Profile, load: float, count: int, seed: int, *, chains: bool) -> Scenario:
     draw = random.Random(seed)
-    num_tokens = PROMPT_BLOCKS * TRACE_BLOCK
-    rate = load * NUM_WORKERS / profile.devices["a100"].prefill_s(num_tokens)
+    rate = load * NUM_WORKERS / profile.devices["a100"].prefill_s(PROMPT_TOKENS)
     requests: list[TraceRequest] = []
     now = 0.0
     for number in range(count):
         now += draw.expovariate(rate)
         ids = tuple(range(number * PROMPT_BLOCKS, (number + 1) * PROMPT_BLOCKS))
-        requests.append(TraceRequest(now, num_tokens, OUTPUT_TOKENS, ids))
+        requests.append(TraceRequest(now, PROMPT_TOKENS, OUTPUT_TOKENS, ids))
     return Scenario(
         profile,
         parse_fleet(f"home:a100:prefill:{NUM_WORKERS},home:a100:decode:{NUM_WORKERS}"),
@@ -105,10 +106,10 @@ def _run(scenarios: list[Scenario]) -> Outcome:
 def _judge(rows: Rows) -> Verdict:
     targets: list[Target] = []
     for load, goal in LOADS.items():
-        one, several = (rows[_label(load, chains=chains)] for chains in (False, True))
+        one, several = (rows[label(load, chains=chains)] for chains in (False, True))
         sooner = one["TTFT p50"] / several["TTFT p50"]
         targets.append(Target(f"load {load:g}: median TTFT, times sooner", sooner, goal))
         goodput = several["goodput/s"] / one["goodput/s"]
         targets.append(Target(f"load {load:g}: goodput over one worker each", goodput, GOODPUT))
-    about = f"{PROMPT_BLOCKS * TRACE_BLOCK:,} tokens, {NUM_WORKERS} prefill workers of `tokenlake`"
+    about = f"{PROMPT_TOKENS:,} tokens, {NUM_WORKERS} prefill workers of `tokenlake`"
     return Verdict(targets, [about, f"means of {NUM_SEEDS} seeds; roles stay as they are"])

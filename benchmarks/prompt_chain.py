@@ -5,7 +5,8 @@
 Real worker processes with random models, one engine thread each: a Llama, and a hybrid whose layers
 are convolutions but for every fourth. What one worker computes alone and what it computes together
 with the other one come in turns, so a machine that becomes slower slows both. A prompt is cut where
-routes cut it. Tests: tests/unit/benchmarks/test_prompt_chain.py.
+routes cut it. Then eight simulated workers by load, up to more than they can do
+(`policies_chains.py`). Tests: tests/unit/benchmarks/test_prompt_chain.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.fetch_workers import Address, asking, worker_process
+from benchmarks.policies_chains import LOADS, PROMPT_TOKENS, label, prompt_chains
+from benchmarks.policies_experiments import Rows
 from benchmarks.random_checkpoints import random_model, write_checkpoint
 from benchmarks.result import Row, Target, spread
 from benchmarks.worker_bench import checkpoint, parser_of, publish
@@ -33,6 +37,8 @@ BLOCK = 16
 LENGTHS = (2048, 8192)
 LLAMA, HYBRID = "llama", "lfm2"
 MODELS = (LLAMA, HYBRID)
+SIMULATED = "simulated"
+PARTS = (*MODELS, SIMULATED)
 HYBRID_LAYERS = 12
 LONG_GOAL = 1.75
 """Times sooner than alone, of the longest prompt."""
@@ -51,8 +57,8 @@ async def measure(
         asker = await stack.enter_async_context(asking(workers[-1]))
         await asker.first_token(_prompt(draw, 512))
         await asker.first_token(_prompt(draw, 512), workers[0].part(512 // 2 // block))
-        for length in LENGTHS:
-            cuts = best_cuts(cost, 0, length, len(workers), block)
+        for length in options.lengths:
+            cuts, _ = best_cuts(cost, cost.head(0, length), length, len(workers), block)
             middle = round(options.cut_at * length / block) * block if options.cut_at else cuts[1]
             alone: list[float] = []
             together: list[float] = []
@@ -86,11 +92,11 @@ def times_sooner(row: Row) -> float:
     return float(row["alone_ms"]["median"] / row["together_ms"]["median"])
 
 
-def targets(rows: Sequence[Row]) -> list[Target]:
+def targets(rows: Sequence[Row], models: Sequence[str] = MODELS) -> list[Target]:
     """Of the longest prompt and the shortest, for each model."""
     found: list[Target] = []
     long, short = max(LENGTHS), min(LENGTHS)
-    for name in MODELS:
+    for name in models:
         sooner = {row["tokens"]: times_sooner(row) for row in rows if row["model"] == name}
         found += [
             Target(f"{name}, {long} tokens: times sooner on two", sooner.get(long), LONG_GOAL),
@@ -103,7 +109,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 def written(name: str, folder: Path, options: argparse.Namespace) -> Path:
     """A random checkpoint of a model."""
-    max_tokens = 2 * max(LENGTHS)
+    max_tokens = 2 * max(options.lengths)
     if name == LLAMA:
         return checkpoint(options.shape, folder, options.seed, max_tokens)
     kinds = ["full_attention" if layer % 4 == 3 else "conv" for layer in range(HYBRID_LAYERS)]
@@ -129,7 +135,7 @@ def rows_of(name: str, options: argparse.Namespace) -> list[Row]:
         share, overhead = pace.share(inside=True), pace.overhead_tokens
         cost = Cost(pair_share(config), share, overhead, plan.block_layers)
         # Four prompts, since states of two and the answers want room besides.
-        num_blocks = 4 * (max(LENGTHS) // size) * len(plan.groups.windows) + 200
+        num_blocks = 4 * (max(options.lengths) // size) * len(plan.groups.windows) + 200
         workers = [
             stack.enter_context(
                 worker_process(each, model, num_blocks, options.channels, options.dtype)
@@ -139,22 +145,58 @@ def rows_of(name: str, options: argparse.Namespace) -> list[Row]:
         return asyncio.run(measure(name, workers, cost, size, options))
 
 
+def simulated(size: float, seed: int) -> tuple[list[Row], list[Target]]:
+    """The same on eight workers of a profile, in virtual time.
+
+    Args:
+        size: factor on the number of requests.
+    """
+    experiment = prompt_chains(size, seed)
+    found: Rows = {job.label: job.run().row for job in experiment.jobs}
+    rows: list[Row] = []
+    for load in LOADS:
+        one, several = (found[label(load, chains=chains)] for chains in (False, True))
+        row: Row = {
+            "model": SIMULATED,
+            "tokens": PROMPT_TOKENS,
+            "load": load,
+            "alone_ms": spread([1e3 * one["TTFT p50"]], 1),
+            "together_ms": spread([1e3 * several["TTFT p50"]], 1),
+            "goodput": round(several["goodput/s"] / one["goodput/s"], 4),
+        }
+        row["times_sooner"] = round(times_sooner(row), 3)
+        sys.stdout.write(f"{row}\n")
+        rows.append(row)
+    verdict = experiment.judge(found)
+    named = [replace(each, name=f"{SIMULATED}, {each.name}") for each in verdict.targets]
+    return rows, named
+
+
 def main() -> None:
     """Measures and writes bench/results/prompt_chain.*."""
     parser = parser_of(__doc__, "prompt_chain")
     parser.add_argument("--channels", default="shm")
     parser.add_argument("--cut-at", type=float, default=0.0, help="share of the prompt; 0: by cost")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of live prompts")
+    parser.add_argument("--size", type=float, default=1.0, help="factor on simulated requests")
     options = parser.parse_args()
-    rows = [row for name in options.models for row in rows_of(name, options)]
+    models = [name for name in MODELS if name in options.parts]
+    rows = [row for name in models for row in rows_of(name, options)]
+    goals = targets(rows, models)
+    if SIMULATED in options.parts:
+        modelled, more = simulated(options.size, options.seed)
+        rows, goals = rows + modelled, goals + more
     about = [
         f"llama: random, of {options.shape}; lfm2: random, {HYBRID_LAYERS} layers, hidden size 768",
         f"{options.dtype}, one engine thread for each worker; KV goes over {options.channels}",
         "alone: on the last worker; together: the first one computes what is before the cut",
         "times are from the request on the last worker's stream to the first token",
         "every prompt is new",
+        "simulated: medians, on eight prefill workers of `tokenlake`",
+        "load: share of what they can do; goodput: share of that with one worker for each prompt",
     ]
-    publish(rows, targets(rows), options, about)
+    publish(rows, goals, options, about)
 
 
 if __name__ == "__main__":

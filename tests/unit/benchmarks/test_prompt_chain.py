@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from benchmarks.prompt_chain import LENGTHS, MODELS, targets
+from benchmarks.policies_chains import LOADS
+from benchmarks.prompt_chain import LENGTHS, MODELS, simulated, targets
 from benchmarks.result import Row
 
 
@@ -26,3 +27,11 @@ def test_both_lengths_of_both_models_have_a_target() -> None:
     assert all(each.met for each in met)
     missed = targets([row(MODELS[0], short, 1000, 1200), row(MODELS[0], long, 10_000, 6000)])
     assert not any(each.met for each in missed)
+
+
+def test_the_simulated_workers_are_part_of_the_result() -> None:
+    rows, goals = simulated(0.05, seed=1)
+    assert [row["load"] for row in rows] == list(LOADS)
+    assert rows[0]["times_sooner"] > 4
+    assert len(goals) == 2 * len(LOADS)
+    assert all(each.name.startswith("simulated, load ") for each in goals)
