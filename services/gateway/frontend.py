@@ -15,6 +15,7 @@ from kvmesh.kv.hashing import packed_tokens
 from services.gateway.api.model_checks import (
     ServedNames,
     check_call,
+    check_embeds,
     check_prompt,
     choice_sampling,
 )
@@ -135,7 +136,8 @@ class Frontend:
             if len(delivered.checkpoints) != num_choices:
                 raise GoneError("that stream has another number of choices")
             return delivered.checkpoints
-        served = self._mesh.router.served(caller.scenario, self._mesh.rng.random(), adapter)
+        draw, embeds = self._mesh.rng.random(), call.embedding >= 0
+        served = self._mesh.router.served(caller.scenario, draw, adapter, embeds=embeds)
         return ("" if served is None else served.group.fingerprint,) * num_choices
 
     def _in_group(self, call: ApiCall, caller: Caller) -> Caller:
@@ -143,6 +145,14 @@ class Frontend:
         rules, tenant = self._mesh.scenarios, caller.tenant
         chosen = rules.choose(caller.scenario, call.model, tenant, self.scenarios)
         return changed(caller, scenario=chosen)
+
+    def check_embeds(self) -> None:
+        """Checks that some workers compute embeddings, or none is known.
+
+        Raises:
+            InvalidRequestError: there are only others.
+        """
+        check_embeds(self.served_name, self._mesh.router.engines_without_embeddings)
 
     async def prepare(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None = None
@@ -158,6 +168,7 @@ class Frontend:
             GoneError: the delivered part does not belong to this call.
         """
         caller, adapter = self._in_group(call, caller), self.served.adapter(call.model)
+        ticket, tenant = caller.ticket, caller.tenant
         check_call(call, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # priority < 0 passes the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
@@ -168,7 +179,6 @@ class Frontend:
         # A caller may repeat its id in a retry, but ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_s, tpot_s, itl_s = self.limits.times_s(*caller.times_ms)
-        ticket, tenant = caller.ticket, caller.tenant
         call = await with_tokens(self.tokenizer, call)
         checkpoints = self._checkpoints(call, caller, delivered, adapter)
         choices: list[Choice] = []
@@ -179,8 +189,7 @@ class Frontend:
             sampling = check_prompt(call, len(token_ids), self.max_model_len)
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
             packed = packed_tokens(token_ids)
-            for number in range(call.n):
-                index = len(choices)
+            for index, number in enumerate(range(call.n), len(choices)):
                 request = GenerationRequest(
                     request_id=RequestId(f"{base}-{index}"),
                     model=self.served_name,
@@ -199,6 +208,7 @@ class Frontend:
                     tpot_s=tpot_s,
                     itl_s=itl_s,
                     adapter=adapter,
+                    embedding=call.embedding,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         if delivered is not None:

@@ -5,7 +5,9 @@ vLLM's blocks are eight times as long as those of the others here, and so are it
 
 from __future__ import annotations
 
+import math
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from kvmesh.core.types import SamplingParams, TokenLogprobs
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk
 from kvmesh.engine.runner import TorchRunner
+from tests.engine_alone import embedded
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 from tests.vllm_engine import load_vllm, needs_vllm, write_vllm_checkpoint
 
@@ -325,3 +328,33 @@ def test_a_sequence_may_sit_out_steps(runner: ModelRunner) -> None:
         line.tokens.append(token.token_id)
         generate(runner, other, 1)  # a step without the first one
     assert line.tokens[len(prompt) :] == expected[0] == expected[1]
+
+
+def test_an_embedding_is_of_the_whole_prompt_however_it_is_cut(runner: ModelRunner) -> None:
+    spec = runner.spec.embedding
+    if isinstance(runner, TorchRunner):
+        assert spec is None
+        return
+    assert spec is not None
+    prompt = prompt_of(runner)
+    prompts = [prompt, prompt[::-1], prompt[:-1]]
+    (whole, *others) = [vector_of(each) for each in embedded(runner, prompts)]
+    assert len(whole) == spec.size
+    assert math.hypot(*whole) == pytest.approx(1, abs=1e-5)
+    assert all(other != pytest.approx(whole, abs=1e-3) for other in others)
+    (parts,) = embedded(runner, [prompt], max_tokens=9 * scale_of(runner))
+    assert vector_of(parts) == pytest.approx(whole, abs=1e-5)
+    # As cached as it can be, beside a sequence that wants none.
+    runner.execute([Line(1, list(prompt), CONTIGUOUS).chunk(0, len(prompt))])
+    line = Line(1, list(prompt), CONTIGUOUS).chunk(len(prompt) - 1, len(prompt))
+    line.embedding = 0
+    other = Line(2, list(prompt), list(range(8, 16))).chunk(0, len(prompt))
+    token, without = runner.execute([line, other]).tokens
+    assert token is not None
+    assert vector_of(token.embedding) == pytest.approx(whole, abs=1e-5)
+    assert without is not None
+    assert without.embedding == b""
+
+
+def vector_of(embedding: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(embedding) // 4}f", embedding))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -305,6 +306,8 @@ class FakeWorker:
         if spec.sampling.num_prompt_logprobs >= 0:
             prompt = spec.token_ids[1 : spec.num_prompt_tokens]
             first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
+        if spec.embedding >= 0:
+            first.embedding = embedding_of(spec.token_ids, spec.embedding)
         if self.does.first_waits:
             await self.mesh.go.wait()
         if self.does.decode_first:
@@ -336,6 +339,13 @@ class _Events:
     def put(self, response: PrefillResponse) -> None:
         for event in response.events:
             self.started.put(event)
+
+
+def embedding_of(prompt: tuple[int, ...], dimensions: int) -> bytes:
+    """What these workers say of a prompt: as many numbers as asked for, four in all."""
+    values = [float(len(prompt)), *(token_id / 7 for token_id in prompt), 0.5, 0.25, 0.125]
+    count = dimensions or 4
+    return struct.pack(f"<{count}f", *values[:count])
 
 
 def logprobs_of(token_id: int) -> Any:

@@ -152,10 +152,10 @@ async def test_one_model_is_served_while_the_other_has_no_workers(tmp_path: Path
         await stack.idle()
 
 
-async def test_embeddings_are_refused_by_name(tmp_path: Path) -> None:
+async def test_scores_are_refused_by_name(tmp_path: Path) -> None:
     async with gateway_stack(tmp_path) as stack:
-        with pytest.raises(openai.NotFoundError, match="none computes embeddings"):
-            await stack.client.embeddings.create(model=MODEL, input="hi")
+        with pytest.raises(openai.NotFoundError, match="but no scores"):
+            await stack.client.post("/rerank", body={}, cast_to=dict[str, str])
         with pytest.raises(openai.NotFoundError, match="/v1/embedding does not exist"):
             await stack.client.post("/embedding", body={}, cast_to=dict[str, str])
 

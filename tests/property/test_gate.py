@@ -25,8 +25,10 @@ class Kept:
     def placed(self, where: Placed) -> None:
         self.told.append((where,))
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        self.told.append((cached_tokens, prompt_logprobs))
+    def first(
+        self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], embedding: bytes
+    ) -> None:
+        self.told.append((cached_tokens, prompt_logprobs, embedding))
 
     def stopped(self, stop: str) -> None:
         self.told.append((stop,))
@@ -46,7 +48,7 @@ def _interleaved(draw: st.DrawFn) -> tuple[list[list[Word]], list[int]]:
     """What workers say of each choice, and whose turn it is."""
     scripts: list[list[Word]] = []
     for _ in range(draw(st.integers(2, 5))):
-        script: list[Word] = [(Placed(Placement.AGGREGATED, W("p"), W("p")),), (3, ())]
+        script: list[Word] = [(Placed(Placement.AGGREGATED, W("p"), W("p")),), (3, (), b"v")]
         script += [(str(at), (at,), (), None) for at in range(draw(st.integers(0, 4)))]
         if draw(st.booleans()):  # its worker is lost, another one takes it
             script.append((Placed(Placement.AGGREGATED, W("q"), W("q")),))
@@ -70,8 +72,8 @@ def test_nothing_goes_out_before_all_were_taken(case: tuple[list[list[Word]], li
         match word:
             case (Placed() as where,):
                 held.placed(where)
-            case (int(cached), tuple(scores)):
-                held.first(cached, scores)
+            case (int(cached), tuple(scores), bytes(embedding)):
+                held.first(cached, scores, embedding)
             case (str(text), tuple(token_ids), tuple(scores), finish):
                 assert finish is None or isinstance(finish, FinishReason)
                 held.push(text, token_ids, scores, finish)

@@ -32,15 +32,29 @@ class VllmAlone:
         self._llm: Any = vllm.LLM(
             model=str(folder),
             dtype=dtype,
-            skip_tokenizer_init=True,
             max_model_len=2048,
             enforce_eager=True,
             block_size=BLOCK_SIZE,
             kv_cache_memory_bytes=1 << 28,
             seed=0,
-            **more,
+            **{"skip_tokenizer_init": True, **more},
         )
         self._sampling = vllm.SamplingParams
+
+    def embeddings(
+        self, prompts: Sequence[Sequence[int]], dimensions: int | None = None
+    ) -> list[list[float]]:
+        """The vector of each prompt; load it with runner="pooling".
+
+        Args:
+            dimensions: of each; None for all.
+        """
+        from vllm import PoolingParams
+
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        params = PoolingParams(task="embed", dimensions=dimensions)
+        found = self._llm.embed(asked, use_tqdm=False, pooling_params=params)
+        return [each.outputs.embedding for each in found]
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], count: int, adapter: Path | None = None

@@ -171,8 +171,7 @@ class SamplingParams:
     Attributes:
         temperature: 0 is greedy.
         top_k: 0 keeps all tokens.
-        seed: key of the random numbers, used together with the token's position in the sequence,
-            so that a stream that moved to another worker goes on with the same tokens.
+        seed: key of the random numbers, together with the token's position in the sequence.
         max_tokens: counted from the end of the client's prompt.
         num_logprobs: top log-probabilities per token; -1 returns none, 0 the chosen token's only.
         logit_bias: pairs of a token and the value added to its logit.
@@ -204,11 +203,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether choosing a token needs the tokens before it."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +231,7 @@ class SequenceSpec:
         root_hash: parent of the first block hash; it covers model, tenant salt and adapter.
         fingerprint: checkpoint that all its tokens come from; empty: any.
         adapter: LoRA adapter whose weights are added; empty: none.
+        embedding: leading dimensions wanted of the prompt's embedding; 0: all; -1: no embedding.
     """
 
     token_ids: tuple[int, ...]
@@ -243,6 +240,7 @@ class SequenceSpec:
     root_hash: BlockHash
     fingerprint: str = ""
     adapter: str = ""
+    embedding: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +310,9 @@ class WorkerInfo:
         publishes: whether it publishes its blocks to a kvmanager; if not, no prefix is found there.
         missing_native: native libraries that it runs without, which makes it slower.
         start_s: seconds from the start of its process until it could serve; 0: not reported.
-        pair_share: work of attention to one position, as a fraction of a token's other work; 0: it
-            takes no part in prompts that several workers compute together.
+        pair_share: see `ModelRunner.pair_share`.
         adapters: names of the LoRA adapters that it serves.
+        embeds: whether it computes embeddings.
     """
 
     worker_id: WorkerId
@@ -335,6 +333,7 @@ class WorkerInfo:
     start_s: float = 0.0
     pair_share: float = 0.0
     adapters: tuple[str, ...] = ()
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,4 +25,21 @@ def misfit(
         return Refusal(RefusalReason.INVALID, text)
     if spec.sampling.structure is not None and not can_constrain:
         return Refusal(RefusalReason.INVALID, "this engine cannot follow structures")
+    if spec.embedding >= 0:
+        return _misfit_embedding(spec.embedding, model)
     return None
+
+
+def _misfit_embedding(wanted: int, model: ModelSpec) -> Refusal | None:
+    """Why an embedding of `wanted` dimensions, 0 for all, cannot be computed."""
+    here = model.embedding
+    if here is None:
+        text = f"the engine {model.layout.engine} computes no embeddings of this model"
+        return Refusal(RefusalReason.STALE, text)
+    if wanted in (0, here.size) or wanted in here.shorter:
+        return None
+    allowed = str(here.size)
+    if here.shorter:
+        shorter = here.shorter
+        allowed = f"1 to {here.size}" if isinstance(shorter, range) else f"{[*shorter, here.size]}"
+    return Refusal(RefusalReason.INVALID, f"dimensions: {wanted}; this model allows {allowed}")

@@ -1,9 +1,8 @@
 """Bookkeeping of a worker's engine: sequences, blocks, the content of steps. No torch, no I/O.
 
-All of it runs on the event loop; only `ModelRunner.execute` runs in another thread. So nothing
-needs a lock, but memory that a step in flight uses must not be released before the step has ended:
-`release` defers for sequences in flight. Tests: tests/unit/engine/test_core.py and
-tests/property/test_engine_core.py.
+It runs on the event loop; only `ModelRunner.execute` runs in another thread. So nothing needs a
+lock, but `release` waits for the end of a step in flight that uses the sequence's memory.
+Tests: tests/unit/engine/test_core.py, tests/property/test_engine_core.py.
 """
 
 from __future__ import annotations
@@ -136,9 +135,8 @@ class EngineCore:
 
     def _admit(self, spec: SequenceSpec, growth_tokens: int | None) -> Sequence | Refusal:
         """Takes the blocks of a prompt; `growth_tokens` is None if it is computed here."""
-        can_constrain = self._constrain is not None
-        refusal = misfit(spec, self.spec, self.max_model_len, can_constrain=can_constrain)
-        if refusal is not None:
+        can, longest = self._constrain is not None, self.max_model_len
+        if (refusal := misfit(spec, self.spec, longest, can_constrain=can)) is not None:
             return refusal
         num_tokens = len(spec.token_ids)
         chain = HashChain(spec.root_hash, self.block_size, spec.token_ids)
@@ -305,6 +303,7 @@ class EngineCore:
             pace=self._running.pace_of(sequence),
             upstream=upstream,
             adapter=sequence.spec.adapter,
+            embedding=sequence.spec.embedding,
         )
 
     def _num_reusable_again(self, sequence: Sequence) -> int:
@@ -379,7 +378,8 @@ class EngineCore:
         self._generated_tokens += 1
         finish = self._finish_reason(sequence, token)
         scores = tuple(sequence.prompt_logprobs) if sequence.scores_prompt else ()
-        emission = Emission(token.token_id, position, token.logprobs, finish, token.error, scores)
+        told = (token.token_id, position, token.logprobs, finish, token.error, scores)
+        emission = Emission(*told, embedding=token.embedding)
         if sequence.scores_prompt:
             sequence.scores_prompt = False
             sequence.prompt_logprobs.clear()

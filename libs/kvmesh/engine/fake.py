@@ -10,6 +10,7 @@ Tests: tests/contract/test_runner_contract.py.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import time
 from collections.abc import Sequence
@@ -21,13 +22,21 @@ from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.mixing import split_mix
-from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StateChunk, StepResult
+from kvmesh.engine.protocol import (
+    EmbeddingSpec,
+    ModelSpec,
+    SampledToken,
+    SequenceChunk,
+    StateChunk,
+    StepResult,
+)
 from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 from kvmesh.kv.stages import whole_stages
 
 _WORD = 8
 _PAIR_SHARE = 1e-4
+_EMBEDDING_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,7 @@ class FakeRunner:
             layout,
             groups,
             group_stages=whole_stages(groups, layout.block_bytes),
+            embedding=EmbeddingSpec(_EMBEDDING_SIZE, range(1, _EMBEDDING_SIZE)),
         )
         self._memory = HostMemory(num_blocks, layout.block_bytes)
 
@@ -222,12 +232,14 @@ class FakeRunner:
                 return SampledToken(token, error=str(error))
             (ids,) = mask.nonzero()
             token = int(ids[value % len(ids)])
+        embedding = _embedding(digest.digest(), chunk.embedding)
         count = chunk.sampling.num_logprobs
         if count < 0:
-            return SampledToken(token)
+            return SampledToken(token, embedding=embedding)
         others = tuple(1 + (token + i) % (self._spec.vocab_size - 1) for i in range(count))
         top = (token, *others)[:count]
-        return SampledToken(token, TokenLogprobs(-0.5, top, tuple(-0.5 - i for i in range(count))))
+        scores = TokenLogprobs(-0.5, top, tuple(-0.5 - i for i in range(count)))
+        return SampledToken(token, scores, embedding=embedding)
 
     def _read_positions(
         self, digest: hashlib.blake2b, table: Sequence[int], first: int, end: int
@@ -238,6 +250,15 @@ class FakeRunner:
             begin = max(0, first - index * size) * _WORD
             stop = min(size, end - index * size) * _WORD
             digest.update(self._memory.view[start + begin : start + stop])
+
+
+def _embedding(content: bytes, wanted: int) -> bytes:
+    """Returns a made-up vector of length 1 that differs by `content`; nothing if not wanted."""
+    if wanted < 0:
+        return b""
+    values = [byte - 127.5 for byte in content[: wanted or _EMBEDDING_SIZE]]
+    length = math.hypot(*values)
+    return struct.pack(f"<{len(values)}f", *(value / length for value in values))
 
 
 def _score(chunk: SequenceChunk) -> list[TokenLogprobs]:

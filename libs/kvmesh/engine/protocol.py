@@ -23,6 +23,20 @@ if TYPE_CHECKING:  # the contract itself needs no numpy
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """Embeddings that a runner computes: vectors of float32, one for a prompt.
+
+    Attributes:
+        size: number of dimensions.
+        shorter: numbers of leading dimensions that a request may ask for instead; empty for models
+            that were not trained for it (Matryoshka).
+    """
+
+    size: int
+    shorter: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Facts about a checkpoint that a worker needs.
 
@@ -31,6 +45,7 @@ class ModelSpec:
         groups: KV groups of its layers.
         adapters: names of LoRA adapters that sequences may use.
         group_stages: stages of a model whose blocks do not hold all layers in their order.
+        embedding: None if this runner computes no embeddings.
     """
 
     name: str
@@ -41,6 +56,7 @@ class ModelSpec:
     groups: KvGroups = KvGroups()
     adapters: tuple[str, ...] = ()
     group_stages: Stages = ()
+    embedding: EmbeddingSpec | None = None
 
     @property
     def stages(self) -> Stages:
@@ -156,6 +172,7 @@ class SequenceChunk:
         upstream: positions before `start` that arrive while such a part is computed: each stage
             waits for its own part of them.
         adapter: one of `ModelSpec.adapters`; empty for none.
+        embedding: see `SequenceSpec.embedding`; it is of all tokens up to `end`, if `sample`.
     """
 
     sequence_id: int
@@ -182,6 +199,7 @@ class SequenceChunk:
     pace: PartPace | None = None
     upstream: UpstreamPart | None = None
     adapter: str = ""
+    embedding: int = -1
 
     @property
     def num_scored(self) -> int:
@@ -198,12 +216,14 @@ class SampledToken:
     Attributes:
         error: why no token could be chosen; the sequence ends.
         damaged: the logits contained NaN or infinity: a fault of the engine, not of the request.
+        embedding: if requested: float32, little-endian.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str = ""
     damaged: bool = False
+    embedding: bytes = b""
 
 
 @dataclass(slots=True)

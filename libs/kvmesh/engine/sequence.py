@@ -38,6 +38,7 @@ class Emission:
         error: why generation ended without a token (finish_reason ERROR).
         damaged: the engine is at fault, so another worker can continue.
         prompt_logprobs: with the first token, if requested: of all prompt tokens but the first.
+        embedding: with the first token, if requested: float32, little-endian.
     """
 
     token_id: int
@@ -47,6 +48,7 @@ class Emission:
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     damaged: bool = False
+    embedding: bytes = b""
 
 
 def _no_emission(_: Emission) -> None:
@@ -129,6 +131,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Number of tokens without KV."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def ends_after_next(self) -> bool:
+        """Whether the next token is the last one in any case."""
+        return self.num_generated + 1 >= self.spec.sampling.max_tokens
 
     @property
     def num_generated(self) -> int:

@@ -1,4 +1,4 @@
-"""The only module that uses vLLM's internals: it tells vLLM's executor what to compute.
+"""Tells vLLM's executor what to compute. Only this and `vllm_pooling` use vLLM's internals.
 
 vLLM's scheduler and block manager stay unused. The messages built here by hand change with vLLM's
 releases, so one minor version is pinned (`vllm_check.MINOR`), and `unknown_fields` names the fields
@@ -27,10 +27,12 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.pool.metadata import PoolingMetadata
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.adapters import Adapter
 from kvmesh.engine.host_memory import HostMemory
+from kvmesh.engine.protocol import EmbeddingSpec
 from kvmesh.engine.vllm_messages import (
     EngineRequest,
     NewSequence,
@@ -38,6 +40,7 @@ from kvmesh.engine.vllm_messages import (
     VllmStep,
     step_message,
 )
+from kvmesh.engine.vllm_pooling import POOLED, Pooling
 from kvmesh.engine.vllm_ranks import Ranks
 
 ORDER = "BHLNC"
@@ -89,6 +92,7 @@ GIVEN: tuple[tuple[type, frozenset[str]], ...] = (
     (CachedRequestData, _GOING_ON),
     (SchedulerOutput, _STEP),
     (SamplerOutput, _CHOSEN),
+    (PoolingMetadata, POOLED),
 )
 """vLLM's message classes that we build, and the fields of each that we fill."""
 
@@ -119,11 +123,14 @@ class Computed:
         names: of the sequences.
         logits: [sequences, vocab] of the last position of each, in any dtype.
         logits_of: [rows, vocab] of a range of the step's positions, sequence after sequence.
+        embeddings_of: float32 [dimensions] of the sequences at some indexes, given the number of
+            dimensions of each, 0 for all.
     """
 
     names: list[str]
     logits: Tensor
     logits_of: Callable[[int, int], Tensor]
+    embeddings_of: Callable[[Sequence[int], Sequence[int]], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,7 @@ class ModelFacts:
         kv_dtype: name of the pool's dtype.
         content: values per head and position, of key and value together.
         code: name of the attention kernel, which decides the order of the values in a block.
+        embedding: None if it has no embeddings that are computed as the model generates.
     """
 
     vocab_size: int
@@ -145,6 +153,7 @@ class ModelFacts:
     content: int
     block_bytes: int
     code: str
+    embedding: EmbeddingSpec | None
 
 
 class _OurChoice:
@@ -179,7 +188,8 @@ class VllmExecutor:
             place = self._ranks.place
         self._rank = 0 if place is None else place.rank
         try:
-            config = _arguments(request).create_engine_config(UsageContext.LLM_CLASS)
+            arguments = _arguments(request)
+            config = arguments.create_engine_config(UsageContext.LLM_CLASS)
             # Its scheduler stays unused, but it makes executor and cache in this release's order.
             self._core = EngineCore(config, _executor_class(config, place), log_stats=False)
         except BaseException:
@@ -200,6 +210,8 @@ class VllmExecutor:
         self._sampling = VllmSampling(temperature=0.0, max_tokens=1, ignore_eos=True)
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
+        # Every rank has the whole hidden states; rank 0 answers.
+        self._pooling = None if self._rank else Pooling.of(config, arguments)
 
     def facts(self) -> ModelFacts:
         """Properties of the loaded model.
@@ -230,6 +242,7 @@ class VllmExecutor:
             content=content,
             block_bytes=block_bytes * self._num_ranks,
             code=_kernel_code(attention),
+            embedding=None if self._pooling is None else self._pooling.spec,
         )
 
     def share_cache(self, pool: HostMemory) -> None:
@@ -269,7 +282,7 @@ class VllmExecutor:
             names = list(self._runner.input_batch.req_ids)
             # Gathered from all ranks, so each of them has its KV of this step in the pool.
             logits = state.logits[: len(names), : self._vocab_size]
-            tokens = choose(Computed(names, logits, self._told_logits))
+            tokens = choose(Computed(names, logits, self._told_logits, self._embeddings_of))
             self._tell({"tokens": list(tokens)})
             self._take(tokens)
 
@@ -305,6 +318,11 @@ class VllmExecutor:
         self._choice.tokens = torch.tensor(tokens, dtype=torch.int32)[:, None]
         self._executor.sample_tokens(None)
 
+    def _embeddings_of(self, indexes: Sequence[int], dimensions: Sequence[int]) -> list[Tensor]:
+        assert self._pooling is not None, "checked when a sequence is admitted"
+        hidden = self._runner.execute_model_state.sample_hidden_states
+        return self._pooling.embed(hidden[list(indexes)], dimensions)
+
     def _told_logits(self, begin: int, end: int) -> Tensor:
         self._tell({"logits_of": (begin, end)})
         made = self._logits_of(begin, end)
@@ -336,6 +354,7 @@ def _executor_class(config: VllmConfig, place: Place | None) -> type[Executor]:
 def _arguments(request: EngineRequest) -> EngineArgs:
     return EngineArgs(
         model=str(request.folder),
+        runner="generate",  # also where the folder says that it is for embeddings
         skip_tokenizer_init=True,
         dtype=request.dtype,
         seed=0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -101,6 +101,7 @@ class VllmRunner:
             eos_token_ids=stop_tokens(request.folder),
             layout=layout,
             adapters=tuple(each.name for each in request.adapters),
+            embedding=facts.embedding,
         )
         return cls(spec, executor, pool)
 
@@ -136,7 +137,9 @@ class VllmRunner:
         def choose(computed: Computed) -> list[int]:
             order = [by_name[name] for name in computed.names]
             self._score(computed, [chunks[index] for index in order], order, result)
-            return _choose(computed.logits, chunks, order, result)
+            tokens = _choose(computed.logits, chunks, order, result)
+            _embed(computed, chunks, order, result)
+            return tokens
 
         self._executor.step(step, choose)
         for chunk, token in zip(chunks, result.tokens, strict=True):
@@ -223,6 +226,25 @@ def _choose(
         result.tokens[order[row]] = token
         tokens[row] = token.token_id
     return tokens
+
+
+def _embed(
+    computed: Computed, chunks: Sequence[SequenceChunk], order: Sequence[int], result: StepResult
+) -> None:
+    """Adds embeddings to the sampled tokens, where they are requested.
+
+    Args:
+        order: index of the chunk that each row belongs to.
+    """
+    wanted = {row: index for row, index in enumerate(order) if chunks[index].embedding >= 0}
+    rows = [row for row, index in wanted.items() if result.tokens[index] is not None]
+    if not rows:
+        return
+    dimensions = [chunks[wanted[row]].embedding for row in rows]
+    for row, found in zip(rows, computed.embeddings_of(rows, dimensions), strict=True):
+        token = result.tokens[wanted[row]]
+        assert token is not None, "chosen just now"
+        result.tokens[wanted[row]] = replace(token, embedding=found.numpy().tobytes())
 
 
 def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:

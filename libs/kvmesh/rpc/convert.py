@@ -149,6 +149,8 @@ def fill_sequence_spec(message: types_pb2.SequenceSpec, spec: SequenceSpec) -> N
     message.root_hash = spec.root_hash
     message.model_fingerprint = spec.fingerprint
     message.adapter = spec.adapter
+    if spec.embedding >= 0:
+        message.embedding_dimensions = spec.embedding
 
 
 def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
@@ -174,6 +176,7 @@ def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
         root_hash=BlockHash(message.root_hash),
         fingerprint=message.model_fingerprint,
         adapter=message.adapter,
+        embedding=message.embedding_dimensions if message.HasField("embedding_dimensions") else -1,
     )
 
 

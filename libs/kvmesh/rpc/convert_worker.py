@@ -70,6 +70,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         start_s=info.start_s,
         pair_share=info.pair_share,
         adapters=info.adapters,
+        embeds=info.embeds,
     )
 
 
@@ -100,6 +101,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         start_s=message.start_s,
         pair_share=message.pair_share,
         adapters=tuple(message.adapters),
+        embeds=message.embeds,
     )
 
 

@@ -49,6 +49,9 @@ class Handover:
     def _choose_mode(self, attempt: PrefillAttempt) -> TransferMode:
         if attempt.is_part:
             return TransferMode.LAYERED
+        assert attempt.sequence is not None
+        if attempt.sequence.ends_after_next:
+            return TransferMode.WHOLE  # after the first token, so nothing is sent
         if self._mode is not None:
             return self._mode
         sequence, reservation = attempt.sequence, attempt.reservation

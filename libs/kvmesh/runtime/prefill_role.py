@@ -349,6 +349,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             token_logprobs_to_proto(entry) for entry in emission.prompt_logprobs
         )
         event.first_token.error = emission.error
+        event.first_token.embedding = emission.embedding
         attempt.outbox.put(event)
         attempt.span.event("first_token")
 

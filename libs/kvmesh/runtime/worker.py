@@ -266,6 +266,7 @@ class Worker:
             start_s=time.time() - psutil.Process().create_time(),
             pair_share=self._runner.pair_share,
             adapters=spec.adapters,
+            embeds=spec.embedding is not None,
         )
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:

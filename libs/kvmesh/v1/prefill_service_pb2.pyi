@@ -207,6 +207,7 @@ class PrefillFirstToken(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Token id."""
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -215,6 +216,8 @@ class PrefillFirstToken(_message.Message):
     """Prompt tokens whose KV was not computed for this request."""
     error: _builtins.str
     """With finish reason ERROR: why no token could be chosen."""
+    embedding: _builtins.bytes
+    """When asked for: the prompt's embedding as float32, little-endian."""
     @_builtins.property
     def logprobs(self) -> _types_pb2.TokenLogprobs:
         """Set when asked for."""
@@ -232,10 +235,11 @@ class PrefillFirstToken(_message.Message):
         cached_tokens: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         error: _builtins.str = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "embedding", b"embedding", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

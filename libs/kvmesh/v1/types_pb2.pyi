@@ -537,6 +537,7 @@ class SequenceSpec(_message.Message):
     ROOT_HASH_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the client's prompt."""
     root_hash: _builtins.bytes
@@ -545,6 +546,10 @@ class SequenceSpec(_message.Message):
     """Fingerprint of the checkpoint that its tokens come from; a worker of another one refuses it."""
     adapter: _builtins.str
     """LoRA adapter whose weights are added; empty is none. A worker without it refuses."""
+    embedding_dimensions: _builtins.int
+    """How many leading dimensions of the prompt's embedding to return with the first token; 0 returns
+    all, unset returns no embedding.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The client's prompt and, for a stream that moved, the tokens generated before."""
@@ -562,12 +567,15 @@ class SequenceSpec(_message.Message):
         root_hash: _builtins.bytes = ...,
         model_fingerprint: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        embedding_dimensions: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedding_dimensions", b"_embedding_dimensions", "embedding_dimensions", b"embedding_dimensions", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "root_hash", b"root_hash", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding_dimensions", b"_embedding_dimensions", "adapter", b"adapter", "embedding_dimensions", b"embedding_dimensions", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "root_hash", b"root_hash", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__embedding_dimensions: _TypeAlias = _typing.Literal["embedding_dimensions"]  # noqa: Y015
+    _WhichOneofArgType__embedding_dimensions: _TypeAlias = _typing.Literal["_embedding_dimensions", b"_embedding_dimensions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding_dimensions) -> _WhichOneofReturnType__embedding_dimensions | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
@@ -771,6 +779,7 @@ class WorkerInfo(_message.Message):
     START_S_FIELD_NUMBER: _builtins.int
     PAIR_SHARE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -799,6 +808,8 @@ class WorkerInfo(_message.Message):
     """Work of attention to one position, as a share of a token's other work; 0: it takes no part in
     prompts that several workers compute.
     """
+    embeds: _builtins.bool
+    """It computes embeddings of prompts."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Address of the worker's gRPC services."""
@@ -840,10 +851,11 @@ class WorkerInfo(_message.Message):
         start_s: _builtins.float = ...,
         pair_share: _builtins.float = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        embeds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -172,7 +172,7 @@ class Answer:
             if choice.behind is None:
                 continue
             if choice.behind.is_complete:
-                sink.first(choice.behind.cached_tokens, ())
+                sink.first(choice.behind.cached_tokens, (), b"")
                 self.note(choice.index, choice.behind.token_ids, None)
                 stream.was_complete(choice.index)
             else:
@@ -231,7 +231,7 @@ class _ChoiceSink:
     def placed(self, where: Placed) -> None:
         self.where = where
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], _: bytes) -> None:
         self._text.cached_tokens = cached_tokens
         self._text.prompt_logprobs.extend(prompt_logprobs)
 
@@ -341,8 +341,10 @@ class _StreamSink(_ChoiceSink):
         if self._entry is not None:
             self._entry.placed(self._index, where.checkpoint)
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        super().first(cached_tokens, prompt_logprobs)
+    def first(
+        self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], embedding: bytes
+    ) -> None:
+        super().first(cached_tokens, prompt_logprobs, embedding)
         if self._entry is not None and cached_tokens:
             self._entry.places[self._index].has_cached(cached_tokens)
 
@@ -352,7 +354,7 @@ class _StreamSink(_ChoiceSink):
         # Later events depend on the number of tokens with logprobs, not on their values.
         num_prompt = len(self._text.prompt_ids) - 1 if sampling.num_prompt_logprobs >= 0 else 0
         num_scores = len(token_ids) if sampling.num_logprobs >= 0 else 0
-        self.first(behind.cached_tokens, [_NO_SCORE] * num_prompt)
+        self.first(behind.cached_tokens, [_NO_SCORE] * num_prompt, b"")
         self._answer.note(self._index, token_ids, None)
         self._events(text, token_ids, [_NO_SCORE] * num_scores, None)
         if self._entry is not None:

@@ -113,6 +113,28 @@ def check_prompt(call: ApiCall, num_tokens: int, max_model_len: int) -> Sampling
     )
 
 
+def check_embeds(model: str, engines: Sequence[str]) -> None:
+    """Checks that a model's workers compute embeddings.
+
+    Args:
+        engines: names of their engines if none of them does.
+
+    Raises:
+        InvalidRequestError: none of them does.
+    """
+    if not engines:
+        return
+    todo = "run workers with --engine.kind vllm for it"
+    if "vllm" in engines:
+        todo = "vllm computes them here for models that take the last token of a causal prompt"
+    raise InvalidRequestError(
+        f"model: {model} is served by the engine {' and '.join(engines)}, which computes no "
+        f"embeddings of it; {todo}",
+        "model",
+        "embeddings_not_supported",
+    )
+
+
 def choice_sampling(sampling: SamplingParams, seed: int, choice: int) -> SamplingParams:
     """Final sampling parameters of one choice.
 

@@ -13,7 +13,7 @@ from typing import Any
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import SamplingParams
 from kvmesh.core.values import changed, quick
-from services.gateway.api.schema import ChatBody, CompletionBody
+from services.gateway.api.schema import ChatBody, CompletionBody, Prompts
 from services.gateway.api.structured import structure_of
 from services.gateway.config import LimitsConfig
 from services.gateway.tools.parsers import ToolFamily
@@ -31,6 +31,7 @@ class Endpoint(enum.Enum):
 
     CHAT = "chat.completion"
     COMPLETION = "text_completion"
+    EMBEDDING = "embedding"
 
 
 @quick
@@ -82,6 +83,7 @@ class ApiCall:
         include_reasoning: the thinking is part of the answer.
         priority: among the tenant's own requests; lower goes first.
         structure_field: the field that the structure comes from, for errors.
+        embedding: see `SequenceSpec.embedding`.
     """
 
     endpoint: Endpoint
@@ -112,6 +114,7 @@ class ApiCall:
     structure_field: str = ""
     request_id: str = ""
     cache_salt: str = ""
+    embedding: int = -1
 
 
 def chat_call(
@@ -187,11 +190,8 @@ def completion_call(
     Raises:
         InvalidRequestError: names the field and what is allowed.
     """
-    prompts = _completion_prompts(body)
-    if not 1 <= len(prompts) <= limits.max_prompts:
-        raise InvalidRequestError(
-            f"prompt must hold 1 to {limits.max_prompts} prompts, got {len(prompts)}", "prompt"
-        )
+    special = body.add_special_tokens is not False
+    prompts = prompts_of(body.prompt, "prompt", limits, add_special_tokens=special)
     echo = bool(body.echo)
     if body.max_tokens == 0 and not echo:
         raise InvalidRequestError("max_tokens: 0 is allowed only with echo", "max_tokens")
@@ -253,20 +253,32 @@ def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
     )
 
 
-def _completion_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
-    prompt = body.prompt
-    special = body.add_special_tokens is not False
-    if isinstance(prompt, str):
-        return (TextPrompt(prompt, special),)
-    if prompt and isinstance(prompt[0], int):
-        prompt = [prompt]  # one prompt, given as token ids
+def prompts_of(
+    given: Prompts, name: str, limits: LimitsConfig, *, add_special_tokens: bool
+) -> tuple[Prompt, ...]:
+    """The prompts in a field that takes one or several, as text or as token ids.
+
+    Args:
+        name: the field, for errors.
+
+    Raises:
+        InvalidRequestError: none, or too many.
+    """
+    if isinstance(given, str):
+        return (TextPrompt(given, add_special_tokens),)
+    if given and isinstance(given[0], int):
+        given = [given]  # one prompt, given as token ids
     found: list[Prompt] = []
-    for entry in prompt:
+    for entry in given:
         if isinstance(entry, str):
-            found.append(TextPrompt(entry, special))
+            found.append(TextPrompt(entry, add_special_tokens))
         else:
             assert isinstance(entry, list)
             found.append(TokenPrompt(tuple(entry)))
+    if not 1 <= len(found) <= limits.max_prompts:
+        raise InvalidRequestError(
+            f"{name} must hold 1 to {limits.max_prompts} prompts, got {len(found)}", name
+        )
     return tuple(found)
 
 

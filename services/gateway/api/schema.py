@@ -98,13 +98,16 @@ _Texts = Annotated[list[str], Field(fail_fast=True)]
 _TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _TokenLists = Annotated[list[list[TokenId]], Field(fail_fast=True)]
 
+Prompts = str | _Texts | _TokenIds | _TokenLists
+"""One prompt or several, as text or as token ids."""
+
 
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
     max_tokens: int | None = Field(None, ge=0, lt=2**32)
     echo: bool | None = None
-    prompt: str | _Texts | _TokenIds | _TokenLists
+    prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool | None = None
 

@@ -160,7 +160,7 @@ class SingleAnswer(Generic[BodyT]):
         """See `Sink`."""
         self._where = where
 
-    def first(self, cached_tokens: int, _: Sequence[TokenLogprobs]) -> None:
+    def first(self, cached_tokens: int, _: Sequence[TokenLogprobs], __: bytes) -> None:
         """See `Sink`."""
         self._cached_tokens = cached_tokens
 

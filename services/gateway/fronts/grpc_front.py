@@ -174,7 +174,7 @@ class _ResponseSink:
     def placed(self, where: Placed) -> None:
         self._where = where
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], _: bytes) -> None:
         self._cached_tokens, self._prompt_logprobs = cached_tokens, prompt_logprobs
         seed, checksum = self._choice.call.seed or 0, prompt_sum([self._choice])
         self._point = ResumePoint(
@@ -185,7 +185,7 @@ class _ResponseSink:
 
     def resume(self, behind: Behind, text: str) -> None:
         """Continues after the part that another gateway sent; `text` is the text of its tokens."""
-        self.first(behind.cached_tokens, ())
+        self.first(behind.cached_tokens, (), b"")
         self._note(behind.token_ids)
         self._told(text, is_last=False)
 

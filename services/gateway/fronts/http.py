@@ -20,6 +20,12 @@ from kvmesh.telemetry.exposition import exposition
 from services.gateway.api.answers import Whole, dumps
 from services.gateway.api.anthropic_api import MESSAGES_UNSUPPORTED, CountBody, as_counted_chat
 from services.gateway.api.anthropic_output import MESSAGES
+from services.gateway.api.embeddings import (
+    UNSUPPORTED,
+    EmbeddingBody,
+    Embeddings,
+    embedding_call,
+)
 from services.gateway.api.openai import ApiCall, chat_call
 from services.gateway.api.responses_output import RESPONSES
 from services.gateway.api.schema import BodyT, ChatBody, parse_body
@@ -54,7 +60,9 @@ from services.gateway.fronts.calls import (
 )
 from services.gateway.fronts.openapi import openapi_page
 from services.gateway.metrics import TENANT
+from services.gateway.request.choice import Caller
 from services.gateway.request.event_ids import HEADER
+from services.gateway.tenants.admission import Ticket
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,7 +71,7 @@ JSON, UTF_8 = "application/json", "utf-8"
 ANTHROPIC = "/v1/messages"
 """Start of the paths whose errors have Anthropic's format, and whose keys may be in its header."""
 
-_POOLING = frozenset({"/embeddings", "/pooling", "/classify", "/score", "/rerank"})
+_POOLING = frozenset({"/pooling", "/classify", "/score", "/rerank"})
 """Paths of vLLM's server for models that generate nothing."""
 
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -102,6 +110,7 @@ class HttpFront:
                 web.post("/v1/responses", self.responses),
                 web.post(ANTHROPIC, self.messages),
                 web.post(f"{ANTHROPIC}/count_tokens", self.count_tokens),
+                web.post("/v1/embeddings", self.embeddings),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.get("/tokenizer_info", self.tokenizer_info),
@@ -145,6 +154,17 @@ class HttpFront:
         """POST /v1/responses."""
         return await self._single(request, RESPONSES)
 
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/embeddings."""
+        async with self._entrance.admit(_authorization(request)) as ticket:
+            frontend, content, arrived_at = await self._of_model(request)
+            frontend.check_embeds()
+            body = parse_body(EmbeddingBody, content, UNSUPPORTED)
+            call = embedding_call(body, frontend.limits)
+            caller = self._caller(request, call, arrived_at, ticket)
+            choices = await frontend.prepare(call, caller)
+            return _answered(await Embeddings(frontend, choices).whole(body))
+
     # --- Anthropic's API ---
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
@@ -168,26 +188,39 @@ class HttpFront:
                 HEADER,
             )
         async with self._entrance.admit(_authorization(request)) as ticket:
-            raw, arrived_at = await self._raw(request), _arrived_at(request)
-            await self._entrance.turn(arrived_at, ttft_ms_of(request.headers))
-            content = parse_json(raw)
-            frontend = self._entrance.of(model_of(content))
+            frontend, content, arrived_at = await self._of_model(request)
             body = parse_body(form.body, content, form.unsupported)
             call = _chat_call(frontend, form.as_chat(body))
             call = replace(
                 call, prompt_field=form.prompt_field, max_tokens_field=form.max_tokens_field
             )
-            if call.request_id and not given_request_id(request.headers):
-                request[_REQUEST_ID] = clean_request_id(call.request_id)
-            request_id = request[_REQUEST_ID]
-            caller = caller_of(request.headers, arrived_at, request_id, ticket)
+            caller = self._caller(request, call, arrived_at, ticket)
             choices = await frontend.prepare(call, caller)
-            answer = SingleAnswer(frontend, form, body, choices, request_id)
+            answer = SingleAnswer(frontend, form, body, choices, caller.request_id)
             if not call.stream:
                 return _answered(await answer.whole())
             async with contextlib.aclosing(_AiohttpExchange(request, self._config)) as exchange:
                 await answer.stream(exchange)
             return exchange.response
+
+    async def _of_model(self, request: web.Request) -> tuple[Frontend, Any, float]:
+        """Waits for a call's body, and its turn.
+
+        Returns:
+            The frontend of its model, its JSON value, and when it came.
+        """
+        raw, arrived_at = await self._raw(request), _arrived_at(request)
+        await self._entrance.turn(arrived_at, ttft_ms_of(request.headers))
+        content = parse_json(raw)
+        return self._entrance.of(model_of(content)), content, arrived_at
+
+    def _caller(
+        self, request: web.Request, call: ApiCall, arrived_at: float, ticket: Ticket
+    ) -> Caller:
+        """The caller; an id in the call's body replaces a new one."""
+        if call.request_id and not given_request_id(request.headers):
+            request[_REQUEST_ID] = clean_request_id(call.request_id)
+        return caller_of(request.headers, arrived_at, request[_REQUEST_ID], ticket)
 
     # --- tokens and models ---
 
@@ -416,8 +449,8 @@ def _http_error(error: web.HTTPException, request: web.Request, config: HttpConf
     unknown = f"{request.path} does not exist; the API is under /v1, all of it in /openapi.json"
     if request.path.removeprefix("/v1") in _POOLING:
         unknown = (
-            f"{request.path}: workers here generate text, and none computes embeddings or scores; "
-            "run `vllm serve` with the embedding model beside the mesh"
+            f"{request.path}: workers here generate text and compute embeddings (/v1/embeddings), "
+            "but no scores; run `vllm serve` with the scoring model beside the mesh"
         )
     messages = {
         404: unknown,

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from services.gateway.api.anthropic_api import CountBody, MessagesBody
+from services.gateway.api.embeddings import EmbeddingBody
 from services.gateway.api.responses_api import ResponsesBody
 from services.gateway.api.schema import ChatBody, CompletionBody
 from services.gateway.api.token_routes import DetokenizeBody, TokenizeBody
@@ -21,6 +22,7 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/responses": (ResponsesBody, "Answers an input; nothing is stored."),
     "/v1/messages": (MessagesBody, "Answers a chat in Anthropic's form."),
     "/v1/messages/count_tokens": (CountBody, "Counts the tokens of such a chat."),
+    "/v1/embeddings": (EmbeddingBody, "Embeddings of prompts."),
     "/tokenize": (TokenizeBody, "Token ids of a text or a chat."),
     "/detokenize": (DetokenizeBody, "Text of token ids."),
 }

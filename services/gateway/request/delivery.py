@@ -29,12 +29,15 @@ class Sink(Protocol):
         """Notes the workers that generate from here on; called before their tokens."""
         ...
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+    def first(
+        self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], embedding: bytes
+    ) -> None:
         """Called once, before the first piece.
 
         Args:
             cached_tokens: prompt tokens whose KV was cached.
             prompt_logprobs: of all prompt tokens but the first, if the client asked for them.
+            embedding: the prompt's, as float32, little-endian; empty if not asked for.
         """
         ...
 

@@ -57,8 +57,10 @@ class _Held:
         self.is_placed = True
         self._gate.open_if_placed()
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        self._pass(partial(self._sink.first, cached_tokens, prompt_logprobs))
+    def first(
+        self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], embedding: bytes
+    ) -> None:
+        self._pass(partial(self._sink.first, cached_tokens, prompt_logprobs, embedding))
 
     def stopped(self, stop: str) -> None:
         self._pass(partial(self._sink.stopped, stop))

@@ -62,7 +62,9 @@ class Receiver(Protocol):
         """Called with the workers that run the request from now on."""
         ...
 
-    def first(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+    def first(
+        self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs], embedding: bytes
+    ) -> None:
         """Called once, before the request's first token."""
         ...
 
@@ -393,7 +395,8 @@ class Life:
         if first is not None:
             self.ledger.first(first, self._num_sent, self._worker, now)
             if not self._tokens:
-                receiver.first(self.ledger.cached_tokens or 0, first.prompt_logprobs)
+                cached_tokens = self.ledger.cached_tokens or 0
+                receiver.first(cached_tokens, first.prompt_logprobs, first.embedding)
         self._tokens += deliver.token_ids
         if finish is not None:
             self.ledger.finished(now)

@@ -83,12 +83,16 @@ class Served:
         group: their group over all clusters; the scheduler's plan chooses the cluster.
         num_awake: number of workers that accept new requests; 0 also if prefill or decode has none.
         adapters: LoRA adapters that all these workers have.
+        embeds: all these workers compute embeddings.
+        engines: names of their engines.
     """
 
     group: GroupKey
     facts: ModelFacts
     num_awake: int
     adapters: frozenset[str] = frozenset()
+    embeds: bool = False
+    engines: frozenset[str] = frozenset()
 
 
 def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[Served]]:
@@ -120,7 +124,10 @@ def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[S
         is_able = not missing_role(members, model)
         group = GroupKey(model, fingerprint, label, "")
         adapters = frozenset.intersection(*(frozenset(each.info.adapters) for each in members))
-        found.append(Served(group, facts, awake if is_able else 0, adapters))
+        embeds = all(each.info.embeds for each in members)
+        engines = frozenset(each.info.layout.engine for each in members)
+        num_awake = awake if is_able else 0
+        found.append(Served(group, facts, num_awake, adapters, embeds, engines))
     return found
 
 
@@ -202,17 +209,34 @@ class Router:
         self._look()
         return self._scenarios
 
-    def served(self, scenario: str, draw: float, adapter: str = "") -> Served | None:
+    @property
+    def engines_without_embeddings(self) -> list[str]:
+        """Names of the engines in use if no worker computes embeddings; empty if some do.
+
+        It is also empty while no worker is known.
+        """
+        self._look()
+        every = [each for found in self._served.values() for each in found]
+        if any(each.embeds for each in every):
+            return []
+        return sorted(frozenset[str]().union(*(each.engines for each in every)))
+
+    def served(
+        self, scenario: str, draw: float, adapter: str = "", *, embeds: bool = False
+    ) -> Served | None:
         """The workers for a new request; None while no worker is known.
 
         Args:
             draw: random, from 0 to 1; chooses a checkpoint in proportion to its workers.
             adapter: LoRA adapter that the workers must have; empty for none.
+            embeds: the workers must compute embeddings.
         """
         self._look()
         found = self._served.get(serving_label(scenario, self._served), [])
         if adapter:
             found = [each for each in found if adapter in each.adapters]
+        if embeds:
+            found = [each for each in found if each.embeds]
         able = [each for each in found if each.num_awake] or found
         place = draw * sum(each.num_awake for each in able)
         for each in able:

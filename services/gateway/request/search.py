@@ -169,7 +169,13 @@ class Search:
             if len(self._token_ids) > len(prompt):  # the client already has the prompt's logprobs
                 sampling = replace(sampling, num_prompt_logprobs=-1)
             self._spec = SequenceSpec(
-                self._token_ids, len(prompt), sampling, root, self.fingerprint, adapter
+                self._token_ids,
+                len(prompt),
+                sampling,
+                root,
+                self.fingerprint,
+                adapter,
+                self._request.embedding,
             )
         return self._spec
 
@@ -184,8 +190,8 @@ class Search:
         found = router.served_as_before(scenario, self.fingerprint)
         is_free = not (self._is_bound and self.fingerprint)
         if is_free and (found is None or not found.num_awake):
-            draw, adapter = self._mesh.rng.random(), self._request.adapter
-            found = router.served(scenario, draw, adapter)
+            draw, request = self._mesh.rng.random(), self._request
+            found = router.served(scenario, draw, request.adapter, embeds=request.embedding >= 0)
         if found is None or self._served is None or found.facts != self._served.facts:
             self._spec = self._block_hashes = None
         self._served = found

@@ -50,6 +50,7 @@ class FirstToken:
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
                 first.cached_tokens,
                 tuple(token_logprobs_from_proto(entry) for entry in first.prompt_logprobs),
                 first.error,
+                first.embedding,
             )
         case "handed_off":
             return HandedOff()

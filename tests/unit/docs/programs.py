@@ -24,6 +24,7 @@ from kvmesh.cli.__main__ import main as kvmesh_main
 from kvmesh.core.config import load_config, options_of
 from kvmesh.core.errors import ConfigError
 from scripts.gen_config_docs import SERVICES
+from services.gateway.api.embeddings import EmbeddingBody
 from services.gateway.api.schema import ChatBody, CompletionBody
 from tests.unit.docs.documents import ROOT
 from tests.unit.docs.shell import Command
@@ -38,9 +39,10 @@ _OTHERS = {"pytest"}
 _OF_EVERY_SERVICE = {"--config", "--print-config", "--help"}
 _ACTIONS = {"fleet": ("list", "drain"), "group": ("list", "scale", "upgrade")}
 _FOLDERS = re.compile(r"(?:deploy|models|tests|scripts|libs|protos|services)/[\w./-]+")
-_BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
+_BODIES: dict[str, type[ChatBody | CompletionBody | EmbeddingBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
 }
 
 

@@ -12,7 +12,7 @@ from kvmesh.core.errors import StructureError
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, Structure, StructureKind
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.engine.protocol import SampledToken
+from kvmesh.engine.protocol import EmbeddingSpec, SampledToken
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.kv.groups import KvGroups
@@ -351,3 +351,30 @@ def test_an_adapter_that_is_not_loaded_is_refused() -> None:
     assert (refusal.reason, refusal.message) == (
         *(RefusalReason.STALE, "the adapter sql is not loaded here"),
     )
+
+
+@pytest.mark.parametrize(
+    ("here", "wanted", "reason", "text"),
+    [
+        (None, 0, RefusalReason.STALE, "the engine fake computes no embeddings"),
+        (EmbeddingSpec(8), 4, RefusalReason.INVALID, "4; this model allows 8"),
+        (EmbeddingSpec(8, range(1, 8)), 9, RefusalReason.INVALID, "9; this model allows 1 to 8"),
+        (EmbeddingSpec(8, (2, 4)), 3, RefusalReason.INVALID, "allows [2, 4, 8]"),
+        (EmbeddingSpec(8, (2, 4)), 4, None, ""),
+        (EmbeddingSpec(8), 8, None, ""),
+        (EmbeddingSpec(8), 0, None, ""),
+        (None, -1, None, ""),
+    ],
+)
+def test_embeddings_that_cannot_be_computed_are_refused(
+    here: EmbeddingSpec | None, wanted: int, reason: RefusalReason | None, text: str
+) -> None:
+    model = replace(FakeRunner().spec, embedding=here)
+    core = EngineCore(model, 8, BatchLimits(), growth_tokens=0)
+    found = core.admit_decode(replace(make_spec(prompt(20), 1), embedding=wanted))
+    if reason is None:
+        assert isinstance(found, Sequence)
+        return
+    assert isinstance(found, Refusal)
+    assert found.reason is reason
+    assert text in found.message

@@ -46,7 +46,7 @@ SAMPLING = SamplingParams(
     num_prompt_logprobs=0,
     structure=Structure(StructureKind.REGEX, "[a-z]+"),
 )
-SPEC = SequenceSpec((1, 2, 3), 2, SAMPLING, BlockHash(b"r" * 16), adapter="sql")
+SPEC = SequenceSpec((1, 2, 3), 2, SAMPLING, BlockHash(b"r" * 16), adapter="sql", embedding=0)
 INFO = WorkerInfo(
     WorkerId("w"),
     9,
@@ -63,6 +63,7 @@ INFO = WorkerInfo(
     missing_native=("kernels", "transfer"),
     pair_share=2e-4,
     adapters=("py", "sql"),
+    embeds=True,
 )
 ROOM = PaceRoom(StepPace(0.01, 1e-7), 5000, 0.03, 1.5)
 LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5, room=ROOM)

@@ -59,7 +59,7 @@ class Kept:
     def placed(self, where: Placed) -> None:
         self.where = where
 
-    def first(self, cached_tokens: int, _: Sequence[TokenLogprobs]) -> None:
+    def first(self, cached_tokens: int, _: Sequence[TokenLogprobs], __: bytes) -> None:
         self.num_cached = cached_tokens
 
     def stopped(self, stop: str) -> None:
@@ -113,7 +113,7 @@ def _delivery(**fields: Any) -> tuple[Delivery, Kept, Counted, list[int]]:
 @pytest.mark.parametrize("stop", [(), ("\0",)])
 def test_text_is_whole_however_the_tokens_come(size: int, stop: tuple[str, ...]) -> None:
     delivery, sink, ledger, token_ids = _delivery(stop=stop)
-    delivery.first(2, ())
+    delivery.first(2, (), b"")
     delivery.placed(Placed(Placement.AGGREGATED, *"pd"))
     for first in range(0, len(token_ids), size):
         part = tuple(token_ids[first : first + size])

@@ -191,3 +191,30 @@ def test_adapters_are_asked_of_workers_that_have_them() -> None:
     anybody = [router.served("", draw) for draw in (0.0, 0.9)]
     assert {each.group.fingerprint for each in anybody if each} == {"fp", "with"}
     assert router.served("", 0.5, "unknown") is None
+
+
+def test_embeddings_are_asked_of_workers_that_compute_them() -> None:
+    fleet = Fleet((P, D))
+    router = Router("tiny", fleet, Source(None), dict, 1.0)
+    assert router.served("", 0.5, embeds=True) is None
+    assert router.engines_without_embeddings == [P.info.layout.engine]
+    other = replace(LAYOUT, model_fingerprint="other", engine="vllm")
+    having = [
+        worker(f"v-{role.value}", role, layout=other, embeds=True)
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    fleet.workers = (P, D, *having)
+    assert router.engines_without_embeddings == []
+    for draw in (0.0, 0.9):
+        served = router.served("", draw, embeds=True)
+        assert served is not None
+        assert served.group.fingerprint == "other"
+    fleet.workers = (
+        P,
+        D,
+        replace(having[0], info=replace(having[0].info, embeds=False)),
+        having[1],
+    )
+    assert router.engines_without_embeddings == [P.info.layout.engine, "vllm"]
+    fleet.workers = ()
+    assert router.engines_without_embeddings == []
