@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ class Indexer:
         self.lower: dict[Hash, str | None] = {}
         self.next = 0
         self.media: set[str | None] = set()
+        self.adapters: dict[Hash, str | None] = {}
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -163,6 +165,7 @@ class Indexer:
             tokens = event.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
             assert name not in self.held
             self.held[name] = (parent, tuple(tokens))
+            self.adapters[name] = event.lora_name
             parent = name
 
 
@@ -177,11 +180,11 @@ async def publishing(
         yield worker, publisher
 
 
-async def serve(worker: Worker, prompts: list[list[int]]) -> None:
+async def serve(worker: Worker, prompts: list[list[int]], adapter: str = "") -> None:
     driver = Driver()
     await driver.connect(worker)
     for number, prompt in enumerate(prompts):
-        spec = make_spec(prompt, max_tokens=20)
+        spec = replace(make_spec(prompt, max_tokens=20), adapter=adapter)
         await driver.generate(worker, worker, Key(f"{prompt[0]}-{number}"), spec)
     await until_idle(worker)
     await driver.close()
@@ -233,6 +236,24 @@ async def test_an_indexer_knows_what_lies_on_disk_also_after_a_restart(tmp_path:
                 assert below
             finally:
                 indexer.close()
+
+
+@pytest.mark.parametrize("encoding", ["array", "map"])
+async def test_blocks_name_the_adapter_that_they_were_computed_with(encoding: str) -> None:
+    async with publishing(encoding=encoding) as (worker, publisher):
+        worker.core.spec = replace(worker.core.spec, adapters=("sql",))
+        await serve(worker, [[1] * 40])
+        await serve(worker, [[2] * 40], "sql")
+        publisher.flush()
+        indexer = Indexer(publisher, encoding)
+        try:
+            await indexer.catch_up()
+        finally:
+            indexer.close()
+        told = {(indexer.held[name][1][0], indexer.adapters[name]) for name in indexer.held}
+        assert told >= {(1, None), (2, "sql")}
+        assert {adapter for first, adapter in told if first in (1, 2)} == {None, "sql"}
+        assert not told & {(1, "sql"), (2, None)}
 
 
 def self_and_parents(indexer: Indexer, name: Hash) -> list[Hash]:

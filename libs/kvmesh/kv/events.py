@@ -21,12 +21,14 @@ class BlocksStored:
     Attributes:
         parent: hash of the block before the first one; None at the start of a sequence.
         token_ids: tokens of all the blocks, in order; empty in a lower medium, which has no tokens.
+        adapter: LoRA adapter that they were computed with; empty: none, or a lower medium.
     """
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
     token_ids: tuple[int, ...]
     medium: str
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +71,30 @@ class KvEventLog:
     def __len__(self) -> int:
         return len(self._events) + bool(self._left)
 
-    def stored(self, hashes: Sequence[BlockHash], token_ids: Sequence[int], first: int) -> None:
+    def stored(
+        self,
+        hashes: Sequence[BlockHash],
+        token_ids: Sequence[int],
+        first: int,
+        adapter: str = "",
+    ) -> None:
         """Records that blocks of one sequence became full.
 
         Args:
             hashes: hashes of all its full blocks, from the first one of the sequence.
             token_ids: all its tokens.
             first: index of the first new block; blocks that were reported already are left out.
+            adapter: the sequence's LoRA adapter; empty for none.
         """
         run: list[int] = []
         for index in range(first, len(hashes)):
             is_told = self._held.get(hashes[index]) == self._medium
             if is_told or not self._is_cached(hashes[index]):
-                self._add_run(run, hashes, token_ids)
+                self._add_run(run, hashes, token_ids, adapter)
                 run = []
             else:
                 run.append(index)
-        self._add_run(run, hashes, token_ids)
+        self._add_run(run, hashes, token_ids, adapter)
 
     def removed(self, block_hash: BlockHash) -> None:
         """Records that a block is gone; does nothing if it was never reported."""
@@ -113,7 +122,11 @@ class KvEventLog:
         return events
 
     def _add_run(
-        self, run: list[int], hashes: Sequence[BlockHash], token_ids: Sequence[int]
+        self,
+        run: list[int],
+        hashes: Sequence[BlockHash],
+        token_ids: Sequence[int],
+        adapter: str,
     ) -> None:
         if not run:
             return
@@ -122,7 +135,7 @@ class KvEventLog:
         parent = hashes[start - 1] if start else None
         tokens = tuple(token_ids[start * self._block_size : end * self._block_size])
         new = tuple(hashes[start:end])
-        self._events.append(BlocksStored(new, parent, tokens, self._medium))
+        self._events.append(BlocksStored(new, parent, tokens, self._medium, adapter))
         for each in new:
             below = self._held.get(each)
             self._held[each] = self._medium

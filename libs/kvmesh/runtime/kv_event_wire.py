@@ -59,7 +59,7 @@ class WireFormat:
                     "block_size": self.block_size,
                     "lora_id": None,
                     "medium": event.medium,
-                    "lora_name": None,
+                    "lora_name": event.adapter or None,
                 }
             case BlocksRemoved():
                 return "BlockRemoved", {

@@ -63,7 +63,8 @@ def start_kv_events(
     context.stack.callback(publisher.close)
 
     def sealed(sequence: Sequence, first: int) -> None:
-        log.stored(sequence.chain.hashes[: sequence.kv.num_sealed], sequence.tokens, first)
+        hashes = sequence.chain.hashes[: sequence.kv.num_sealed]
+        log.stored(hashes, sequence.tokens, first, sequence.spec.adapter)
         publisher.notify()
 
     core.on_sealed = core.fills.on_filled = sealed
