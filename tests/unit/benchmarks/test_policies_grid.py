@@ -169,6 +169,6 @@ def test_the_verbs_write_tables_and_pictures(tmp_path: Path) -> None:
         assert sorted({each["experiment"].lower() for each in result["rows"]}) == shown
         for table in shown:
             text = with_tables(f"<!-- measured: {table} -->\n{END}", {name: result})
-            assert text.count("\n|") > 10, table
+            assert text.count("\n|") > 5, table
     assert (tmp_path / "policies_grid.png").read_bytes().startswith(b"\x89PNG")
     assert "policies_grid.png" in (tmp_path / "policies_grid.md").read_text()
