@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import PrefixSource, Refusal, RefusalReason, SamplingParams, SequenceSpec
+from kvmesh.core.types import (
+    BlockHash,
+    PrefixSource,
+    Refusal,
+    RefusalReason,
+    SamplingParams,
+    SequenceSpec,
+)
+from kvmesh.engine.tiered_cache import TieredCache
 from kvmesh.kv.hashing import root_hash
 from kvmesh.rpc.part_offer import PartOffer
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection
 from kvmesh.transfer.frames import PutFrame
 from kvmesh.transfer.target import WriteGrant
 from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
+from tests.integration.family_shapes import VOCAB_SIZE
 from tests.waiting import until
-from tests.worker_driver import Driver, Key, driving, running_worker, until_idle
+from tests.worker_driver import Driver, Key, driving, make_spec, running_worker, until_idle
 
 BLOCK = 16
 CHUNK = 32
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+NO_TIERS = TiersSection()
 
 
 @pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3", "olmo2"])
@@ -201,6 +213,88 @@ async def test_who_is_refused_fetches_the_prefix_itself(llama: Checkpoint) -> No
         assert computed(p1) == len(tokens) - cached
         assert outcomes(p1) == {"refused": 1}
         await until_idle(p0, p1, p2, decode)
+
+
+@asynccontextmanager
+async def hybrids(
+    checkpoint: Checkpoint, num_blocks: int, tiers: TiersSection = NO_TIERS
+) -> AsyncIterator[tuple[Worker, Worker, Worker, Driver]]:
+    """Three workers without roles, small steps, and blocks as the model wants them."""
+    engine = EngineSection(
+        model=str(checkpoint.folder),
+        num_blocks=num_blocks,
+        max_batch_tokens=48,
+        state_interval_tokens=64,
+    )
+    async with AsyncExitStack() as stack:
+        p0, p1, decode = [
+            await stack.enter_async_context(
+                running_worker(WorkerSection(id=name), engine, tiers=tiers)
+            )
+            for name in ("p0", "p1", "d0")
+        ]
+        yield p0, p1, decode, await stack.enter_async_context(driving(p0, p1, decode))
+
+
+async def test_a_prefix_of_the_last_worker_alone_is_computed_again(tmp_path: Path) -> None:
+    """For an ordinary prompt, the first worker would ask the last one about this prefix."""
+    checkpoint = Checkpoint("qwen3-untied", tmp_path, (250,))
+    (tokens,), (expected,) = checkpoint.prompts, checkpoint.expected
+    held, cut = 5 * 16, 8 * 16
+    async with hybrids(checkpoint, 512) as (p0, p1, decode, driver):
+        source = part(p0, cut // p0.core.block_size)
+        # The first worker learns what the last one can do, and what computing costs.
+        other = make_spec([(token + 1) % VOCAB_SIZE for token in tokens])
+        await driver.generate_from(source, p1, decode, other)
+        await driver.generate(p1, p1, Key("held"), make_spec(tokens[: held + 1]))
+        await until_idle(p0, p1, decode)
+        before = [computed(p0), computed(p1)]
+        spec = make_spec(tokens, max_tokens=NEW_TOKENS)
+        found, cached = await driver.generate_from(source, p1, decode, spec)
+        assert found == expected
+        assert cached == held
+        assert [computed(p0) - before[0], computed(p1) - before[1]] == [cut, len(tokens) - cut]
+        await until_idle(p0, p1, decode)
+
+
+@pytest.mark.parametrize("family", ["qwen3-untied", "qwen3-next"])
+async def test_each_part_loads_what_its_worker_has_in_host_memory(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_more(tiers: TieredCache, hashes: Sequence[BlockHash], num_held: int) -> bool:
+        return tiers._fills.rooms.resumable(hashes) > num_held
+
+    monkeypatch.setattr(TieredCache, "pays", has_more)  # however slow this machine is
+    checkpoint = Checkpoint(family, tmp_path / "model", (250,))
+    (prompt,), (expected,) = checkpoint.prompts, checkpoint.expected
+    others = [[(token + shift) % VOCAB_SIZE for token in prompt] for shift in range(1, 5)]
+    tiers = TiersSection(host_gib=0.1)
+    async with hybrids(checkpoint, 64, tiers) as (p0, p1, decode, driver):
+        size = p0.core.block_size
+        begun = {p0: 6 * 16, p1: 4 * 16}
+        for worker, length in begun.items():
+            for number, tokens in enumerate([prompt[: length + 1], *others]):
+                key = Key(f"fill-{worker.worker_id}-{number}")
+                await driver.generate(worker, worker, key, make_spec(tokens))
+                await until_idle(worker)
+        spec = make_spec(prompt, max_tokens=NEW_TOKENS)
+        before = {worker: computed(worker) for worker in begun}
+        loaded = {worker: _loaded(worker) for worker in begun}
+        cut = 10 * 16 // size
+        found, _ = await driver.generate_from(part(p0, cut), p1, decode, spec)
+        assert found == expected
+        assert computed(p0) - before[p0] == cut * size - begun[p0]
+        assert computed(p1) - before[p1] == len(prompt) - cut * size
+        for worker in begun:
+            assert _loaded(worker) > loaded[worker]
+            assert worker.tiers is not None
+            worker.tiers.check_integrity()
+        await until_idle(p0, p1, decode)
+
+
+def _loaded(worker: Worker) -> int:
+    assert worker.tiers is not None
+    return worker.tiers.statistics()[0].loaded_total
 
 
 async def test_a_worker_that_refuses_costs_an_answer(llama: Checkpoint) -> None:

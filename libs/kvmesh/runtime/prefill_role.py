@@ -315,7 +315,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def _asks(self, attempt: PrefillAttempt) -> bool:
         """Whether part of the prefix stays with the worker that reserved blocks, for queries."""
-        if self._queries is None or self._is_local(attempt.reservation):
+        # The passes of a part read only this worker's blocks.
+        if self._queries is None or attempt.is_part or self._is_local(attempt.reservation):
             return False
         return self._queries.consider(attempt, self._channels.link_view(attempt.reservation))
 
