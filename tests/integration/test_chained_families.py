@@ -39,7 +39,7 @@ def cuts_of(runner: TorchRunner, length: int, num_parts: int) -> list[int]:
     return sorted(cuts)
 
 
-@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize("num_parts", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_chain_gives_the_tokens_of_transformers(
     checkpoint: Checkpoint, runners: list[TorchRunner], num_parts: int
 ) -> None:
@@ -71,6 +71,7 @@ def test_what_is_cached_in_a_part_is_not_computed(
         assert computed[0] - before[0] < cut, "the first engine resumed what it had"
 
 
+@pytest.mark.long
 def test_sampled_tokens_are_those_of_one_engine(
     checkpoint: Checkpoint, runners: list[TorchRunner]
 ) -> None:

@@ -208,6 +208,13 @@ def odd_values() -> Iterator[Any]:
     yield pytest.param("smollm3", "use_sliding_window", changes, id="smollm3-windows")
 
 
+def spread() -> Iterator[Any]:
+    """A fourth of the values, some of each family; the others are long tests."""
+    for number, each in enumerate(odd_values()):
+        marks = () if number % 4 == 0 else pytest.mark.long
+        yield pytest.param(*each.values, id=each.id, marks=marks)
+
+
 def label(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
@@ -229,7 +236,7 @@ def refusal_of(folder: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("family", "field", "value"), list(odd_values()))
+@pytest.mark.parametrize(("family", "field", "value"), list(spread()))
 def test_an_odd_value_is_computed_or_refused(
     family: str, field: str, value: Any, tmp_path: Path
 ) -> None:
