@@ -104,11 +104,18 @@ def note_joint(plans: Sequence[OffloadPlan]) -> None:
 
 
 def show_workers(counts: Mapping[tuple[GroupKey, Role], int]) -> None:
-    """Shows the number of workers of each group and role; 0 for roles that a group lacks."""
-    for group in {group for group, _ in counts}:
+    """Shows the number of workers by labels and role; 0 for roles that are not there.
+
+    Groups that differ only in what no label says are counted together.
+    """
+    shown: dict[tuple[str, str, str, str], dict[Role, int]] = {}
+    for (group, role), count in counts.items():
         labels = (group.model, group.checkpoint, group.scenario, group.cluster)
-        for role in Role:
-            WORKERS.labels(*labels, role.value).set(counts.get((group, role), 0))
+        by_role = shown.setdefault(labels, dict.fromkeys(Role, 0))
+        by_role[role] += count
+    for labels, by_role in shown.items():
+        for role, count in by_role.items():
+            WORKERS.labels(*labels, role.value).set(count)
 
 
 @lru_cache(maxsize=256)
