@@ -81,11 +81,18 @@ def decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return without_parts(made)
 
     def decide_jointly(policy: Any, asks: Any, now: Any, offload: Any) -> Any:
-        asks = [comparable_ask(each.view, each.query, each.matches) for each in asks]
-        made = joint.decide_jointly(policy, asks, now, offload)
-        for ask, plan in zip(asks, made, strict=True):
+        # Requests that are sent at once arrive in any order; ties fall by their order here.
+        ordered = sorted(map(comparable_ask_of, asks), key=lambda each: each.query.request_id)
+        made = joint.decide_jointly(policy, ordered, now, offload)
+        plans = {}
+        for ask, plan in zip(ordered, made, strict=True):
             kept.append(describe_decision(ask.view, ask.query, plan, policy.route, offload))
-        return [without_parts(each) for each in made]
+            plans[ask.query.request_id] = plan
+        ids = [comparable_ask_of(each).query.request_id for each in asks]
+        return [without_parts(plans[each]) for each in ids]
+
+    def comparable_ask_of(ask: Any) -> joint.Ask:
+        return comparable_ask(ask.view, ask.query, ask.matches)
 
     # How long ago a live worker reported is this machine's, too.
     for policies in (chain, seats, joint):

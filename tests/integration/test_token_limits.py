@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -64,16 +65,17 @@ ITL_MS = 60
 NUM_PROMPT = 3000
 
 
-@pytest.mark.parametrize("itl_ms", [0, ITL_MS])
+@pytest.mark.parametrize(("role", "itl_ms"), [("decode", 0), ("hybrid", 0), ("decode", ITL_MS)])
 async def test_a_prompt_is_cut_into_parts_that_keep_the_time_between_two_tokens(
-    itl_ms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    role: str, itl_ms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(PROFILE))
     times = load_step_times(path, "device")
     engine = EngineSection(kind="fake", fake_profile=str(path), fake_device="device")
     steps: list[list[SequenceChunk]] = []
-    async with running_worker(WorkerSection(), engine) as worker, driving(worker) as driver:
+    section = WorkerSection(role=role)
+    async with running_worker(section, engine) as worker, driving(worker) as driver:
         plan = worker.core.plan_step
 
         def recorded() -> list[SequenceChunk]:
@@ -100,6 +102,9 @@ async def test_a_prompt_is_cut_into_parts_that_keep_the_time_between_two_tokens(
     if itl_ms:
         assert max(mixed) <= itl_ms / 1000
         assert len(mixed) < NUM_PROMPT / 32, "parts are as large as the limit allows"
+    elif role == "hybrid":
+        middle = statistics.median(mixed)
+        assert 1.5 * DECODE_S < middle < 3 * DECODE_S, "prompts get the time that answers take"
     else:
         assert max(mixed) > ITL_MS / 1000
 
