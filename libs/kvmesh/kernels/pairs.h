@@ -258,6 +258,17 @@ struct Bits<Pair<To>, Pair<From>> {
 template <typename V>
 struct Widened {
   static V load(const uint16_t* from) {
+#if defined(__AVX512F__)
+    // GCC 12 converts the halves of such a vector one after the other.
+    if constexpr (sizeof(V) == 64) {
+      __m256i narrow;
+      std::memcpy(&narrow, from, sizeof narrow);
+      const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, narrow);
+      V out;
+      std::memcpy(&out, &wide, sizeof out);
+      return out;
+    }
+#endif
     HalvesOf<V> halves;
     std::memcpy(&halves, from, sizeof halves);
     return __builtin_convertvector(halves, V);

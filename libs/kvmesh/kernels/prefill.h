@@ -2,9 +2,9 @@
 // the chunk itself, or over a part of a context that the whole chunk sees.
 //
 // Neighbouring queries of one KV head form a tile. For every 64 positions, keys are transposed and
-// values interleaved once into the layout of `multiply`, and used for all rows of the tile. Scores
-// never leave the L1 cache. Tiles of positions begin at multiples of 64 whatever the chunk, so a
-// row's result does not depend on how its prompt was split.
+// values interleaved once into the layout of `multiply` (tile.h), and used for all rows of the tile.
+// Scores never leave the L1 cache. Tiles of positions begin at multiples of 64 whatever the chunk,
+// so a row's result does not depend on how its prompt was split.
 //
 // Source: FlashAttention-2, arXiv 2307.08691, over the blocks of arXiv 2309.06180.
 
@@ -16,16 +16,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
+#include "tile.h"
 #include "vectors.h"
 
 namespace {
-
-// Shape of the pool for one layer; strides count elements.
-struct Pool {
-  int64_t block_stride, value_offset, block_size, kv_heads;
-};
 
 // Range of KV heads: `first` to before `last`.
 struct KvHeads {
@@ -61,8 +58,6 @@ struct Prefill {
   float* lse;
 };
 
-// Number of positions that are transposed at once.
-constexpr int kTile = 64;
 constexpr int kVectors = kTile / kWidth;
 // Approximate number of query rows that share them.
 constexpr int64_t kTileRows = 384;
@@ -73,22 +68,6 @@ constexpr float kSlack = 8.0f;
 constexpr float kNothing = -1e30f;
 // Before all positions, and still an int32 when a few are added.
 constexpr int64_t kFar = -(int64_t{1} << 30);
-
-// Operand type of products: bf16 if the CPU multiplies pairs of them, else float.
-template <typename T>
-struct Factor {
-  using Type = float;
-};
-#ifdef __AVX512BF16__
-template <>
-struct Factor<Bf16> {
-  using Type = Bf16;
-};
-#endif
-
-// Number of values in a lane: the pair or single float that one step of a product takes.
-template <typename C>
-constexpr int kLane = static_cast<int>(sizeof(float) / sizeof(C));
 
 inline Floats multiply_add(Floats sum, const float* weights, const float* x) {
   return sum + load(weights) * *x;
@@ -105,15 +84,16 @@ inline Floats multiply_add(Floats sum, const Bf16* weights, const Bf16* x) {
 }
 #endif
 
-// Adds the product of `kRows` rows with [steps][width][kLane] weights, V vectors of the width.
-template <typename C, int V>
+// Adds the product of `kRows` rows with [steps][width][kLane] weights, V vectors of the width, to
+// the sums, or to zeros if they are FRESH.
+template <typename C, int V, bool FRESH>
 inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t width, int steps,
                      Floats (&sums)[kRows][V]) {
   constexpr int kAtOnce = kManyRegisters ? V : 1;
   for (int first = 0; first < V; first += kAtOnce) {
     Floats own[kRows][kAtOnce];
     for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kAtOnce; ++v) own[row][v] = sums[row][first + v];
+      for (int v = 0; v < kAtOnce; ++v) own[row][v] = FRESH ? Floats{} : sums[row][first + v];
     for (int step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
       for (int v = 0; v < kAtOnce; ++v)
@@ -169,71 +149,6 @@ inline bool any_above(Floats x, float bound) {
   return any_set(x > bound);
 #endif
 }
-
-// Transposes sixteen vectors of sixteen 32-bit values.
-inline void turn(Words (&rows)[kWidth]) {
-  // Four perfect shuffles, which interleave rows i and i + 8, transpose the matrix.
-  for (int round = 0; round < 4; ++round) {
-    Words next[kWidth];
-    for (int i = 0; i < kWidth / 2; ++i) {
-      next[2 * i] = Interleaved<Words>::low(rows[i], rows[i + kWidth / 2]);
-      next[2 * i + 1] = Interleaved<Words>::high(rows[i], rows[i + kWidth / 2]);
-    }
-    std::memcpy(rows, next, sizeof next);
-  }
-}
-
-inline Words load_words(const float* from, float) { return bits_as<Words>(load(from)); }
-inline Words load_words(const Bf16* from, float) { return bits_as<Words>(load(from)); }
-inline Words load_words(const Bf16* from, Bf16) { return Whole<Words>::load(from); }
-
-// Keys and values of 64 positions in the layout of `multiply`; missing positions are zeros.
-template <typename T, typename C>
-struct Tile {
-  int64_t dim;
-  // [dim / lane][64][lane] and [64 / lane][dim][lane].
-  std::vector<C> keys, values;
-
-  explicit Tile(int64_t dim) : dim(dim), keys(dim * kTile), values(dim * kTile) {}
-
-  void fill(const T* const (&rows)[kTile], int64_t value_offset) {
-    constexpr int64_t kStep = kWidth * kLane<C>;
-    for (int first = 0; first < kTile; first += kWidth)
-      for (int64_t at = 0; at < dim; at += kStep) fill_keys(&rows[first], first, at);
-    for (int i = 0; i < kTile; i += kLane<C>) fill_values(&rows[i], i, value_offset);
-  }
-
- private:
-  void fill_keys(const T* const* rows, int first, int64_t at) {
-    Words words[kWidth];
-    for (int i = 0; i < kWidth; ++i) {
-      words[i] = Words{};
-      if (rows[i] == nullptr) continue;
-      if (at + kWidth * kLane<C> <= dim) {
-        words[i] = load_words(rows[i] + at, C{});
-      } else {
-        std::memcpy(&words[i], rows[i] + at, static_cast<size_t>(dim - at) * sizeof(T));
-      }
-    }
-    turn(words);
-    for (int i = 0; i < kWidth && at + i * kLane<C> < dim; ++i)
-      Whole<Words>::store(&keys[(at + i * kLane<C>) * kTile + first * kLane<C>], words[i]);
-  }
-
-  void fill_values(const T* const* rows, int first, int64_t offset) {
-    for (int64_t at = 0; at < dim; at += kWidth) {
-      Words words{};
-      if constexpr (kLane<C> == 1) {
-        if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at));
-      } else {
-        // A widened bf16 has its bits in the upper half.
-        if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at)) >> 16;
-        if (rows[1] != nullptr) words |= bits_as<Words>(load(rows[1] + offset + at));
-      }
-      Whole<Words>::store(&values[(first / kLane<C>)*dim * kLane<C> + at * kLane<C>], words);
-    }
-  }
-};
 
 // Rows of one tile of queries: row r is query r / group of head r % group.
 template <typename C>
@@ -297,7 +212,7 @@ inline void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* va
   float* const acc = &rows.acc[row * rows.dim + at];
   for (int i = 0; i < kRows; ++i)
     for (int n = 0; n < N; ++n) sums[i][n] = load(acc + i * rows.dim + n * kWidth);
-  multiply<C, N>(weights, kTile, values + at * kLane<C>, rows.dim, steps, sums);
+  multiply<C, N, false>(weights, kTile, values + at * kLane<C>, rows.dim, steps, sums);
   for (int i = 0; i < kRows; ++i)
     for (int n = 0; n < N; ++n) store(acc + i * rows.dim + n * kWidth, sums[i][n]);
 }
@@ -308,13 +223,14 @@ struct Sight {
   int64_t from, to, group, slope;
 };
 
-// Attends with `kRows` rows over the first V vectors of a tile of positions.
+// Attends with `kRows` rows over the first V vectors of a tile of positions. Inlined, it would share
+// its registers with values of the loops around it, and `multiply` needs all of them.
 template <typename C, int V>
-void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, const Sight& sight,
-                 Scale scale) {
-  Floats scores[kRows][V] = {};
+__attribute__((noinline)) void attend_rows(Rows<C>& rows, int64_t row, const C* keys,
+                                           const C* values, const Sight& sight, Scale scale) {
+  Floats scores[kRows][V];
   const int64_t dim = rows.dim;
-  multiply<C, V>(&rows.q[row * dim], dim, keys, kTile, static_cast<int>(dim / kLane<C>), scores);
+  multiply<C, V, true>(&rows.q[row * dim], dim, keys, kTile, static_cast<int>(dim / kLane<C>), scores);
   if (scale.bound > 0) {
     for (auto& row_scores : scores)
       for (Floats& some : row_scores) some = scale.bend(some * scale.factor);
@@ -338,11 +254,13 @@ void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, con
   }
 }
 
-// Attends with all rows of a query tile over a tile of positions.
-template <typename C>
+// Attends with all rows of a query tile over a tile of positions; prefetches the next one, if any,
+// meanwhile.
+template <typename T, typename C>
 void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, const Sight& sight,
-                 const Scale& scale) {
+                 const Scale& scale, const Cached<T>* next) {
   for (int64_t row = 0; row < count; row += kRows) {
+    if (next != nullptr) next->prefetch(row / kRows, rows.padded / kRows, rows.dim);
     const int64_t last = std::min(row + kRows, count) - 1;
     const int64_t to = sight.to + last / sight.group * sight.slope;
     if (to <= 0 || sight.from + row / sight.group * sight.slope >= kTile) continue;
@@ -403,22 +321,20 @@ void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_he
   // No query sees a position before `begin`.
   const int64_t first = len - left, end = call.causal ? first + queries.count : len;
   const int64_t begin = call.window > 0 ? std::max<int64_t>(0, first + 1 - call.window) : 0;
-  for (int64_t at = begin / kTile * kTile; at < end; at += kTile) {
-    const T* positions[kTile];
-    int64_t block = at / pool.block_size, offset = at % pool.block_size;
-    for (int64_t i = 0; i < kTile; ++i) {
-      const bool is_seen = at + i >= begin && at + i < end;
-      positions[i] = is_seen ? kv + table[block] * pool.block_stride +
-                                   (offset * pool.kv_heads + kv_head) * dim
-                             : nullptr;
-      offset = offset + 1 == pool.block_size ? 0 : offset + 1;
-      block += offset == 0;
-    }
-    tile.fill(positions, pool.value_offset);
+  const Context<T> context{pool, kv + kv_head * dim, table, dim, begin, end};
+  Cached<T> both[2];
+  Cached<T>*here = both, *next = both + 1;
+  int64_t at = begin / kTile * kTile;
+  context.find(at, tile.zeros.data(), *here);
+  for (; at < end; at += kTile) {
+    tile.fill(*here);
+    const bool is_last = at + kTile >= end;
+    if (!is_last) context.find(at + kTile, tile.zeros.data(), *next);
     const int64_t from = call.window > 0 ? first + 1 - call.window - at : kFar;
     const int64_t to = (call.causal ? first + 1 : len) - at;
-    attend_tile<C>(rows, count, tile.keys.data(), tile.values.data(),
-                   {from, to, group, call.causal}, call.scale);
+    attend_tile<T, C>(rows, count, tile.keys.data(), tile.values.data(),
+                      {from, to, group, call.causal}, call.scale, is_last ? nullptr : next);
+    std::swap(here, next);
   }
   for (int64_t row = 0; row < count; ++row) {
     const int64_t head = kv_head * group + row % group;

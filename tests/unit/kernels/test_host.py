@@ -138,6 +138,36 @@ def test_a_row_is_the_same_however_its_prompt_is_cut(dtype: torch.dtype) -> None
         assert torch.equal(attend_prompts(cut, 0.1, 0), whole[first:last])
 
 
+LONG_CASES = (
+    Case("group of three", ((0, 330),), group=3, head_dim=64),
+    Case("narrow heads, odd blocks", ((0, 330),), group=1, block_size=5),
+    Case("a window and sinks", ((0, 330),), head_dim=32, window=150, has_sinks=True),
+    Case("wide heads, bent", ((0, 330),), kv_heads=1, head_dim=256, cap=0.7),
+)
+
+
+@needs_host_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_few_rows_behind_a_long_prefix_are_those_of_the_whole_prompt(
+    case: Case, dtype: torch.dtype
+) -> None:
+    inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
+    whole = attend_prompts(inputs, scale, case.window)
+    length = inputs.lens[0]
+    for rows in (1, 2, 5, 16, 17, 33, 64, 65):
+        tail = Inputs(
+            inputs.q[-rows:],
+            inputs.kv,
+            inputs.tables,
+            [length],
+            [0, rows],
+            inputs.sinks,
+            inputs.cap,
+        )
+        assert torch.equal(attend_prompts(tail, scale, case.window), whole[-rows:]), rows
+
+
 @needs_host_library
 def test_more_threads_give_what_one_gives() -> None:
     inputs = make_inputs(Case("one long sequence", ((200, 1),), head_dim=32), torch.float32, "cpu")
