@@ -53,6 +53,18 @@ USER 10001:10001
 EXPOSE 7000
 ENTRYPOINT ["python", "-m", "services.kvmanager"]
 
+# For Kubernetes alone.
+FROM base AS launcher
+RUN --mount=type=secret,id=pip.conf \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[kubernetes]"
+COPY libs libs
+COPY services/__init__.py services/__init__.py
+COPY services/launcher services/launcher
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
+USER 10001:10001
+EXPOSE 7000
+ENTRYPOINT ["python", "-m", "services.launcher"]
+
 # The C++ libraries, for every CPU of this kind of machine; no other image holds a compiler.
 FROM base AS native
 RUN apt-get update \

@@ -22,6 +22,7 @@ from kvmesh.telemetry.config import TelemetryConfig
 from services.decode.config import DecodeConfig
 from services.gateway.config import GatewayConfig
 from services.kvmanager.config import KvManagerConfig
+from services.launcher.config import LauncherConfig
 from services.prefill.config import PrefillConfig
 from services.scheduler.config import SchedulerConfig
 
@@ -40,6 +41,7 @@ SERVICES: dict[str, type[Any]] = {
     "gateway": GatewayConfig,
     "scheduler": SchedulerConfig,
     "kvmanager": KvManagerConfig,
+    "launcher": LauncherConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
 }
@@ -49,6 +51,7 @@ TABLES: dict[str, tuple[type[Any], ...]] = {
     "gateway": (GatewayConfig,),
     "scheduler": (SchedulerConfig,),
     "kvmanager": (KvManagerConfig,),
+    "launcher": (LauncherConfig,),
     # One program with two default roles: one table, with both defaults where they differ.
     "workers": (PrefillConfig, DecodeConfig),
 }

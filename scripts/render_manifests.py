@@ -66,7 +66,7 @@ def render(changes: Mapping[str, Any] | None = None, release: str = RELEASE) -> 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     scope = {
         "Values": values,
-        "Release": {"Name": release},
+        "Release": {"Name": release, "Namespace": "default"},
         "Chart": {"Name": chart["name"], "AppVersion": chart["appVersion"]},
     }
     parts = (CHART / "templates" / "_parts.tpl").read_text()

@@ -13,11 +13,14 @@ import yaml
 
 from kvmesh.core.config import load_config, options_of
 from scripts.render_manifests import CHART, HELM_ALONE, MANIFESTS, RELEASE, render
+from services.launcher.cluster import DEPLOYMENT_LABEL
+from services.launcher.config import LauncherConfig
+from services.launcher.deployments import read_deployments
 from tests.unit.deploy.metric_names import known_metrics
-from tests.unit.packaging.compose_file import CONFIGS, ROOT
+from tests.unit.packaging.compose_file import CONFIGS, KUBERNETES_ALONE, ROOT
 
 KUBERNETES = ("1.31", "1.37")
-FOREIGN_VARIABLES = {"POD_NAME", "POD_IP", "OMP_NUM_THREADS", "GRPC_VERBOSITY"}
+FOREIGN_VARIABLES = {"POD_NAME", "POD_NAMESPACE", "POD_IP", "OMP_NUM_THREADS", "GRPC_VERBOSITY"}
 AUTOSCALED: dict[str, Any] = {
     name: {"autoscaling": {"enabled": True}} for name in ("gateway", "prefill", "decode")
 }
@@ -44,6 +47,13 @@ VALUES: dict[str, dict[str, Any]] = {
         },
     },
     "vllm": {"engine": {"kind": "vllm", "blockSize": 32}},
+    "launched": {
+        "launcher": {
+            "enabled": True,
+            "groups": [{"name": "two", "scenario": "chat", "checkpoint": "/models/two"}],
+        },
+        "prefill": {"gpus": 1},
+    },
     "own-redis": {
         "redis": {"enabled": False, "url": "rediss://redis.data:6379/0", "secret": "redis"},
         "networkPolicy": {"enabled": False},
@@ -76,6 +86,12 @@ def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
     """Deployments and StatefulSets by component."""
     found = of_kind(manifests, "Deployment", "StatefulSet")
     return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in found}
+
+
+def expected(manifests: list[Manifest]) -> set[str]:
+    """Components that are to be there."""
+    has_launcher = bool(of_kind(manifests, "Role"))
+    return set(CONFIGS) - (set() if has_launcher else KUBERNETES_ALONE)
 
 
 def ours(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
@@ -116,7 +132,7 @@ def test_the_schema_notices_a_misspelt_field() -> None:
 def test_names_are_unique_and_every_service_is_there(manifests: list[Manifest]) -> None:
     names = [(each["kind"], each["metadata"]["name"]) for each in manifests]
     assert len(names) == len(set(names))
-    assert set(CONFIGS) <= set(workloads(manifests))
+    assert expected(manifests) <= set(workloads(manifests))
 
 
 def test_the_plain_manifests_are_the_chart_s() -> None:
@@ -194,13 +210,14 @@ def test_services_budgets_and_policies_select_pods(manifests: list[Manifest]) ->
         chosen = [name for name, labels in pods.items() if wanted.items() <= labels.items()]
         assert chosen == [each["metadata"]["labels"]["app.kubernetes.io/component"]], each
     budgets = {each["metadata"]["name"] for each in of_kind(manifests, "PodDisruptionBudget")}
-    assert budgets == {f"{RELEASE}-{name}" for name in CONFIGS}
+    assert budgets == {f"{RELEASE}-{name}" for name in expected(manifests)}
 
 
 def test_pods_have_no_rights(manifests: list[Manifest]) -> None:
-    for workload in workloads(manifests).values():
+    for name, workload in workloads(manifests).items():
         pod = workload["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
+        assert pod["automountServiceAccountToken"] is (name == "launcher")
+        assert ("serviceAccountName" in pod) is (name == "launcher")
         # Kubernetes would set KVMESH_*_PORT and such, which look like options of ours.
         assert pod["enableServiceLinks"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -286,9 +303,10 @@ def test_autoscalers_follow_metrics_that_are_exported() -> None:
             assert metric["pods"]["metric"]["name"] in known_metrics()
 
 
-def test_only_those_who_call_may_call() -> None:
+@pytest.mark.parametrize("values", ["defaults", "launched"])
+def test_only_those_who_call_may_call(values: str) -> None:
     """The policies allow exactly the edges that the environments make."""
-    manifests = rendered("defaults")
+    manifests = rendered(values)
     called: dict[str, set[str]] = {name: set() for name in workloads(manifests)}
     for name, _, container in ours(manifests):
         for variable, value in environment(container).items():
@@ -312,6 +330,51 @@ def test_only_those_who_call_may_call() -> None:
             for each in first["from"]
         }
         assert allowed == called[name], name
+
+
+def test_the_launcher_knows_every_deployment_of_workers_as_it_is() -> None:
+    manifests = rendered("launched")
+    assert not of_kind(manifests, "HorizontalPodAutoscaler")
+    containers = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]["containers"][0]
+        for each in of_kind(manifests, "Deployment")
+    }
+    variables = environment(containers[f"{RELEASE}-launcher"])
+    settings = load_config(LauncherConfig, environ=variables).kubernetes
+    found = read_deployments(settings.deployments)
+    workers = [name for name in containers if "-prefill" in name or "-decode" in name]
+    assert sorted(found) == sorted(workers)
+    for name, spec in found.items():
+        own = environment(containers[name])
+        assert own["KVMESH_WORKER__SCENARIO"] == spec.scenario
+        assert own["KVMESH_ENGINE__MODEL"] == (spec.checkpoint or "/app/models/pydoc-6m")
+        assert own["KVMESH_ENGINE__MODEL_NAME"] == settings.model
+        assert own["KVMESH_SERVER__ADVERTISE_HOST"] == "$(POD_IP)"
+        assert containers[name]["name"] == spec.role.value
+    for each in of_kind(manifests, "Deployment"):
+        name = each["metadata"]["name"]
+        if name in found:
+            assert "replicas" not in each["spec"], "the launcher's to say"
+            labels = each["spec"]["selector"]["matchLabels"]
+            assert labels[DEPLOYMENT_LABEL] == name
+            assert labels.items() <= labels_of(each).items()
+
+
+def test_the_launcher_alone_may_change_sizes_and_nothing_else() -> None:
+    manifests = rendered("launched")
+    (role,) = of_kind(manifests, "Role")
+    sizes, pods = role["rules"]
+    assert sizes["resources"] == ["deployments/scale"]
+    assert sizes["verbs"] == ["get", "update"]
+    assert all(name.startswith((f"{RELEASE}-p", f"{RELEASE}-d")) for name in sizes["resourceNames"])
+    assert (pods["resources"], pods["verbs"]) == (["pods"], ["list", "patch", "delete"])
+    (binding,) = of_kind(manifests, "RoleBinding")
+    (account,) = of_kind(manifests, "ServiceAccount")
+    (subject,) = binding["subjects"]
+    assert subject["name"] == account["metadata"]["name"]
+    pod = workloads(manifests)["launcher"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == subject["name"]
+    assert not of_kind(rendered("defaults"), "Role", "RoleBinding", "ServiceAccount")
 
 
 def test_images_are_those_of_the_dockerfile(manifests: list[Manifest]) -> None:

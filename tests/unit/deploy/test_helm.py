@@ -31,6 +31,12 @@ WRONG: dict[str, dict[str, Any]] = {
     "/engine/blockSize": {"engine": {"kind": "vllm"}},
     "/engine/device": {"engine": {"kind": "vllm", "blockSize": 32, "device": "cuda"}},
     "/image/registry": {"image": {"registry": "registry.example"}},
+    "/tls/secret": {"launcher": {"enabled": True}, "tls": {"secret": "certificates"}},
+    "/decode/autoscaling/enabled": {
+        "launcher": {"enabled": True},
+        "decode": {"autoscaling": {"enabled": True}},
+    },
+    "/launcher/groups/0": {"launcher": {"groups": [{"scenario": "chat"}]}},
     "'engine.growth_tokens'": {"decode": {"env": {"engine.growth_tokens": 1}}},
 }
 """What the schema's complaint names -> values."""

@@ -13,6 +13,7 @@ import yaml
 from services.decode.config import DecodeConfig
 from services.gateway.config import GatewayConfig
 from services.kvmanager.config import KvManagerConfig
+from services.launcher.config import LauncherConfig
 from services.prefill.config import PrefillConfig
 from services.scheduler.config import SchedulerConfig
 
@@ -22,12 +23,21 @@ CONFIGS: dict[str, type[Any]] = {
     "gateway": GatewayConfig,
     "scheduler": SchedulerConfig,
     "kvmanager": KvManagerConfig,
+    "launcher": LauncherConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
 }
 TARGETS = {**{name: name for name in CONFIGS}, "prefill-vllm": "prefill", "decode-vllm": "decode"}
 """Targets of the Dockerfile that are services' images -> the service."""
-CONTROL_PLANE = ("gateway", "scheduler", "kvmanager")
+CONTROL_PLANE = {
+    "gateway": "gateway",
+    "scheduler": "scheduler",
+    "kvmanager": "kvmanager",
+    "launcher": "kubernetes",
+}
+"""Services without an engine -> the extra that they need."""
+KUBERNETES_ALONE = {"launcher"}
+"""Services that Compose does not start."""
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 

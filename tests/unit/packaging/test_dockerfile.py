@@ -49,7 +49,7 @@ def test_a_target_ends_as_a_user_without_rights(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_target_installs_its_own_extra_with_pinned_versions(name: str) -> None:
     installs = [run for run in stage(name).values("RUN") if "pip install" in run]
-    extra = name if name in CONTROL_PLANE else "worker,events,outside"
+    extra = CONTROL_PLANE.get(name, "worker,events,outside")
     [install] = installs
     assert install.endswith(f'pip install -c constraints.txt -e ".[{extra}]"')
 

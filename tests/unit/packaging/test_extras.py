@@ -48,7 +48,7 @@ def import_without(blocked: set[str], *modules: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("extra", ["", "service", *CONTROL_PLANE])
+@pytest.mark.parametrize("extra", ["", "service", *CONTROL_PLANE.values()])
 def test_torch_is_not_among_the_control_planes_dependencies(extra: str) -> None:
     names = installed_by(extra)
     assert "grpcio" in names
@@ -87,8 +87,9 @@ def test_the_client_needs_grpc_and_protobuf_only() -> None:
 
 @pytest.mark.parametrize("name", CONTROL_PLANE)
 def test_a_service_and_its_health_check_import_with_its_extra_alone(name: str) -> None:
-    blocked = modules_outside(installed_by(name))
+    blocked = modules_outside(installed_by(CONTROL_PLANE[name]))
     assert {"torch", "triton", "numpy"} <= blocked
+    assert ("kubernetes" in blocked) == (name != "launcher")
     done = import_without(blocked, f"services.{name}.service", "kvmesh.cli.health")
     assert done.returncode == 0, done.stderr
 

@@ -13,19 +13,28 @@
       app.kubernetes.io/name: kvmesh
       app.kubernetes.io/instance: {{ .root.Release.Name }}
       app.kubernetes.io/component: {{ .name }}
+      {{- if hasKey . "deployment" }}
+      kvmesh/deployment: {{ .deployment }}
+      {{- end }}
 {{- end }}
 
 {{- define "kvmesh.podLabels" }}
         app.kubernetes.io/name: kvmesh
         app.kubernetes.io/instance: {{ .root.Release.Name }}
         app.kubernetes.io/component: {{ .name }}
+        {{- if hasKey . "deployment" }}
+        kvmesh/deployment: {{ .deployment }}
+        {{- end }}
       annotations:
         prometheus.io/scrape: "true"
         prometheus.io/port: "9100"
 {{- end }}
 
 {{- define "kvmesh.podSecurity" }}
-      automountServiceAccountToken: false
+      automountServiceAccountToken: {{ hasKey . "account" }}
+      {{- if hasKey . "account" }}
+      serviceAccountName: {{ .account }}
+      {{- end }}
       enableServiceLinks: false
       # SIGTERM is the drain: nothing new is taken, what runs is finished.
       terminationGracePeriodSeconds: {{ add .root.Values.drainSeconds 10 }}
