@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.launch import Launched, LaunchError, LaunchSpec
@@ -163,7 +163,7 @@ class KubernetesWorkers:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _active(self, deployment: str) -> list[Pod]:
+    async def _active(self, deployment: str) -> Sequence[Pod]:
         pods = await self._cluster.pods()
         return [each for each in pods if each.is_active and each.deployment == deployment]
 

@@ -46,6 +46,16 @@ class PlanningConfig:
     substitutes: str = option(
         "apply", "fill places of lost and ejected workers: apply, recommend or off"
     )
+    scale: str = option(
+        "recommend",
+        "FlowKV's scale signal: apply (the launcher starts or ends one), recommend, off",
+    )
+    scale_by: str = option(
+        "load",
+        "what the signal follows: load (FlowKV's scores) or slots (as the chart's autoscalers)",
+    )
+    scale_min: int = positive(1, "fewest prefill or decode workers of a group that it leaves")
+    scale_max: int = positive(16, "most prefill or decode workers of a group that it asks for")
     reallocate_s: float = positive(120.0, "interval at which the split of roles is evaluated")
     monitor_s: float = positive(WINDOW_S, "windows that the policy pdserve compares latencies over")
     remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")

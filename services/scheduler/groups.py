@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeAlias
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import KvMeshError, ProtocolError
 from kvmesh.core.launch import Launched, Launcher, LaunchError
-from kvmesh.core.types import WorkerId, WorkerLoad
+from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.group_life import (
     GroupMember,
@@ -223,6 +223,41 @@ class Groups:
             await self._put(dataclasses.replace(wish, opened=before.opened))
         log.info("group_wished", scenario=wish.scenario, checkpoint=wish.checkpoint)
 
+    async def scale(
+        self, members: Collection[WorkerId], role: Role, step: int, *, sizes: Container[int]
+    ) -> str:
+        """Wishes for another number of workers in a group that is ready.
+
+        Args:
+            members: the group's workers.
+            step: number of workers to add; negative to end some.
+            sizes: the numbers of workers of a role that are allowed.
+
+        Returns:
+            why it was not wished for; empty if it was.
+
+        Raises:
+            StoreUnavailableError: the wish cannot be stored.
+            LaunchError: the launcher does not answer.
+        """
+        async with self._changing:
+            kept = await self._launcher.list()
+            found = {e.spec.scenario for e in kept if e.worker_id in members and is_member(e)}
+            if len(found) != 1:
+                return "none of its workers, or those of several groups, are the launcher's"
+            scenario = found.pop()
+            wish = (await self._wishes()).get(scenario) or wish_of(kept, scenario)
+            state = group_step(wish, _members(wish, kept, self._loads())).state
+            if state is not GroupState.READY:
+                return f"the group is {state.value}"
+            changed = wish.with_more(role, step)
+            if changed.count(role) not in sizes:
+                return f"{changed.count(role)} {role.value} workers are not allowed"
+            self._starts.pop(scenario, None)
+            await self._put(changed)
+        log.info("group_scaled", scenario=scenario, role=role.value, step=step)
+        return ""
+
     async def views(self) -> list[pb.GroupView]:
         """All groups, for people.
 
@@ -231,7 +266,7 @@ class Groups:
             LaunchError: the launcher does not answer.
         """
         wishes, kept = await self._wishes(), await self._launcher.list()
-        scenarios = {each.spec.scenario for each in kept if is_member(each, each.spec.scenario)}
+        scenarios = {each.spec.scenario for each in kept if is_member(each)}
         here = self._loads()
         views = []
         for scenario in sorted(scenarios | wishes.keys()):
@@ -249,7 +284,7 @@ def _members(wish: GroupWish, kept: Iterable[Launched], here: Loads) -> list[Gro
     return [
         GroupMember(each, each.worker_id in here, _is_idle(here.get(each.worker_id)))
         for each in kept
-        if is_member(each, wish.scenario)
+        if is_member(each) and each.spec.scenario == wish.scenario
     ]
 
 

@@ -22,7 +22,7 @@ from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.role_loop import CYCLE_S
-from kvmesh.policy.role_switch import STEADY, ScaleSignal, scale_signal
+from kvmesh.policy.role_switch import STEADY, ScaleSignal
 from kvmesh.sim.profile import Profile
 from services.scheduler import metrics
 from services.scheduler.config import PlanningConfig
@@ -31,6 +31,7 @@ from services.scheduler.demand import DemandBoard
 from services.scheduler.fleet import Fleet
 from services.scheduler.model_loops import ModelLoops
 from services.scheduler.role_orders import RoleChanges, RoleOrders
+from services.scheduler.scale_orders import ScaleOrders
 
 LEASE = "planner"
 LEASE_TTL_S = 5.0
@@ -78,6 +79,7 @@ class Planner:
         self._window_ends = self._last_cycle + config.monitor_s
         self.demand = DemandBoard()
         self.role_orders = RoleOrders(decisions)
+        self.scale_orders = ScaleOrders(decisions)
         self.on_details: Callable[[], None] = lambda: None
         """Called when the result of `details` changes."""
         self.on_query: Callable[[RouteQuery, float], None] = lambda _query, _now: None
@@ -164,10 +166,12 @@ class Planner:
 
     async def leads(self) -> bool:
         """Whether this one of several schedulers gives orders now."""
+        is_asked = self._clock.now() - self._last_asked <= ASKED_WITHIN_S
+        return (is_asked or self._store is None) and await self._holds_lease()
+
+    async def _holds_lease(self) -> bool:
         if self._store is None:
             return True
-        if self._clock.now() - self._last_asked > ASKED_WITHIN_S:
-            return False
         try:
             return await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S)
         except StoreUnavailableError:
@@ -245,25 +249,14 @@ class Planner:
                 ):
                     work.loop.carried_out(switch)
             before = self._scale.get(group, STEADY)
-            signal = scale_signal(cycle.fleet, cycle.regime, before, now)
+            signal = self.scale_orders.signal(work, cycle, before, now)
             self._scale[group] = signal
-            self._note_scale(group, signal)
+            members = [each.info.worker_id for each in work.members]
+            # Idle workers are seen by a scheduler that nobody asks, too; waiting requests are not.
+            leads = self.leads if signal.step > 0 else self._holds_lease
+            await self.scale_orders.follow(group, members, signal, leads)
         # Recommendations for other models' workers stay: this cycle did not consider them.
         self.role_orders.withdraw({each.info.worker_id for each in workers}, wanted)
-
-    def _note_scale(self, group: GroupKey, signal: ScaleSignal) -> None:
-        if signal.step == 0 or signal.role is None:
-            return
-        labels = (group.model, group.cluster, group.scenario)
-        metrics.SCALE_STEPS.labels(*labels, signal.role.value, str(signal.step)).inc()
-        self._decisions.add_fleet(
-            "scale",
-            signal.reason.name.lower(),
-            model=group.model,
-            group=group.name,
-            role=signal.role.value,
-            step=signal.step,
-        )
 
     async def reallocate(self, *, may_order: bool) -> None:
         """Runs one step of the slow loop."""

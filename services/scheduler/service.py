@@ -58,7 +58,7 @@ from kvmesh.v1.scheduler_service_pb2_grpc import (
     add_SchedulerServiceServicer_to_server,
 )
 from services.scheduler import metrics
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import PlanningConfig, SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
@@ -67,8 +67,15 @@ from services.scheduler.health import FleetHealth
 from services.scheduler.planner import Planner
 from services.scheduler.registrations import Orders, Registrations, WorkerStream
 from services.scheduler.registry import DurableRegistry
+from services.scheduler.role_orders import RoleChanges
 from services.scheduler.router import Router
-from services.scheduler.settings import role_changes, router_settings, substitute_changes
+from services.scheduler.scale_orders import ScaleOrders
+from services.scheduler.settings import (
+    role_changes,
+    router_settings,
+    scale_changes,
+    substitute_changes,
+)
 from services.scheduler.substitutes import Substitutes
 
 log = event_logger(__name__)
@@ -258,6 +265,8 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         store=store,
         owner=f"{context.host}:{context.port}",
     )
+    planner.scale_orders.changes = scale_changes(config)
+    planner.scale_orders.by = config.planning.scale_by
     if config.planning.profile:
         planner.profile = load_profile(config.planning.profile)
         log.info("profile_loaded", model=planner.profile.name)
@@ -277,6 +286,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         parts = fleet, feed, launcher, store or MemoryFleetStore(clock), decisions, clock
         servicer.groups = Groups(*parts, owner=owner)
         await servicer.groups.look()  # before the first route
+        _carry_out_scale(config.planning, planner.scale_orders, servicer.groups)
         context.spawn(servicer.groups.run(), "groups")
     substitutes = Substitutes(
         fleet, feed, planner, decisions, clock, changes=changes, launcher=launcher
@@ -308,6 +318,12 @@ def _prefix_sources(
     metrics.INDEX_BLOCKS.set_function(partial(getattr, index, "num_blocks"))
     context.spawn(index.run(), "prefix_feed")
     return prefixes, index
+
+
+def _carry_out_scale(planning: PlanningConfig, orders: ScaleOrders, groups: Groups) -> None:
+    if orders.changes is RoleChanges.APPLY:
+        sizes = range(planning.scale_min, planning.scale_max + 1)
+        orders.scale_group = partial(groups.scale, sizes=sizes)
 
 
 def _note_details(fleet: Fleet, feed: FleetFeed) -> None:

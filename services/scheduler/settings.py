@@ -10,6 +10,7 @@ from kvmesh.policy.composition import COMPOSITIONS, Composition
 from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
 from services.scheduler.role_orders import RoleChanges
 from services.scheduler.router import RouterSettings
+from services.scheduler.scale_orders import SCALE_BY
 
 MOST_WINDOW_MS = 200.0
 """Maximum window in milliseconds. Gateways wait half a second for a plan by default."""
@@ -48,6 +49,29 @@ def substitute_changes(planning: PlanningConfig) -> RoleChanges:
         ConfigError: a word makes no sense.
     """
     return _changes("planning.substitutes", planning.substitutes)
+
+
+def scale_changes(config: SchedulerConfig) -> RoleChanges:
+    """The handling of scale signals.
+
+    Raises:
+        ConfigError: a word or number makes no sense, or nobody could carry the signals out.
+    """
+    planning = config.planning
+    changes = _changes("planning.scale", planning.scale)
+    if planning.scale_by not in SCALE_BY:
+        choices = ", ".join(SCALE_BY)
+        raise ConfigError(f"planning.scale_by {planning.scale_by!r}: choose one of {choices}")
+    if planning.scale_min > planning.scale_max:
+        raise ConfigError("planning.scale_min is above planning.scale_max")
+    if changes is RoleChanges.APPLY and not config.launcher.target:
+        text = "planning.scale=apply needs who starts workers: `kvmesh up` does, or launcher.target"
+        raise ConfigError(text)
+    if changes is RoleChanges.APPLY and role_changes(planning) is RoleChanges.OFF:
+        raise ConfigError(
+            "planning.scale=apply needs planning.roles=apply or recommend: both follow one load"
+        )
+    return changes
 
 
 def _changes(option: str, word: str) -> RoleChanges:

@@ -9,6 +9,7 @@ Source: P/D-Serve 3.2 and 3.3. Tests: tests/unit/policy/test_group_life.py.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from collections.abc import Sequence
@@ -62,6 +63,15 @@ class GroupWish:
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.HYBRID: self.hybrid}
         return counts.get(role, 0)
 
+    def with_more(self, role: Role, step: int) -> GroupWish:
+        """Returns the wish with more workers of a side, or fewer if the step is negative."""
+        more = self.count(role) + step
+        if role is Role.PREFILL:
+            return dataclasses.replace(self, prefill=more)
+        if role is Role.DECODE:
+            return dataclasses.replace(self, decode=more)
+        return dataclasses.replace(self, hybrid=more)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
@@ -101,18 +111,18 @@ class GroupStep:
     stop: tuple[WorkerId, ...]
 
 
-def is_member(launched: Launched, scenario: str) -> bool:
-    """Whether a worker of the launcher's first model was started for the group of a scenario.
+def is_member(launched: Launched) -> bool:
+    """Whether a worker was started for the group of its scenario, of the launcher's first model.
 
     Spares belong to no group.
     """
-    spec = launched.spec
-    return (spec.scenario, spec.model) == (scenario, "") and spec.role in _SIDES
+    return not launched.spec.model and launched.spec.role in _SIDES
 
 
 def wish_of(members: Sequence[Launched], scenario: str) -> GroupWish:
     """Returns the wish of a group that nobody has applied, from its initial workers."""
-    specs = [each.spec for each in members if is_member(each, scenario)]
+    mine = [each.spec for each in members if is_member(each)]
+    specs = [spec for spec in mine if spec.scenario == scenario]
     roles = [spec.role for spec in specs]
     checkpoint = specs[0].checkpoint if specs else ""
     prefill, decode, hybrid = (roles.count(role) for role in _SIDES)

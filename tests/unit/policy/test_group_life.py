@@ -171,7 +171,15 @@ def test_workers_that_were_there_from_the_start_are_a_group_that_is_open() -> No
     ]
     assert wish_of(kept, "") == GroupWish("", "", 1, 2, 0, opened="")
     assert wish_of(kept, "doc") == GroupWish("doc", opened=None)
-    assert [each.worker_id for each in kept if is_member(each, "chat")] == ["decode-2"]
+    assert wish_of(kept, "chat") == GroupWish("chat", "", 0, 1, 0, opened="")
+    assert [each.worker_id for each in kept if not is_member(each)] == ["spare-0", "decode-3"]
+
+
+def test_one_more_or_less_of_one_side_changes_nothing_else() -> None:
+    wish = GroupWish("chat", "/m/two", 1, 2, 3, opened="/m/two")
+    assert wish.with_more(Role.PREFILL, 1) == dataclasses.replace(wish, prefill=2)
+    assert wish.with_more(Role.DECODE, -1) == dataclasses.replace(wish, decode=1)
+    assert wish.with_more(Role.HYBRID, 2) == dataclasses.replace(wish, hybrid=5)
 
 
 @given(

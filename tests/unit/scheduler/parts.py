@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import Placement, Role, WorkerId
+from kvmesh.metadata.store import FleetStore
 from kvmesh.policy.composition import COMPOSITIONS, DEFAULT
 from services.scheduler.config import PlanningConfig
 from services.scheduler.decisions import DecisionLog
@@ -31,6 +32,7 @@ class Parts:
         policy: str = DEFAULT,
         changes: RoleChanges = RoleChanges.APPLY,
         planning: PlanningConfig | None = None,
+        store: FleetStore | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.fleet = Fleet(1e9) if fleet is None else fleet
@@ -44,6 +46,7 @@ class Parts:
             self.decisions,
             self.clock,
             changes=changes,
+            store=store,
         )
         self.planner.role_orders.give_role = self._order
         self._prefixes = prefixes

@@ -153,6 +153,37 @@ async def test_workers_that_end_at_their_start_are_not_started_all_the_time() ->
     assert await parts.decoders() == ["d0"]
 
 
+SIZES = range(1, 3)
+
+
+async def test_a_signal_gives_a_ready_group_one_worker_more_or_less() -> None:
+    parts = Grouped()
+    members = [WorkerId(name) for name in HOME]
+    assert await parts.groups.scale(members, Role.DECODE, 1, sizes=SIZES) == ""
+    await parts.look()
+    assert parts.starter.told == ["start new-1 "]
+    assert "changing" in await parts.groups.scale(members, Role.DECODE, 1, sizes=SIZES)
+    parts.register()
+    await parts.look()
+    assert await parts.states() == {"": "ready"}
+    assert "3 decode" in await parts.groups.scale(members, Role.DECODE, 1, sizes=SIZES)
+    assert await parts.groups.scale(members, Role.DECODE, -1, sizes=SIZES) == ""
+    await parts.look()
+    await parts.look()
+    assert parts.starter.told[1:] == ["stop new-1"]
+    assert "0 prefill" in await parts.groups.scale(members, Role.PREFILL, -1, sizes=SIZES)
+    assert await parts.decoders() == ["d0"]
+
+
+async def test_a_signal_for_workers_that_the_launcher_does_not_know_changes_nothing() -> None:
+    parts = Grouped({**HOME, "spare": LaunchSpec(Role.SPARE)})
+    for name in ("elsewhere", "spare"):
+        told = await parts.groups.scale([WorkerId(name)], Role.DECODE, 1, sizes=SIZES)
+        assert "launcher's" in told
+    await parts.look()
+    assert parts.starter.told == []
+
+
 @pytest.mark.parametrize("leads", [True, False])
 async def test_of_several_schedulers_one_gives_orders(leads: bool) -> None:
     parts = Grouped()
