@@ -9,6 +9,7 @@ Tests: tests/unit/packaging/test_compile_simulator.py.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import shutil
 import subprocess
@@ -18,19 +19,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvmesh.core.config import child_environment
+from scripts.native_constructors import base_names, with_constructors
 
 LIBS = Path(__file__).resolve().parent.parent / "libs"
 
 MODULES = tuple(
     f"kvmesh/{package}/{name}.py"
     for package, names in {
-        "core": "types",
-        "kv": "bit_tree block_pool free_segments handoff handoff_types",
-        "policy": "allocation_loop batching composition connections fetch_route fleet_index "
-        "forwarding group_route holders joint load_score offload offload_route prefix_source "
-        "ranking reasons recent_reads role_loop routing seats view waiting",
-        "sim": "control decoding events fetch fleet link placing prefix_index profile requests "
-        "router scenario simulation steps systems trace worker",
+        "core": "busy_time pace types",
+        "kv": "bit_tree block_news block_parts block_pool free_segments handoff handoff_types",
+        "policy": "allocation_loop batching chain composition connections curves fetch_route "
+        "fleet_index forwarding group_route holders joint load_score offload offload_route pdserve "
+        "prefix_source ranking reasons recent_reads role_loop role_switch routing seats token_pace "
+        "view waiting",
+        "sim": "control decoding events fetch fleet gaps link placing prefix_index profile "
+        "requests router scenario simulation steps systems trace trace_request turns worker",
     }.items()
     for name in names.split()
 )
@@ -74,6 +77,10 @@ def copy_sources(libs: Path, folder: Path) -> None:
 
 def compile_modules(folder: Path) -> str:
     """Compiles the copy; returns what went wrong, or nothing."""
+    sources = {path: path.read_text() for path in map(folder.joinpath, MODULES)}
+    derived_from = base_names([ast.parse(source) for source in sources.values()])
+    for path, source in sources.items():
+        path.write_text(with_constructors(source, derived_from))
     done = _run(["mypyc", "--ignore-missing-imports", *MODULES], folder, _SETTINGS)
     return "" if done.returncode == 0 else _said(done)
 
