@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, job_of_seeds
 from benchmarks.result import Row, Target
 from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.policy.pool_plan import PoolPlacement
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.pool import PoolSettings, run_pool
 from kvmesh.sim.pool_service import ServiceSettings, goodput_rate, serve
@@ -28,6 +29,7 @@ FIXED = {"all_remote", "all_local", "prfaas", "least_loaded", "joint", "tokenlak
 
 CV_GOAL = 0.15
 CAPACITIES = (500, 2000)
+HASHED = PoolPlacement.HASHED
 NUM_SEEDS = 3
 
 
@@ -63,7 +65,11 @@ def _pool_row(requests: Sequence[TraceRequest], settings: PoolSettings, seed: in
 
 
 def pool(requests: Sequence[TraceRequest], workload: str, seed: int) -> Experiment:
-    """One pool of segments against caches per worker, at equal memory."""
+    """One pool of segments against caches per worker, at equal memory.
+
+    Caches per worker without copies, with those that the kvmanager orders, and with copies on
+    hashed homes besides.
+    """
     name = f"TokenLake: pool, {workload}"
     jobs = [
         Job(name, f"{capacity} {label}", partial(_pool_row, requests, settings, seed))
@@ -71,7 +77,9 @@ def pool(requests: Sequence[TraceRequest], workload: str, seed: int) -> Experime
         for label, settings in (
             ("pool", PoolSettings(8, capacity)),
             ("no copies", PoolSettings(8, capacity, replicate=False)),
-            ("per worker", PoolSettings(8, capacity, pooled=False)),
+            ("per worker", PoolSettings(8, capacity, replicate=False, pooled=False)),
+            ("per worker, copies", PoolSettings(8, capacity, pooled=False)),
+            ("per worker, hashed", PoolSettings(8, capacity, pooled=False, placement=HASHED)),
         )
     ]
 

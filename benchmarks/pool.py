@@ -27,6 +27,7 @@ from benchmarks.poisson import poisson_times
 from benchmarks.pool_mesh import (
     BLOCK_SIZE,
     COPIES,
+    HASHED,
     MODEL,
     NO_COPIES,
     START_POLLS,
@@ -78,6 +79,8 @@ CV: of the cached blocks that each of four workers read in the last three fifths
 - chance: what the CV would be if every read fell on any worker alike
 - holders: a fifth worker looks each prefix up, takes the less loaded of two holders, and fetches it
  by GET, one read after the other; times are from when a read was due to its end
+- hashed homes: every prefix that is read is copied to the worker that its hash names too
+ (`pool.placement`)
 - counted by: blocks per segment, `pool.segment_blocks`, 16 elsewhere; prefixes have 128
 - routed: requests through the gateway under the default policy, prefill and decode apart; times are
  of first tokens. A busy holder's prefix is soon computed or fetched elsewhere on a request's time,
@@ -248,10 +251,10 @@ async def measure(rate: float, routed_rate: float, seconds: float, seed: int) ->
         f"copies, counted by {blocks} blocks": replace(COPIES, segment_blocks=blocks)
         for blocks in SEGMENT_BLOCKS
     }
-    both = {"no copies": NO_COPIES, "copies": COPIES}
+    forms = {"no copies": NO_COPIES, "copies": COPIES, "hashed homes and copies": HASHED}
     for name, run, per_s, pools in (
-        ("holders", run_holders, rate, both | lengths),
-        ("routed", run_routed, routed_rate, both),
+        ("holders", run_holders, rate, forms | lengths),
+        ("routed", run_routed, routed_rate, forms),
     ):
         load = arrivals(per_s, seconds, seed)
         for copies, pool in pools.items():

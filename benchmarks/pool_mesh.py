@@ -30,6 +30,7 @@ WORKERS = 4
 STEP_S, STEP_TOKENS = 0.01, 128
 NO_COPIES = PoolConfig(budget_mb_s=0.0, window_s=2.0)
 COPIES = PoolConfig(budget_mb_s=100.0, window_s=2.0)
+HASHED = PoolConfig(budget_mb_s=100.0, window_s=2.0, placement="hashed")
 
 START_POLLS = 400
 """Looks for workers that are connected, or prefixes that are known, every 50 ms."""

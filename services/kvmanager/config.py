@@ -32,6 +32,9 @@ class PoolConfig:
     min_reads: float = option(8.0, "a prefix that was read less often of late is not copied")
     segment_blocks: int = positive(16, "blocks per segment, for which reads are counted")
     max_segments: int = positive(8192, "segments whose reads are remembered, per model")
+    placement: str = option(
+        "local", "local, or hashed: hot prefixes are copied to hashed homes too"
+    )
 
 
 @dataclass(frozen=True, slots=True)

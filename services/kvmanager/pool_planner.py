@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from kvmesh.core.clock import Clock
+from kvmesh.core.errors import ConfigError
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolMember, PoolOrder
 from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
@@ -25,6 +26,7 @@ from kvmesh.policy.heavy_hitters import num_heavy_hitters
 from kvmesh.policy.hot_runs import HotRun, held_runs, hot_runs, leaves
 from kvmesh.policy.pool_plan import (
     CopyLimits,
+    PoolPlacement,
     PrefixCopy,
     plan_hints,
     plan_prefix_copies,
@@ -80,10 +82,14 @@ class PoolPlanner:
 
     Args:
         match: asks the store; may raise StoreUnavailableError, which ends the plan.
+
+    Raises:
+        ConfigError: an unknown placement.
     """
 
     def __init__(self, config: PoolConfig, match: Match, clock: Clock) -> None:
         self._config = config
+        self._placement = _placement_of(config)
         self._match = match
         self._clock = clock
         self._allowance = 0.0
@@ -161,7 +167,7 @@ class PoolPlanner:
             # copies.
             for role, readers in _grouped(near, lambda member: member.report.role.value):
                 metrics.POOL_READS_CV.labels(cluster, role).set(reads_cv(readers))
-                limits = CopyLimits(self._allowance)
+                limits = CopyLimits(self._allowance, placement=self._placement)
                 for copy in plan_prefix_copies(runs, held, readers, near, self._ordered, limits):
                     order = self._copy_order(copy, near, table.prefix(copy.run))
                     orders.setdefault(copy.target, []).append(order)
@@ -245,6 +251,14 @@ class PoolPlanner:
                 "num_blocks": run.own_blocks,
             }
         )
+
+
+def _placement_of(config: PoolConfig) -> PoolPlacement:
+    try:
+        return PoolPlacement(config.placement)
+    except ValueError:
+        text = f"pool.placement must be local or hashed, not {config.placement!r}"
+        raise ConfigError(text) from None
 
 
 def _shown(namespace: str, run: HotRun, held: Mapping[WorkerId, int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvmesh.core.types import BlockHash, Endpoint, SequenceSpec, WorkerId
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.metadata.redis_client import RedisConfig
 from kvmesh.metadata.server_binary import RedisProcess
+from kvmesh.policy.segments import home
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
@@ -50,12 +51,14 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 @contextlib.asynccontextmanager
-async def kvmanager(redis: RedisProcess, port: int = 0) -> AsyncIterator[ServiceContext]:
+async def kvmanager(
+    redis: RedisProcess, port: int = 0, placement: str = "local"
+) -> AsyncIterator[ServiceContext]:
     config = KvManagerConfig(
         server=ServerConfig(port=port, admin=AdminConfig(port=0)),
         redis=RedisConfig(url=redis.url, timeout_s=2.0),
         limits=LimitConfig(lookup_timeout_s=2.0),
-        pool=PoolConfig(window_s=0.15, min_reads=2.0, segment_blocks=2),
+        pool=PoolConfig(window_s=0.15, min_reads=2.0, segment_blocks=2, placement=placement),
     )
     async with serving("kvmanager", config, build) as context:
         yield context
@@ -179,6 +182,26 @@ async def test_what_a_leaving_worker_alone_holds_goes_elsewhere(
         assert b.core.statistics().computed_tokens_total == 0
         orders = (await seen(service))["orders"]
         assert {each["reason"] for each in orders} == {"leaving_holder"}
+        await until_idle(a, b)
+
+
+async def test_hashed_placement_puts_a_prefix_on_its_home_too(redis: RedisProcess) -> None:
+    # Workers read nothing here, so their loads would order no copy.
+    spec = next(each for each in map(prompt, range(20, 60)) if home(hashes_of(each)[-1], 2) == 1)
+    async with (
+        kvmanager(redis, placement="hashed") as service,
+        running_worker(WorkerSection(id="a"), kvmanager=target_of(service)) as a,
+        running_worker(WorkerSection(id="b"), kvmanager=target_of(service)) as b,
+        looking(service) as lookup,
+        driving(a, b) as driver,
+    ):
+        await read(driver, a, "a", spec)
+        await until_both_hold(lookup, a, spec)
+        assert b.core.statistics().computed_tokens_total == 0
+        orders = (await seen(service))["orders"]
+        assert {(each["target"], each["reason"]) for each in orders} == {("b", "hashed_home")}
+        await read(driver, b, "b", spec)
+        assert b.core.statistics().cached_tokens_total == NUM_BLOCKS * BLOCK_SIZE
         await until_idle(a, b)
 
 

@@ -1,14 +1,16 @@
 """The kvmanager's plans for the pool of the workers' caches.
 
-It orders copies of hot prefixes to less loaded workers and away from leaving ones, and hints which
-copies of cold prefixes to evict first. A worker can use a block only with all blocks before it, so
-a copy is a whole prefix without the part that the target holds. `plan_copies` and `plan_eviction`
-decide over runs (`hot_runs.py`) as they do over segments in the simulator.
+It orders copies of hot prefixes to less loaded workers, away from leaving ones and, where prefixes
+are placed by hash, to the workers that their hashes name. It hints which copies of cold prefixes to
+evict first. A worker can use a block only with all blocks before it, so a copy is a whole prefix
+without the part that the target holds. `plan_copies` and `plan_eviction` decide over runs
+(`hot_runs.py`) as they do over segments in the simulator.
 Source: TokenLake 4.3, 4.4. Tests: tests/unit/policy/test_pool_plan.py.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,15 @@ from kvmesh.policy.hot_runs import Held, HotRun
 from kvmesh.policy.pool_eviction import plan_eviction
 from kvmesh.policy.replication import CopyReason, plan_copies
 from kvmesh.policy.segment_tree import Segment, SegmentTree
+from kvmesh.policy.segments import home
+
+
+class PoolPlacement(enum.Enum):
+    """Where a prefix that is read lies besides the workers that computed it."""
+
+    LOCAL = "local"
+    HASHED = "hashed"
+    """Also on its home, the worker that its hash names (TokenLake 4.3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +56,14 @@ class CopyLimits:
     Attributes:
         budget_bytes: copies are planned while less than this is spent; the last one may exceed it.
         overload: see `plan_copies`.
-        max_copies: maximum number of copies in one plan.
+        max_copies: maximum number of copies of overloaded workers' prefixes in one plan.
+        placement: whether prefixes are copied to their homes.
     """
 
     budget_bytes: float
     overload: float = 1.15
     max_copies: int = 64
+    placement: PoolPlacement = PoolPlacement.LOCAL
 
 
 class _CopyPlan:
@@ -97,12 +110,12 @@ class _CopyPlan:
         """Whether a worker has room for a run's prefix."""
         return self.missing(segment.name, worker) <= self._room[worker]
 
-    def add(self, name: BlockHash, target: WorkerId, reason: CopyReason) -> None:
+    def add(self, name: BlockHash, target: WorkerId, reason: CopyReason) -> bool:
         """Plans a copy from the least loaded holder that stays, if the bounds allow it."""
         sources = [m for m in self.full_holders(self._runs[name]) if m.worker_id != target]
         num_blocks = self.missing(name, target)
         if not sources or self._left <= 0 or not 0 < num_blocks <= self._room[target]:
-            return
+            return False
         # A leaving worker reads least, but may stop lending: it is the source only if no other can.
         source = min(sources, key=lambda m: (m.report.leaving, m.read_blocks, m.worker_id))
         num_bytes = num_blocks * self._readers[target].report.block_bytes
@@ -112,6 +125,7 @@ class _CopyPlan:
         self.copies.append(
             PrefixCopy(name, source.worker_id, target, num_blocks, num_bytes, reason)
         )
+        return True
 
 
 def plan_prefix_copies(
@@ -124,8 +138,8 @@ def plan_prefix_copies(
 ) -> list[PrefixCopy]:
     """Plans copies of hot prefixes (TokenLake 4.3).
 
-    Prefixes whose last copies lie on leaving workers are copied first, then those of overloaded
-    workers to less loaded ones.
+    Prefixes whose last copies lie on leaving workers are copied first, then prefixes that are not
+    on their homes, then those of overloaded workers to less loaded ones.
 
     Args:
         runs: most read first.
@@ -150,9 +164,23 @@ def plan_prefix_copies(
             if free:
                 target = min(free, key=lambda worker: (loads[worker], worker))
                 plan.add(run.name, target, CopyReason.LEAVING_HOLDER)
+    if limits.placement is PoolPlacement.HASHED:
+        _plan_homes(plan, hitters, sorted(loads))
     for copy in plan_copies(hitters, loads, limits.overload, limits.max_copies, plan.fits):
         plan.add(copy.segment, copy.target, copy.reason)
     return plan.copies
+
+
+def _plan_homes(plan: _CopyPlan, runs: Sequence[Segment], workers: Sequence[WorkerId]) -> None:
+    """Plans copies of runs to the workers that their hashes name.
+
+    A worker that joins or leaves moves the homes behind it in the order of names; the prefixes
+    there stay readable where they are.
+    """
+    for run in runs if workers else ():
+        target = workers[home(run.name, len(workers))]
+        if target not in run.copies and plan.add(run.name, target, CopyReason.HASHED_HOME):
+            run.copies[target] = 0.0
 
 
 def _as_segment(

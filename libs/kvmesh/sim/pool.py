@@ -1,6 +1,7 @@
 """Simulates the prefix caches of all workers without engines: hits, reads per worker and copies.
 
-Compares one pool of segments (TokenLake 4) with caches per worker behind a cache-aware router.
+Compares one pool of segments (TokenLake 4) with caches per worker behind a cache-aware router,
+without copies and with those that the kvmanager orders.
 Tests: tests/unit/sim/test_pool.py.
 """
 
@@ -11,10 +12,15 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvmesh.core.pool import PoolMember, PoolReport
 from kvmesh.core.summary_statistics import coefficient_of_variation, mean
-from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
+from kvmesh.kv.hashing import split_hashes
+from kvmesh.policy.heat import HeatTable
 from kvmesh.policy.heavy_hitters import heavy_hitters, num_heavy_hitters
+from kvmesh.policy.hot_runs import hot_runs
 from kvmesh.policy.pool_eviction import plan_eviction
+from kvmesh.policy.pool_plan import CopyLimits, PoolPlacement, plan_prefix_copies
 from kvmesh.policy.replication import choose_copy, plan_copies
 from kvmesh.policy.segment_tree import Segment, SegmentTree
 from kvmesh.policy.segments import segment_hashes, striped_homes
@@ -30,6 +36,9 @@ FADE = 0.5
 EVICT_SHARE = 16
 """An eviction frees one in so many of a worker's segments at once."""
 
+MIN_READS, MAX_HOT_SEGMENTS, MAX_SEGMENTS = 8.0, 256, 8192
+"""Reads that make a prefix hot, and bounds of what is counted: the kvmanager's defaults."""
+
 ROUTER_THRESHOLD = 0.5
 """Fraction of a prompt that must be cached on a worker for the router to prefer it."""
 
@@ -41,8 +50,10 @@ class PoolSettings:
     Attributes:
         capacity: number of segments that a worker can hold.
         blocks: number of blocks per segment.
-        replicate: whether heavy hitters of overloaded workers are copied.
-        pooled: whether there is one pool; else every worker has its own cache.
+        replicate: whether heavy hitters of overloaded workers are copied; whole prefixes, by the
+            kvmanager's plan, if every worker has its own cache.
+        pooled: whether there is one pool of segments; else every worker has its own cache.
+        placement: where the kvmanager's plan places prefixes.
     """
 
     num_workers: int
@@ -50,6 +61,7 @@ class PoolSettings:
     blocks: int = 2
     replicate: bool = True
     pooled: bool = True
+    placement: PoolPlacement = PoolPlacement.LOCAL
 
 
 @dataclass(slots=True)
@@ -130,6 +142,9 @@ class SegmentPool:
         self._reads = dict.fromkeys(self.workers, 0.0)
         self._loads = dict.fromkeys(self.workers, 0.0)
         self._window_end = WINDOW_S
+        # What a kvmanager knows of caches per worker: reads of prefixes, and of workers.
+        self._heat = HeatTable(settings.blocks, MAX_SEGMENTS)
+        self._read_lately = dict.fromkeys(self.workers, 0.0)
 
     def read(self, request: TraceRequest) -> Read:
         """Reads the cached segments of a prompt and stores the rest."""
@@ -145,12 +160,15 @@ class SegmentPool:
             tree, owner = self._trees[index], self.workers[index]
         found = tree.match(names)
         self.result.hits += len(found)
+        if owner is not None:
+            self._heat.note(b"".join(hashes[: len(found) * self._settings.blocks]))
         holders: list[WorkerId] = []
         for segment in found:
             copy = choose_copy(segment, self._loads, self._rng)
             assert copy is not None, "a segment in the tree has a copy"
             tree.read(segment, copy, request.arrival_s)
             self._reads[copy] += 1
+            self._read_lately[copy] += self._settings.blocks
             self._loads[copy] += 1
             holders.append(copy)
         if owner is not None:
@@ -161,13 +179,14 @@ class SegmentPool:
 
     def _route(self, names: tuple[BlockHash, ...]) -> int:
         """Returns the worker with the longest prefix if it is long enough, else the least
-        loaded.
+        loaded; the less loaded one of equals.
         """
         matches = [len(tree.match(names)) for tree in self._trees]
-        best = max(range(len(matches)), key=lambda index: matches[index])
+        loads = [self._loads[worker] for worker in self.workers]
+        best = max(range(len(matches)), key=lambda index: (matches[index], -loads[index]))
         if names and matches[best] / len(names) > ROUTER_THRESHOLD:
             return best
-        return min(range(len(matches)), key=lambda index: self._loads[self.workers[index]])
+        return min(range(len(matches)), key=loads.__getitem__)
 
     def _store(
         self,
@@ -208,8 +227,12 @@ class SegmentPool:
             # The coefficient of variation of a multinomial distribution over the workers.
             total, others = sum(self._reads.values()), len(self.workers) - 1
             self.result.chances.append(math.sqrt(others / total))
-        if self._settings.pooled and self._settings.replicate:
+        if self._settings.replicate and self._settings.pooled:
             self._copy_heavy_hitters()
+        elif self._settings.replicate:
+            self._copy_runs()
+        self._heat.fade(FADE)
+        self._read_lately = {worker: reads * FADE for worker, reads in self._read_lately.items()}
         for tree in self._trees:
             tree.fade(FADE)
         self._loads = {worker: load * FADE for worker, load in self._loads.items()}
@@ -230,3 +253,45 @@ class SegmentPool:
                 self._held[copy.target] += 1
                 self.result.copies_made += 1
                 self.result.most_copies = max(self.result.most_copies, len(segment.copies))
+
+    def _copy_runs(self) -> None:
+        """Copies whole prefixes between the workers' own caches, as the kvmanager orders it."""
+        blocks = self._settings.blocks
+        runs = hot_runs(self._heat.hottest(MAX_HOT_SEGMENTS), MIN_READS)
+        runs = runs[: num_heavy_hitters(len(self.workers))]
+        prefixes = {
+            run.name: segment_hashes(split_hashes(self._heat.prefix(run.name)), blocks)
+            for run in runs
+        }
+        held = {
+            name: {
+                worker: len(tree.match(names)) * blocks
+                for worker, tree in zip(self.workers, self._trees, strict=True)
+            }
+            for name, names in prefixes.items()
+        }
+        members = [self._member(*each) for each in zip(self.workers, self._trees, strict=True)]
+        limits = CopyLimits(math.inf, placement=self._settings.placement)
+        for copy in plan_prefix_copies(runs, held, members, members, (), limits):
+            self._bring(copy.target, prefixes[copy.run])
+            whole = len(prefixes[copy.run]) * blocks
+            full = sum(length >= whole for length in held[copy.run].values())
+            self.result.copies_made += 1
+            self.result.most_copies = max(self.result.most_copies, full + 1)
+
+    def _member(self, worker: WorkerId, tree: SegmentTree) -> PoolMember:
+        since = self._window_end - WINDOW_S
+        cold = sum(segment.copies[worker] < since for segment in tree)
+        room = (self._settings.capacity - self._held[worker] + cold) * self._settings.blocks
+        report = PoolReport(Role.PREFILL, Endpoint(worker, 0), 1, room, 0)
+        return PoolMember(worker, 1, "", "", report, self._read_lately[worker])
+
+    def _bring(self, target: WorkerId, names: tuple[BlockHash, ...]) -> None:
+        tree = self._trees[self.workers.index(target)]
+        found, pinned = tree.match(names), set(names)
+        parent = found[-1] if found else None
+        for name in names[len(found) :]:
+            if not self._make_room(tree, target, pinned):
+                return
+            parent = tree.add(name, parent, target, self._window_end)
+            self._held[target] += 1

@@ -137,7 +137,11 @@ class _Service:
         self._prefill_s = profile.devices[profile.plan.local].prefill_s
         self._pool = SegmentPool(
             PoolSettings(
-                settings.num_workers, settings.capacity, settings.blocks, pooled=settings.pooled
+                settings.num_workers,
+                settings.capacity,
+                settings.blocks,
+                replicate=settings.pooled,
+                pooled=settings.pooled,
             ),
             seed,
         )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.core.pool import CopyOrder, EvictionHint
 from kvmesh.core.types import Endpoint, Role
 from kvmesh.metadata.store import StoreUnavailableError
+from kvmesh.policy.segments import home
 from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.pool import KEPT_WINDOWS
 from tests.unit.kvmanager.pool_stage import CONFIG, A, B, Stage
-from tests.unit.policy.test_heat import SIZE, prefix
+from tests.unit.policy.test_heat import SIZE, name, prefix
 
 COOLS_IN = 5
 """Windows after which a segment that was read once is cold."""
@@ -31,6 +35,25 @@ async def test_a_hot_prefix_is_copied_to_who_reads_less(stage: Stage) -> None:
     assert (order.source, order.source_incarnation, order.endpoint) == (A, 1, Endpoint("a", 1))
     assert b"".join(order.hashes) == prefix("abcd")
     assert await stage.orders(pool, A) == []
+
+
+@pytest.mark.parametrize(("placement", "num_orders"), [("local", 0), ("hashed", 1)])
+async def test_hashed_placement_copies_a_prefix_to_its_home(
+    placement: str, num_orders: int, stage: Stage
+) -> None:
+    path = next(each for each in ("ab", "xy", "cd", "pq") if home(name(each), 2) == 1)
+    pool = stage.replica("one", replace(CONFIG, placement=placement))
+    await stage.worker(pool, A, path)
+    await stage.worker(pool, B)
+    for _ in range(10):
+        pool.heat.note("m", prefix(path), 2 * SIZE)
+    await stage.window(pool)
+    assert len(await stage.orders(pool, B)) == num_orders
+
+
+def test_an_unknown_placement_is_refused(stage: Stage) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.placement must be local or hashed, not 'here'"):
+        stage.replica("one", replace(CONFIG, placement="here"))
 
 
 async def test_a_copy_on_its_way_is_ordered_once(stage: Stage) -> None:

@@ -9,7 +9,15 @@ from kvmesh.core.pool import PoolMember, PoolReport
 from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
 from kvmesh.policy.heat import HeatTable
 from kvmesh.policy.hot_runs import HotRun, held_runs, hot_runs, leaves
-from kvmesh.policy.pool_plan import CopyLimits, plan_hints, plan_prefix_copies, reads_cv
+from kvmesh.policy.pool_plan import (
+    CopyLimits,
+    PoolPlacement,
+    plan_hints,
+    plan_prefix_copies,
+    reads_cv,
+)
+from kvmesh.policy.replication import CopyReason
+from kvmesh.policy.segments import home
 from tests.unit.policy.test_heat import SIZE, name, prefix
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
@@ -149,6 +157,30 @@ class TestCopies:
         held = {name("ab"): {A: 4, B: 4}}
         members = member(A, 80), member(B, 0, leaving=True), member(C, 10)
         assert plan(runs, held, *members) == [(name("ab"), A, C, 4)]
+
+    def test_a_prefix_goes_to_its_hashed_home_whatever_the_loads(self) -> None:
+        runs = runs_of(dict.fromkeys(("ab", "xy", "cd", "pq"), 20))
+        held = {run.name: {A: 4} for run in runs}
+        members = member(A, 10), member(B, 10), member(C, 10)
+        hashed = CopyLimits(1e12, placement=PoolPlacement.HASHED)
+        homes = {run.name: (A, B, C)[home(run.name, 3)] for run in runs}
+        copies = plan_prefix_copies(runs, held, members, members, (), hashed)
+        assert {each.run: each.target for each in copies} == {
+            run: target for run, target in homes.items() if target != A
+        }
+        assert {each.reason for each in copies} == {CopyReason.HASHED_HOME}
+        assert plan(runs, held, *members) == [], "by load alone nothing is copied"
+        placed = {run: dict.fromkeys((A, target), 4) for run, target in homes.items()}
+        assert plan(runs, placed, *members, limits=hashed) == []
+
+    def test_a_leaving_worker_is_no_home(self) -> None:
+        runs = runs_of(dict.fromkeys(("ab", "xy", "cd", "pq"), 20))
+        members = member(A, 10), member(B, 10, leaving=True), member(C, 10)
+        hashed = CopyLimits(1e12, placement=PoolPlacement.HASHED)
+        held = {run.name: {A: 4} for run in runs}
+        found = plan(runs, held, *members, limits=hashed)
+        assert found
+        assert {target for _, _, target, _ in found} == {C}
 
     def test_nothing_goes_to_a_leaving_worker(self) -> None:
         runs = runs_of({"ab": 20})
