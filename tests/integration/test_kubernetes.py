@@ -6,7 +6,7 @@ With KUBEBUILDER_ASSETS, a folder that has `etcd` and `kube-apiserver`, all test
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,13 +22,16 @@ from kvmesh.runtime.app import serving
 from services.launcher import workers as workers_module
 from services.launcher.cluster import Cluster, Scale, open_cluster
 from services.launcher.config import KubernetesConfig, LauncherConfig
+from services.launcher.pods import Pod, in_the_way
 from services.launcher.service import build
 from tests.kubernetes.api_server import ASSETS
 from tests.kubernetes.stage import (
     COST,
+    DEPLOYMENT_LABEL,
     LAUNCHER,
     NAMESPACE,
     STRANGER,
+    Object,
     Stage,
     cluster,
     deployments_path,
@@ -63,6 +66,15 @@ async def launcher(
             yield remote
         finally:
             await remote.close()
+
+
+def scale_of(deployment: str, replicas: int, **metadata: str) -> Object:
+    return {
+        "kind": "Scale",
+        "apiVersion": "autoscaling/v1",
+        "metadata": {"name": deployment, "namespace": NAMESPACE, **metadata},
+        "spec": {"replicas": replicas},
+    }
 
 
 async def ready(stage: Stage, deployment: str, count: int) -> list[str]:
@@ -102,14 +114,22 @@ async def test_a_group_has_deployments_of_its_own(stage: Stage, tmp_path: Path) 
 
 
 async def test_a_worker_waits_for_those_that_kubernetes_would_end_first(
-    stage: Stage, tmp_path: Path
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reasons: list[str] = []
+
+    def noted(pod: Pod, active: Iterable[Pod], replicas: int) -> str:
+        reasons.append(in_the_way(pod, active, replicas))
+        return reasons[-1]
+
+    monkeypatch.setattr(workers_module, "in_the_way", noted)
     (first,) = await ready(stage, "kvmesh-decode", 1)
     stage.controllers.loading.add("kvmesh-decode")
     async with launcher(stage, tmp_path) as remote:
         second = await remote.start(DECODE)
         stopping = asyncio.create_task(remote.stop(WorkerId(first)))
-        await asyncio.sleep(5 * workers_module.POLL_S)  # looks that change nothing
+        await until(lambda: len(reasons) > 3, "looks that change nothing")
+        assert set(reasons) == {f"{second} would end first, not being ready"}
         assert await stage.controllers.names("kvmesh-decode") == [first, second]
         stage.controllers.loading.clear()
         await stopping
@@ -166,9 +186,10 @@ async def test_a_size_that_somebody_else_changed_is_read_again(
         nonlocal num_refused
         if not num_refused:
             num_refused = 1
-            body = {"metadata": {"name": deployment}, "spec": {"replicas": 2}}
-            body |= {"kind": "Scale", "apiVersion": "autoscaling/v1"}
-            await stage.controllers.api.call("PUT", scale_path(deployment), body)
+            changed = await stage.controllers.api.call(
+                "PUT", scale_path(deployment), scale_of(deployment, 2)
+            )
+            assert changed["spec"]["replicas"] == 2, changed
         await set_scale(self, deployment, scale)
 
     monkeypatch.setattr(Cluster, "set_scale", late)
@@ -202,6 +223,35 @@ async def test_a_mark_of_an_attempt_that_failed_ends_nobody(stage: Stage, tmp_pa
     (pod,) = await stage.controllers.pods("kvmesh-decode")
     assert pod["metadata"]["name"] == second
     assert COST not in pod["metadata"].get("annotations", {})
+
+
+async def test_the_twin_refuses_what_a_real_server_refuses(stage: Stage) -> None:
+    (first,) = await ready(stage, "kvmesh-decode", 1)
+    api, size, pod = stage.controllers.api, scale_path("kvmesh-decode"), f"{pods_path()}/{first}"
+    old = {"metadata": {"resourceVersion": "1"}}
+    no_place = {**scale_of("kvmesh-decode", 2), "metadata": {"name": "kvmesh-decode"}}
+    tried: list[tuple[str, str, Object | None, int, str]] = [
+        ("PUT", size, scale_of("kvmesh-decode", 2, resourceVersion="1"), 409, "modified"),
+        ("PUT", size, scale_of("kvmesh-decode", -1), 422, "greater than or equal to 0"),
+        ("PUT", size, no_place, 422, "metadata.namespace: Required value"),
+        ("GET", scale_path("none"), None, 404, '"none" not found'),
+        ("PATCH", pod, old, 409, "modified"),
+        ("PATCH", f"{pod}x", {"metadata": {"labels": {"a": "b"}}}, 404, "not found"),
+        ("DELETE", f"{pod}x", None, 404, "not found"),
+    ]
+    for method, path, body, code, message in tried:
+        answer = await api.call(method, path, body)
+        assert (answer["kind"], answer["code"]) == ("Status", code), (method, path, answer)
+        assert message in answer["message"]
+    stranger = await stage.api(STRANGER).call("GET", pods_path())
+    assert (stranger["reason"], stranger["code"]) == ("Forbidden", 403)
+    assert "cannot list resource" in stranger["message"]
+    nobody = await stage.api("nobody-s-token").call("GET", pods_path())
+    assert (nobody["message"], nobody["code"]) == ("Unauthorized", 401)
+    size_now = await api.call("GET", size)
+    assert size_now["spec"] == {"replicas": 1}, "nothing of this had an effect"
+    selector = size_now["status"]["selector"]
+    assert f"{DEPLOYMENT_LABEL}=kvmesh-decode" in selector.split(",")
 
 
 async def test_the_service_account_may_do_nothing_else(stage: Stage, tmp_path: Path) -> None:

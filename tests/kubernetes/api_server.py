@@ -78,7 +78,7 @@ async def api_server(users: Mapping[str, str], folder: Path) -> AsyncIterator[tu
         "--disable-admission-plugins=ServiceAccount",
     ]
     with _running(etcd, folder / "etcd.log"), _running(server, folder / "api.log"):
-        url, certificate = f"https://localhost:{port}", folder / "certificates" / "apiserver.crt"
+        url, certificate = f"https://127.0.0.1:{port}", folder / "certificates" / "apiserver.crt"
         admin = next(token for token, user in users.items() if user == "system:admin")
         await until(lambda: _answers(url, admin, certificate), "the API server answers")
         yield url, certificate

@@ -198,6 +198,12 @@ class Stage:
         return Api(self.controllers.api.url, token, self.certificate)
 
 
+@cache
+def chart() -> str:
+    """The chart's manifests with a launcher."""
+    return render({"launcher": {"enabled": True, "groups": GROUPS}})
+
+
 @asynccontextmanager
 async def cluster(kind: str, folder: Path) -> AsyncIterator[Stage]:
     """A cluster with what the chart makes for the launcher.
@@ -219,7 +225,7 @@ async def cluster(kind: str, folder: Path) -> AsyncIterator[Stage]:
 @asynccontextmanager
 async def _staged(url: str, certificate: Path | None) -> AsyncIterator[Stage]:
     admin = Api(url, ADMIN, certificate)
-    manifests = list(yaml.safe_load_all(render({"launcher": {"enabled": True, "groups": GROUPS}})))
+    manifests = list(yaml.safe_load_all(chart()))
     names: list[str] = []
     environment: dict[str, str] = {}
     for each in manifests:
