@@ -33,7 +33,14 @@ def write_vllm_checkpoint(folder: Path, **config: Any) -> Path:
 
 
 def write_adapter(
-    folder: Path, seed: int, *, hidden: int, queries: int, values: int, layers: int
+    folder: Path,
+    seed: int,
+    *,
+    hidden: int,
+    queries: int,
+    values: int,
+    layers: int,
+    rank: int = 4,
 ) -> Path:
     """A random LoRA adapter of all layers' queries and values, as PEFT writes one.
 
@@ -42,7 +49,6 @@ def write_adapter(
     """
     folder.mkdir(parents=True)
     draw = torch.Generator().manual_seed(seed)
-    rank = 4
     weights = {}
     for layer in range(layers):
         for name, width in (("q_proj", queries), ("v_proj", values)):
@@ -69,6 +75,7 @@ def load_vllm(
     dtype: str,
     max_tokens: int = 512,
     lora: str = "",
+    max_adapters: int = 0,
     ranks: int = 1,
     spin: bool = False,
 ) -> VllmRunner:
@@ -86,6 +93,8 @@ def load_vllm(
         max_tokens=max_tokens,
         max_sequences=64,
         adapters=read_adapters(lora),
+        max_adapters=max_adapters,
+        max_adapter_rank=16 if max_adapters else 0,
         num_ranks=ranks,
         spin=spin,
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvmesh.core.errors import GoneError, InvalidRequestError, ModelNotFoundError
+from kvmesh.core.errors import GoneError, InvalidRequestError
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.metadata.store import StoreUnavailableError
+from services.gateway.api.model_checks import model_not_found
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.frontend import Frontend, busy
 from services.gateway.request.choice import Caller
@@ -63,11 +64,7 @@ class Entrance:
             with_it = (each for each in self.frontends if name in each.served.adapters)
             found = next(with_it, None)
         if found is None:
-            raise ModelNotFoundError(
-                f"the model {name!r} does not exist here; served: {', '.join(self.names)}",
-                "model",
-                "model_not_found",
-            )
+            raise model_not_found(name, self.names)
         return found
 
     @property

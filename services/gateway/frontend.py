@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from kvmesh.core.adapters import adapter_name, maker_of
 from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
@@ -123,22 +124,27 @@ class Frontend:
         self._mesh.metrics.of_group(served.group).refused(refused.refusal.reason.value)
         raise refused
 
-    def _checkpoints(
+    def _makers(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None, adapter: str
-    ) -> tuple[str, ...]:
-        """The checkpoint of each choice, at first the same for all; empty while none is known.
+    ) -> tuple[tuple[str, str], ...]:
+        """Checkpoint and adapter of each choice, at first the same for all.
+
+        The checkpoint is empty while none is known.
 
         Raises:
-            GoneError: the resumed stream has another number of choices.
+            GoneError: the resumed stream has another number of choices or another adapter.
         """
         num_choices = len(call.prompts) * call.n
         if delivered is not None:
             if len(delivered.checkpoints) != num_choices:
                 raise GoneError("that stream has another number of choices")
-            return delivered.checkpoints
+            makers = tuple(maker_of(each) for each in delivered.checkpoints)
+            if any(each and adapter_name(it) != adapter_name(adapter) for each, it in makers):
+                raise GoneError("that stream is of another model")
+            return tuple((each, it if each else adapter) for each, it in makers)
         draw, embeds = self._mesh.rng.random(), call.embedding >= 0
         served = self._mesh.router.served(caller.scenario, draw, adapter, embeds=embeds)
-        return ("" if served is None else served.group.fingerprint,) * num_choices
+        return (("" if served is None else served.group.fingerprint, adapter),) * num_choices
 
     def _in_group(self, call: ApiCall, caller: Caller) -> Caller:
         """The caller with the scenario of the group that is to serve it."""
@@ -180,7 +186,7 @@ class Frontend:
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_s, tpot_s, itl_s = self.limits.times_s(*caller.times_ms)
         call = await with_tokens(self.tokenizer, call)
-        checkpoints = self._checkpoints(call, caller, delivered, adapter)
+        makers = self._makers(call, caller, delivered, adapter)
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
@@ -204,10 +210,10 @@ class Frontend:
                     traceparent=caller.traceparent,
                     tenant=tenant,
                     rank=call.priority,
-                    checkpoint=checkpoints[index],
+                    checkpoint=makers[index][0],
                     tpot_s=tpot_s,
                     itl_s=itl_s,
-                    adapter=adapter,
+                    adapter=makers[index][1],
                     embedding=call.embedding,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
+from kvmesh.core.adapters import lacking
 from kvmesh.core.details import FleetWorker, WorkerDetail
 from kvmesh.core.health import Health
 from kvmesh.core.slots import PrefixMatch
@@ -143,6 +144,7 @@ class Fleet:
         self._layouts = GroupLayouts()
         self._fingerprints: dict[str, set[str]] = {}
         self._labels: dict[str, set[str]] = {}
+        self._lacking: dict[tuple[str, str], frozenset[WorkerId]] = {}
         self._last_session = _RESTORED
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
         self._lost: deque[WorkerInfo] = deque(maxlen=MAX_GONE)
@@ -390,6 +392,13 @@ class Fleet:
             self._labels[model] = {info.scenario for info in infos if info.model == model}
         return self._labels[model]
 
+    def lacking(self, model: str, adapter: str) -> frozenset[WorkerId]:
+        """Workers of `model` that do not have a LoRA adapter, by its id."""
+        if (model, adapter) not in self._lacking:
+            infos = (member.info for member in self._members.values())
+            self._lacking[model, adapter] = lacking(infos, model, adapter)
+        return self._lacking[model, adapter]
+
     def count_by_group(self) -> dict[tuple[GroupKey, Role], int]:
         """Number of members of every group and role that was ever here."""
         return dict(self._counts)
@@ -445,6 +454,7 @@ class Fleet:
             self.urgent_version = self.version
             self._fingerprints.clear()
             self._labels.clear()
+            self._lacking.clear()
 
 
 def _worker_of(member: _Member) -> FleetWorker:

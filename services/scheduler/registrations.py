@@ -6,13 +6,15 @@ Tests: tests/unit/scheduler/test_registrations.py, tests/integration/test_schedu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from kvmesh.core.adapters import AdapterReport
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerId, WorkerInfo
 from kvmesh.policy.seats import SILENT_AFTER_S
+from kvmesh.rpc.convert_adapters import adapter_report_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
 from kvmesh.rpc.convert_worker import role_to_proto, worker_info_from_proto, worker_load_from_proto
 from kvmesh.rpc.outbox import Outbox
@@ -64,6 +66,9 @@ class Registrations:
         self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
         self._closing = False
         self._counted_at = -1
+        self.on_registered: Callable[[WorkerInfo], None] = lambda _info: None
+        self.on_adapters: Callable[[WorkerInfo, AdapterReport], None] = lambda _info, _report: None
+        """Called with a worker and what came of wishes for adapters there."""
 
     async def follow(
         self, requests: AsyncIterator[RegisterWorkerRequest], stream: WorkerStream
@@ -119,6 +124,9 @@ class Registrations:
         elif kind == "detail":
             self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
             self._note_change()
+        elif kind == "adapters":
+            info, _ = self._orders[membership.worker_id]
+            self.on_adapters(info, adapter_report_from_proto(request.adapters))
         elif kind == "goodbye":
             self._remove(membership, cause="goodbye", reason=request.goodbye.reason)
             return False
@@ -192,6 +200,7 @@ class Registrations:
             model=info.model,
         )
         self._note_change()
+        self.on_registered(info)
         return registered
 
     def _replace_orders(self, info: WorkerInfo, orders: Orders) -> None:

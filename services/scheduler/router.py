@@ -100,7 +100,7 @@ class Router:
             query = changed(query, placement=self._settings.placement)
         self._fleet.withdraw(query.request_id)  # it asks again, so no worker took its last plan
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
-            outcome = await self._outcome(query)
+            outcome = await self._outcome(self._to_adapter(query))
             plan = outcome if isinstance(outcome, RoutePlan) else None
             self._planner.note_route(gateway, query, plan)
             _describe(span, query, outcome)
@@ -110,6 +110,13 @@ class Router:
     def forget(self, gateway: Hashable) -> None:
         """Forgets the waiting requests of a gateway that is gone."""
         self._planner.demand.forget(gateway)
+
+    def _to_adapter(self, query: RouteQuery) -> RouteQuery:
+        """The query, which takes workers without its adapter last: they would refuse it."""
+        if not query.adapter:
+            return query
+        without = self._fleet.lacking(query.model, query.adapter)
+        return changed(query, avoid=query.avoid | without) if without else query
 
     async def _outcome(self, query: RouteQuery) -> RoutePlan | Refusal:
         if self._settings.policy.joint is None:

@@ -23,6 +23,7 @@ from kvmesh.core.types import (
 from kvmesh.metadata.memory_store import MemoryFleetStore
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
+from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.rpc.convert import refusal_to_proto
 from kvmesh.rpc.convert_detail import worker_order
 from kvmesh.rpc.convert_group import wish_from_proto
@@ -42,12 +43,18 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
     ApplyGroupRequest,
     ApplyGroupResponse,
+    ListAdaptersRequest,
+    ListAdaptersResponse,
     ListGroupsRequest,
     ListGroupsResponse,
+    LoadAdapterRequest,
+    LoadAdapterResponse,
     OrderWorkerRequest,
     OrderWorkerResponse,
     RegisterWorkerRequest,
     RegisterWorkerResponse,
+    RemoveAdapterRequest,
+    RemoveAdapterResponse,
     RouteRequest,
     RouteResponse,
     WatchFleetRequest,
@@ -58,6 +65,7 @@ from kvmesh.v1.scheduler_service_pb2_grpc import (
     add_SchedulerServiceServicer_to_server,
 )
 from services.scheduler import metrics
+from services.scheduler.adapters import Adapters, UnknownAdapterError
 from services.scheduler.config import PlanningConfig, SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
@@ -92,6 +100,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     def __init__(
         self,
         registrations: Registrations,
+        adapters: Adapters,
         feed: FleetFeed,
         router: Router,
         clock: Clock,
@@ -101,6 +110,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         self.groups: Groups | None = None
         self._registrations = registrations
+        self._adapters = adapters
         self._feed = feed
         self._router = router
         self._clock = clock
@@ -187,6 +197,35 @@ class SchedulerServicer(SchedulerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return ApplyGroupResponse()
 
+    async def ListAdapters(
+        self,
+        request: ListAdaptersRequest,
+        context: grpc.aio.ServicerContext[ListAdaptersRequest, ListAdaptersResponse],
+    ) -> ListAdaptersResponse:
+        return ListAdaptersResponse(adapters=self._adapters.views())
+
+    async def LoadAdapter(
+        self,
+        request: LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[LoadAdapterRequest, LoadAdapterResponse],
+    ) -> LoadAdapterResponse:
+        try:
+            loaded = await self._adapters.load(request.model, request.name, request.folder)
+        except KvMeshError as error:
+            await context.abort(_adapter_code(error), str(error))
+        return LoadAdapterResponse(adapter=loaded)
+
+    async def RemoveAdapter(
+        self,
+        request: RemoveAdapterRequest,
+        context: grpc.aio.ServicerContext[RemoveAdapterRequest, RemoveAdapterResponse],
+    ) -> RemoveAdapterResponse:
+        try:
+            await self._adapters.remove(request.model, request.name)
+        except KvMeshError as error:
+            await context.abort(_adapter_code(error), str(error))
+        return RemoveAdapterResponse()
+
     def _groups(self) -> Groups:
         if self.groups is None:
             text = "nobody starts workers for this scheduler; `kvmesh up` does, or launcher.target"
@@ -217,6 +256,13 @@ class SchedulerServicer(SchedulerServiceServicer):
         else:
             answer.refusal.CopyFrom(refusal_to_proto(outcome))
         answers.put(answer)
+
+
+def _adapter_code(error: KvMeshError) -> grpc.StatusCode:
+    if isinstance(error, UnknownAdapterError):
+        return grpc.StatusCode.NOT_FOUND
+    is_away = isinstance(error, StoreUnavailableError)
+    return grpc.StatusCode.UNAVAILABLE if is_away else grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def _stop(task: asyncio.Task[None]) -> None:
@@ -255,15 +301,12 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     decisions = DecisionLog(clock, config.routing.decisions)
     context.show("/debug/decisions", decisions.shown)
     store = await _remembered(config, context, fleet, feed, clock)
+    owner = f"{context.host}:{context.port}"
     planner = Planner(
-        fleet,
-        settings.policy,
-        config.planning,
-        decisions,
-        clock,
+        *(fleet, settings.policy, config.planning, decisions, clock),
         changes=role_changes(config.planning),
         store=store,
-        owner=f"{context.host}:{context.port}",
+        owner=owner,
     )
     planner.scale_orders.changes = scale_changes(config)
     planner.scale_orders.by = config.planning.scale_by
@@ -275,15 +318,18 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     health = FleetHealth(fleet, feed, decisions, clock)
     planner.on_query = health.note_query
     registrations = Registrations(fleet, feed, config.fleet, clock)
+    kept = store or MemoryFleetStore(clock)
+    adapters = Adapters(fleet, registrations, kept, owner=owner)
+    context.spawn(adapters.run(), "adapters")
     servicer = SchedulerServicer(
-        registrations, feed, router, clock, context.direct, warmup_s=config.fleet.warmup_s
+        *(registrations, adapters, feed, router, clock, context.direct),
+        warmup_s=config.fleet.warmup_s,
     )
     planner.role_orders.give_role = registrations.give_role
     changes = substitute_changes(config.planning)
     launcher = _launcher(config, context)
     if launcher is not None:
-        owner = f"{context.host}:{context.port}"
-        parts = fleet, feed, launcher, store or MemoryFleetStore(clock), decisions, clock
+        parts = fleet, feed, launcher, kept, decisions, clock
         servicer.groups = Groups(*parts, owner=owner)
         await servicer.groups.look()  # before the first route
         _carry_out_scale(config.planning, planner.scale_orders, servicer.groups)

@@ -409,6 +409,15 @@ async def test_groups_stay_until_they_are_forgotten(home: Home) -> None:
     assert await home.is_empty()
 
 
+async def test_adapters_are_stored_as_one(home: Home) -> None:
+    fleet: FleetStore = home.fleet
+    assert await fleet.adapters() == b""
+    for wishes in (b"\x00one", b"two"):
+        await fleet.put_adapters(wishes)
+        await home.pass_time(1000.0)
+        assert await fleet.adapters() == wishes
+
+
 async def test_lease_has_one_holder_at_a_time(home: Home) -> None:
     fleet: FleetStore = home.fleet
     assert await fleet.acquire_lease("planner", "x", 10.0)

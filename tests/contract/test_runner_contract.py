@@ -5,6 +5,7 @@ vLLM's blocks are eight times as long as those of the others here, and so are it
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import struct
@@ -15,13 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.core.types import SamplingParams, TokenLogprobs
-from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.adapters import Adapter, read_adapter
+from kvmesh.engine.fake import FakeDevice, FakePlaces, FakeRunner
 from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk
 from kvmesh.engine.runner import TorchRunner
 from tests.engine_alone import embedded
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
-from tests.vllm_engine import load_vllm, needs_vllm, write_vllm_checkpoint
+from tests.vllm_engine import load_vllm, needs_vllm, write_adapter, write_vllm_checkpoint
 
 VOCAB_SIZE = 64
 NUM_BLOCKS = 24
@@ -30,14 +33,20 @@ GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=30, seed=7)
 PROMPT_LENGTH = 23
 VLLM_BLOCK_SIZE = 32
+MAX_RANK = 16
 
 
-def make_runner(kind: str, folder: Path) -> ModelRunner:
+def make_runner(kind: str, folder: Path, max_adapters: int = 0) -> ModelRunner:
     if kind == "fake":
-        return FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        device = FakeDevice(places=FakePlaces(max_adapters, MAX_RANK))
+        return FakeRunner(
+            vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device
+        )
     if kind == "vllm":
         checkpoint = write_vllm_checkpoint(folder / "checkpoint")
-        return load_vllm(checkpoint, num_blocks=NUM_BLOCKS, dtype="float32")
+        return load_vllm(
+            checkpoint, num_blocks=NUM_BLOCKS, dtype="float32", max_adapters=max_adapters
+        )
     torch.set_num_threads(1)
     checkpoint = write_checkpoint(folder / "checkpoint")
     return TorchRunner.load(
@@ -95,6 +104,7 @@ class Line:
     tokens: list[int]
     block_table: list[int]
     sampling: SamplingParams = GREEDY
+    adapter: str = ""
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +120,7 @@ class Line:
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling,
             sample=end == len(self.tokens),
+            adapter=self.adapter,
         )
 
 
@@ -328,6 +339,54 @@ def test_a_sequence_may_sit_out_steps(runner: ModelRunner) -> None:
         line.tokens.append(token.token_id)
         generate(runner, other, 1)  # a step without the first one
     assert line.tokens[len(prompt) :] == expected[0] == expected[1]
+
+
+def test_adapters_come_and_go_between_steps(kind: str, tmp_path: Path) -> None:
+    runner = make_runner(kind, tmp_path, max_adapters=2)
+    places, prompt = runner.adapter_places, prompt_of(runner)
+    if isinstance(runner, TorchRunner):
+        assert places is None
+        return
+    assert places is not None
+    assert places.num_places == 2
+    one, two, three = (adapter_of_tiny(tmp_path / name, seed) for seed, name in enumerate("abc"))
+    lines = itertools.count(1)
+
+    def greedy(adapter: str = "") -> list[int]:
+        return ids(
+            generate(runner, Line(next(lines), list(prompt), CONTIGUOUS, GREEDY, adapter), 8)
+        )
+
+    plain = greedy()
+    places.add(one)
+    places.add(two)
+    first, second = greedy(one.id), greedy(two.id)
+    assert len({str(each) for each in (plain, first, second)}) == 3
+    assert greedy() == plain
+    places.remove(one.id)
+    places.add(three)
+    third = greedy(three.id)
+    assert third not in (plain, first, second)
+    assert greedy(two.id) == second
+    places.remove(three.id)
+    with pytest.raises(ConfigError, match="rank 32"):
+        places.add(adapter_of_tiny(tmp_path / "long", 4, rank=32))
+    if kind == "vllm":
+        unfit = [
+            ("hidden size of 48", adapter_of_tiny(tmp_path / "wide", 5, hidden=48)),
+            ("vLLM does not take", adapter_of_tiny(tmp_path / "rows", 6, queries=4096)),
+        ]
+        for why, adapter in unfit:
+            with pytest.raises(CheckpointError, match=why):
+                places.add(adapter)
+    places.add(one)
+    assert [greedy(), greedy(one.id), greedy(two.id)] == [plain, first, second]
+    runner.close()
+
+
+def adapter_of_tiny(folder: Path, seed: int, **changes: int) -> Adapter:
+    sizes = {"hidden": 32, "queries": 128, "values": 64, "layers": 2, **changes}
+    return read_adapter(folder.name, write_adapter(folder, seed, **sizes))
 
 
 def test_an_embedding_is_of_the_whole_prompt_however_it_is_cut(runner: ModelRunner) -> None:

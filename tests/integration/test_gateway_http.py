@@ -398,11 +398,9 @@ async def test_adapters_and_aliases_are_models(tmp_path: Path) -> None:
     model = ModelConfig(path=str(tmp_path), served_name=MODEL, aliases="gpt-4o, small")
     async with gateway_stack(tmp_path, model=model) as stack:
         for worker in stack.mesh.workers.values():
-            worker.info = replace(worker.info, adapters=("sql",))
+            worker.info = replace(worker.info, adapters=("sql@1",))
         stack.mesh.changed.set()
-        await stack.mesh.until(
-            lambda: stack.gateway.entrance.frontends[0].served.adapters == ["sql"]
-        )
+        await stack.mesh.until(lambda: "sql" in stack.gateway.entrance.names)
         listed = [each async for each in stack.client.models.list()]
         assert [each.id for each in listed] == [MODEL, "gpt-4o", "small", "sql"]
         parents = [(each.to_dict()["root"], each.to_dict()["parent"]) for each in listed]
@@ -413,7 +411,7 @@ async def test_adapters_and_aliases_are_models(tmp_path: Path) -> None:
             answer = await stack.client.chat.completions.create(**{**CHAT, "model": name})
             names.append(answer.model)
         assert names == [MODEL, MODEL, "sql"]
-        assert [spec.adapter for spec in sent] == ["", "", "sql"]
+        assert [spec.adapter for spec in sent] == ["", "", "sql@1"]
         plain, alias, adapter = (spec.root_hash for spec in sent)
         assert plain == alias != adapter  # no prefix is shared with it
         with pytest.raises(openai.NotFoundError, match="served: tiny, gpt-4o, small, sql"):

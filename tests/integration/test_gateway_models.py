@@ -37,7 +37,7 @@ async def two_fleets(folder: Path) -> AsyncIterator[Stack]:
             info = stack.mesh.workers[name].info
             layout = replace(info.layout, model_fingerprint="another")
             stack.mesh.workers[name].info = replace(
-                info, model=OTHER, layout=layout, adapters=("sql",), max_model_len=300
+                info, model=OTHER, layout=layout, adapters=("sql@1",), max_model_len=300
             )
         stack.mesh.changed.set()
         await stack.mesh.until(lambda: "sql" in stack.gateway.entrance.names)
@@ -67,7 +67,7 @@ async def test_each_call_goes_to_the_workers_of_its_model(tmp_path: Path) -> Non
             spec = stack.mesh.workers[worker].specs[-1]
             layout = stack.mesh.workers[worker].info.layout
             assert spec.fingerprint in ("", layout.model_fingerprint)
-            assert spec.adapter == ("sql" if name == "sql" else "")
+            assert spec.adapter == ("sql@1" if name == "sql" else "")
         # Each has its own template.
         assert lengths[MODEL] == lengths["small"] < lengths[OTHER] == lengths["sql"]
         value = stack.gateway.metrics.value

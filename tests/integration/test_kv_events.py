@@ -241,9 +241,9 @@ async def test_an_indexer_knows_what_lies_on_disk_also_after_a_restart(tmp_path:
 @pytest.mark.parametrize("encoding", ["array", "map"])
 async def test_blocks_name_the_adapter_that_they_were_computed_with(encoding: str) -> None:
     async with publishing(encoding=encoding) as (worker, publisher):
-        worker.core.spec = replace(worker.core.spec, adapters=("sql",))
+        worker.core.spec = replace(worker.core.spec, adapters=("sql@1",))
         await serve(worker, [[1] * 40])
-        await serve(worker, [[2] * 40], "sql")
+        await serve(worker, [[2] * 40], "sql@1")
         publisher.flush()
         indexer = Indexer(publisher, encoding)
         try:

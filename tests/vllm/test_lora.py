@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from kvmesh.cli.__main__ import main
+from kvmesh.core.adapters import adapter_name
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.core import EngineCore
+from kvmesh.engine.adapters import read_adapter
 from kvmesh.engine.protocol import ModelRunner
-from kvmesh.policy.batching import BatchLimits
 from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER, running_mesh
 from tests.vllm.oracle import VllmAlone, some_prompts
 from tests.vllm_engine import BLOCK_SIZE, load_vllm, write_adapter
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 NAMES = ("", "one", "two")
@@ -54,28 +57,30 @@ def test_sequences_of_all_adapters_share_steps_and_are_continued_as_by_vllm(
     expected = {name: alone.greedy(prompts, 12, adapters.get(name)) for name in NAMES}
     assert len({str(each) for each in expected.values()}) == len(NAMES)
     mixed = [(prompt, name) for prompt in prompts for name in NAMES]
+    ids = {adapter_name(each): each for each in ("", *runner.spec.adapters)}
     found = generated(
-        runner, [each for each, _ in mixed], GREEDY, adapters=[name for _, name in mixed]
+        runner, [each for each, _ in mixed], GREEDY, adapters=[ids[name] for _, name in mixed]
     )
     wanted = [expected[name][index] for index in range(len(prompts)) for name in NAMES]
     assert found == wanted
 
 
-def test_which_adapters_it_has_is_part_of_a_worker_s_identity(
+def test_a_worker_tells_its_adapters_by_their_content(
     runner: ModelRunner, adapters: dict[str, Path]
 ) -> None:
-    assert runner.spec.adapters == ("one", "two")
-    core = EngineCore(runner.spec, 8, BatchLimits(), growth_tokens=0)
-    assert core.spec.adapters == ("one", "two")
+    expected = tuple(read_adapter(name, folder).id for name, folder in adapters.items())
+    assert runner.spec.adapters == expected
 
 
 async def test_a_mesh_lists_adapters_as_models_and_no_prefix_is_shared(
     adapters: dict[str, Path], tmp_path: Path
 ) -> None:
+    """One adapter is there from the start, and one is loaded while the mesh serves."""
     flags = {
         "engine.block-size": BLOCK_SIZE,
         "engine.num-blocks": 200,
-        "engine.lora": named(adapters),
+        "engine.lora": f"one={adapters['one']}",
+        "engine.max-loras": 2,
         "engine.dtype": "float32",
     }
     (prompt,) = some_prompts(3, 200, seed=8)[1:2]
@@ -84,9 +89,18 @@ async def test_a_mesh_lists_adapters_as_models_and_no_prefix_is_shared(
     workers = {"prefill": flags, "decode": flags}
     async with running_mesh(tmp_path, 1, 1, engine="vllm", flags=workers) as mesh:
         async with aiohttp.ClientSession(mesh.url, raise_for_status=True) as session:
-            async with session.get("/v1/models") as response:
-                listed = (await response.json())["data"]
-            assert [each["id"] for each in listed][1:] == ["one", "two"]
+            scheduler = ("--scheduler", mesh["scheduler"].address)
+            secret = ("--secret-file", str(mesh.secret_file))
+            load = ["adapter", "load", f"two={adapters['two']}", *scheduler, *secret]
+            assert await asyncio.to_thread(main, load) == 0
+            listed: list[dict[str, str]] = []
+
+            async def are_listed() -> bool:
+                async with session.get("/v1/models") as response:
+                    listed[:] = (await response.json())["data"]
+                return [each["id"] for each in listed][1:] == ["one", "two"]
+
+            await until(are_listed, "both are listed")
             model = listed[0]["id"]
             assert [each["parent"] for each in listed] == [None, model, model]
             seen = []

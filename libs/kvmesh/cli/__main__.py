@@ -25,6 +25,7 @@ COMMANDS = {
     "top": "workers and requests, live, in the terminal",
     "fleet": "list the workers; cordon, drain or give another role to one",
     "group": "set up, scale, upgrade and remove groups of workers",
+    "adapter": "load, list and remove LoRA adapters while requests run",
     "pool": "show hot prefixes, who holds them and what was copied",
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "say what is wrong with this machine or a running stack",

@@ -10,15 +10,19 @@ import asyncio
 import json
 import sys
 import tomllib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
 from rich.table import Table
 
 from kvmesh.cli.flags import add_flag, add_switch, count, new_parser
-from kvmesh.cli.scheduler_access import NoAnswerError, SchedulerAccess, scheduler_access
+from kvmesh.cli.scheduler_access import (
+    NoAnswerError,
+    SchedulerAccess,
+    ask_scheduler,
+    scheduler_access,
+)
 from kvmesh.cli.scheduler_flags import add_scheduler_flags
 from kvmesh.cli.screen import terminal
 from kvmesh.core.config import OneLineParser
@@ -26,7 +30,6 @@ from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.core.types import Role
 from kvmesh.policy.group_life import GroupState
-from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert_group import state_word, wish_from_proto
 from kvmesh.rpc.convert_worker import role_from_proto
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -44,8 +47,6 @@ ANY = "any"
 ANSWER_S = 10.0
 _POLL_S = 0.25
 _FIELDS = {"scenario", "checkpoint", "prefill", "decode", "hybrid"}
-
-AnswerT = TypeVar("AnswerT")
 
 _EPILOG = """\
 GROUP is the scenario that a group serves (x-kvmesh-scenario of requests), or `any` for the group
@@ -189,7 +190,7 @@ async def _change(
 
 
 async def _apply(access: SchedulerAccess, request: ApplyGroupRequest) -> None:
-    await _ask(
+    await ask_scheduler(
         access,
         lambda channel: SchedulerServiceStub(channel).ApplyGroup(
             request, timeout=ANSWER_S, wait_for_ready=True
@@ -260,33 +261,13 @@ def _is_done(wish: GroupWish, view: GroupView | None) -> bool:
 
 async def _views(access: SchedulerAccess) -> list[GroupView]:
     request = ListGroupsRequest()
-    answer = await _ask(
+    answer = await ask_scheduler(
         access,
         lambda channel: SchedulerServiceStub(channel).ListGroups(
             request, timeout=ANSWER_S, wait_for_ready=True
         ),
     )
     return list(answer.groups)
-
-
-async def _ask(
-    access: SchedulerAccess, call: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
-) -> AnswerT:
-    """Returns the answer of the first scheduler that has one; all share the wishes.
-
-    Raises:
-        NoAnswerError: no scheduler answers.
-    """
-    failure = "no scheduler is known"
-    for target in access.targets:
-        async with open_channel(target, access.mesh) as channel:
-            try:
-                return await call(channel)
-            except grpc.aio.AioRpcError as error:
-                failure = f"{target}: {error.details()}"
-                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    failure = f"no scheduler answers at {target}; start a stack with `kvmesh up`"
-    raise NoAnswerError(failure)
 
 
 def described(view: GroupView) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import argparse
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -25,6 +26,8 @@ from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+AnswerT = TypeVar("AnswerT")
 
 FIRST_ANSWER_S = 10.0
 """Maximum seconds for a scheduler's first answer; a running scheduler answers sooner."""
@@ -169,6 +172,26 @@ def _tls_hint(tls: TlsConfig) -> str:
     if not tls.ca:
         return "; one with TLS wants --tls-ca, --tls-cert and --tls-key"
     return "; see that it uses TLS of this CA and accepts this certificate (server.callers)"
+
+
+async def ask_scheduler(
+    access: SchedulerAccess, call: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
+) -> AnswerT:
+    """Returns the answer of the first scheduler that has one; all share their wishes.
+
+    Raises:
+        NoAnswerError: no scheduler answers, or all refuse.
+    """
+    failure = "no scheduler is known"
+    for target in access.targets:
+        async with open_channel(target, access.mesh) as channel:
+            try:
+                return await call(channel)
+            except grpc.aio.AioRpcError as error:
+                failure = f"{target}: {error.details()}"
+                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    failure = f"no scheduler answers at {target}; start a stack with `kvmesh up`"
+    raise NoAnswerError(failure)
 
 
 @asynccontextmanager

@@ -77,6 +77,7 @@ class StackOptions:
         num_spare: number of spare workers, which replace lost ones.
         aliases: further names of the model, comma-separated.
         lora: see `read_adapters`; folders are absolute.
+        max_loras: number of adapters that each engine of the first model holds at once.
         tensor_parallel: number of ranks of each engine.
     """
 
@@ -101,6 +102,7 @@ class StackOptions:
     num_spare: int = 0
     aliases: str = ""
     lora: str = ""
+    max_loras: int = 0
     tensor_parallel: int = 1
     others: tuple[OtherModel, ...] = ()
 
@@ -115,7 +117,7 @@ class StackOptions:
     def fleets(self) -> tuple[StackOptions, ...]:
         """The options of each model alone; the first has spares, adapters and second cluster."""
         own = replace(self, others=())
-        bare = replace(own, remote=None, num_spare=0, aliases="", lora="")
+        bare = replace(own, remote=None, num_spare=0, aliases="", lora="", max_loras=0)
         return (
             own,
             *(
@@ -292,6 +294,7 @@ class _Planner:
             "engine.model": options.model,
             "engine.model-name": options.model_name,
             "engine.lora": options.lora,
+            "engine.max-loras": options.max_loras,
             "engine.tensor-parallel": options.tensor_parallel,
             "engine.dtype": options.dtype,
             "engine.device": options.device,

@@ -118,6 +118,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         num_spare=arguments.spare,
         aliases=arguments.aliases,
         lora=_adapters(arguments.lora, arguments.engine),
+        max_loras=_places(arguments.max_loras, arguments.engine),
         tensor_parallel=_ranks(arguments.tensor_parallel, arguments.engine),
         others=others,
     )
@@ -141,9 +142,15 @@ def _other_models(arguments: argparse.Namespace, first: str) -> tuple[OtherModel
 
 def _adapters(text: str, engine: str) -> str:
     """Returns the adapters with absolute folders, valid wherever a worker starts."""
-    if text and engine != "vllm":
+    if text and engine == "kvmesh":
         raise ConfigError("--lora: adapters are served by --engine vllm")
     return ",".join(f"{each.name}={each.folder}" for each in read_adapters(text))
+
+
+def _places(count: int, engine: str) -> int:
+    if count and engine == "kvmesh":
+        raise ConfigError("--max-loras: adapters are served by --engine vllm")
+    return count
 
 
 def _ranks(count: int, engine: str) -> int:

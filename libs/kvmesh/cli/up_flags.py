@@ -93,3 +93,5 @@ def _add_model_flags(made: argparse.ArgumentParser) -> None:
     )
     add_flag(made, "--other-models", "", text, metavar="MODELS")
     add_flag(made, "--lora", "", "LoRA adapters as NAME=FOLDER, comma-separated; engine vllm")
+    text = "LoRA adapters at once, for `kvmesh adapter load`; 0: those of --lora; engine vllm"
+    add_flag(made, "--max-loras", 0, text, kind=count)

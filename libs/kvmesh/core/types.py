@@ -203,8 +203,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether choosing a token needs the tokens before it."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0.0, 0.0, 1.0)
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ class SequenceSpec:
         num_prompt_tokens: number of these tokens that are the client's prompt.
         root_hash: parent of the first block hash; it covers model, tenant salt and adapter.
         fingerprint: checkpoint that all its tokens come from; empty: any.
-        adapter: LoRA adapter whose weights are added; empty: none.
+        adapter: id of the LoRA adapter whose weights are added; empty: none.
         embedding: leading dimensions wanted of the prompt's embedding; 0: all; -1: no embedding.
     """
 
@@ -311,7 +310,7 @@ class WorkerInfo:
         missing_native: native libraries that it runs without, which makes it slower.
         start_s: seconds from the start of its process until it could serve; 0: not reported.
         pair_share: see `ModelRunner.pair_share`.
-        adapters: names of the LoRA adapters that it serves.
+        adapters: ids of the LoRA adapters that it serves (core/adapters.py).
         embeds: whether it computes embeddings.
     """
 
@@ -438,6 +437,7 @@ class RouteQuery:
         lost: workers of `avoid` that lost work of this request.
         fingerprint: checkpoint that must serve it; empty: any of the model.
         tpot_s: longest mean time per token that the client accepts.
+        adapter: id of the LoRA adapter that it needs; empty: none.
     """
 
     request_id: RequestId
@@ -454,6 +454,7 @@ class RouteQuery:
     lost: frozenset[WorkerId] = frozenset()
     fingerprint: str = ""
     tpot_s: float = NO_LIMIT_S
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

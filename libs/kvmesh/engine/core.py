@@ -27,14 +27,13 @@ from kvmesh.engine.protocol import (
     ModelSpec,
     SampledToken,
     SequenceChunk,
-    StateChunk,
     StepResult,
     TokenConstraint,
 )
 from kvmesh.engine.queues import queue_lengths
 from kvmesh.engine.remote import come_back
 from kvmesh.engine.running import RunningSequences
-from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.engine.sequence import Emission, Sequence, SequenceState, state_chunk
 from kvmesh.engine.statistics import EngineStatistics
 from kvmesh.engine.swap_space import SwapSpace, SwapStatistics
 from kvmesh.kv.block_pool import BlockPool
@@ -295,7 +294,7 @@ class EngineCore:
             sample=end == len(sequence.tokens),
             eos_token_ids=self.spec.eos_token_ids,
             more_tables=kv.tables[1:],
-            state=_state_chunk(sequence) if kv.state else None,
+            state=state_chunk(sequence) if kv.state else None,
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
@@ -457,6 +456,12 @@ class EngineCore:
         is_busy = self._held or self._running or self._preempted or self._in_flight
         return not is_busy and self.pool.is_idle
 
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """Ids of the adapters of all sequences that have not ended; "" for those without one."""
+        everyone = (*self._held, *self._running, *self._preempted, *self._in_flight)
+        return {each.spec.adapter for each in everyone}
+
     def queues(self) -> tuple[QueueLengths, QueueLengths]:
         """Returns the sequences of prefill and of decode, by what they wait for."""
         return queue_lengths(self._held, self._running, self._preempted)
@@ -490,11 +495,3 @@ class EngineCore:
             assert sequence.num_computed <= len(sequence.tokens)
             assert sequence.kv.num_sealed * self.block_size <= len(sequence.tokens)
             self._cache.check_integrity(sequence.kv, sequence.num_computed)
-
-
-def _state_chunk(sequence: Sequence) -> StateChunk:
-    kv, upstream = sequence.kv, sequence.upstream
-    source: SequenceOf[int] = kv.source or (kv.state if sequence.start else [])
-    if upstream is not None:
-        source = upstream.state
-    return StateChunk(kv.state, source, [(saved.position, saved.blocks) for saved in kv.saves])

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvmesh.core.errors import StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
+from kvmesh.engine.adapters import Adapter, check_rank
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.mixing import split_mix
@@ -39,6 +40,46 @@ _PAIR_SHARE = 1e-4
 _EMBEDDING_SIZE = 8
 
 
+class FakePlaces:
+    """Places for adapters, each of which changes the KV of its sequences by its id alone.
+
+    Args:
+        adapters: those that it begins with.
+    """
+
+    def __init__(self, num_places: int, max_rank: int, adapters: Sequence[Adapter] = ()) -> None:
+        self._num_places = num_places
+        self._max_rank = max_rank
+        self._salts = {"": 0}
+        for each in adapters:
+            self.add(each)
+
+    @property
+    def num_places(self) -> int:
+        """See `AdapterPlaces.num_places`."""
+        return self._num_places
+
+    def add(self, adapter: Adapter) -> None:
+        """See `AdapterPlaces.add`."""
+        assert len(self._salts) <= self._num_places, "a place is free"
+        check_rank(adapter, self._max_rank)
+        digest = hashlib.blake2b(adapter.id.encode(), digest_size=_WORD)
+        self._salts[adapter.id] = int.from_bytes(digest.digest(), "little")
+
+    def remove(self, adapter: str) -> None:
+        """See `AdapterPlaces.remove`."""
+        del self._salts[adapter]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the adapters in its places."""
+        return tuple(filter(None, self._salts))
+
+    def salt(self, adapter: str) -> int:
+        """The change of an adapter's KV; 0 without one."""
+        return self._salts[adapter]
+
+
 @dataclass(frozen=True, slots=True)
 class FakeDevice:
     """The device that the fake imitates.
@@ -47,11 +88,13 @@ class FakeDevice:
         step_s: constant seconds of every step.
         times: seconds by the content of a step, added to `step_s`; None for no addition.
         token_bytes: bytes of KV per position, a multiple of 8; only the first 8 matter.
+        places: for adapters; None for an engine that has none.
     """
 
     step_s: float = 0.0
     times: StepTimes | None = None
     token_bytes: int = _WORD
+    places: FakePlaces | None = None
 
     def __post_init__(self) -> None:
         assert self.token_bytes % _WORD == 0, f"{self.token_bytes} bytes are no whole words"
@@ -78,6 +121,7 @@ class FakeRunner:
         groups: KvGroups | None = None,
     ) -> None:
         self._device = device or FakeDevice()
+        self._places = places = self._device.places
         groups = groups or KvGroups()
         kind = "" if groups == KvGroups() else f"-{groups}"
         layout = KvLayout(
@@ -96,6 +140,7 @@ class FakeRunner:
             eos_token_ids,
             layout,
             groups,
+            () if places is None else places.ids,
             group_stages=whole_stages(groups, layout.block_bytes),
             embedding=EmbeddingSpec(_EMBEDDING_SIZE, range(1, _EMBEDDING_SIZE)),
         )
@@ -147,6 +192,11 @@ class FakeRunner:
         """Its attention costs nothing, and yet the beginning of a prompt may come from another."""
         return _PAIR_SHARE
 
+    @property
+    def adapter_places(self) -> FakePlaces | None:
+        """See `ModelRunner.adapter_places`."""
+        return self._places
+
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
         started = time.perf_counter()
@@ -158,9 +208,10 @@ class FakeRunner:
         if not came:
             return StepResult([None], lost=frozenset({0}))
         for chunk in chunks:
+            salt = 0 if self._places is None else self._places.salt(chunk.adapter)
             for table in chunk.tables:
                 for position in range(chunk.start, chunk.end):
-                    self._write(table, chunk.token_ids[position], position)
+                    self._write(table, chunk.token_ids[position], position, salt)
             if chunk.state is not None:
                 self._carry_on(chunk, chunk.state)
         tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
@@ -187,11 +238,12 @@ class FakeRunner:
         if length_s:
             time.sleep(max(0.0, started + length_s - time.perf_counter()))
 
-    def _write(self, table: Sequence[int], token_id: int, position: int) -> None:
+    def _write(self, table: Sequence[int], token_id: int, position: int, salt: int) -> None:
         size = self._spec.layout.block_size
         # The words of a block lie at its start; the other bytes only make it larger.
         place = table[position // size] * self._spec.layout.block_bytes + position % size * _WORD
-        struct.pack_into("<Q", self._memory.view, place, split_mix(token_id << 32 | position))
+        word = split_mix((token_id << 32 | position) ^ salt)
+        struct.pack_into("<Q", self._memory.view, place, word)
 
     def _carry_on(self, chunk: SequenceChunk, state: StateChunk) -> None:
         """Mixes the chunk's tokens into the state, and writes the copies to save."""

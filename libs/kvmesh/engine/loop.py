@@ -36,6 +36,7 @@ class EngineLoop:
         self.watch = StepWatch()
         self._wake = asyncio.Event()
         self._is_planning = False
+        self._turn = asyncio.Lock()
         core.pool.on_free = self._freed
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
@@ -51,6 +52,12 @@ class EngineLoop:
         if self._core.has_work and not self._is_planning:
             self._wake.set()
 
+    async def between_steps(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the engine's thread while no step is computed; steps wait for it."""
+        async with self._turn:
+            running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+            await asyncio.shield(running)
+
     async def run(self) -> None:
         """Runs steps until cancelled. An error of the runner ends the loop and the worker."""
         loop = asyncio.get_running_loop()
@@ -63,14 +70,15 @@ class EngineLoop:
                 if not chunks:
                     await self._wake.wait()
                     continue
-                started = loop.time()
-                self.watch.begin(chunks, started)
-                # A cancelled await leaves the step running in its thread, so the loop always waits
-                # for it.
-                gone = self._core.take_gone()
-                step = loop.run_in_executor(self._executor, self._compute, gone, chunks)
-                result = await asyncio.shield(step)
-                ended = loop.time()
+                async with self._turn:
+                    started = loop.time()
+                    self.watch.begin(chunks, started)
+                    # A cancelled await leaves the step running in its thread, so the loop always
+                    # waits for it.
+                    gone = self._core.take_gone()
+                    step = loop.run_in_executor(self._executor, self._compute, gone, chunks)
+                    result = await asyncio.shield(step)
+                    ended = loop.time()
                 self.watch.end(ended)
                 self._core.finish_step(chunks, result)
                 if self._on_step is not None:

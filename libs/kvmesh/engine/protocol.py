@@ -17,9 +17,11 @@ from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.stages import Stages, plain_stages
 from kvmesh.transfer.remote_attention import RemoteAttention
 
-if TYPE_CHECKING:  # the contract itself needs no numpy
+if TYPE_CHECKING:  # the contract itself needs no numpy and no safetensors
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvmesh.engine.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class ModelSpec:
     Attributes:
         eos_token_ids: tokens that end generation unless `ignore_eos`.
         groups: KV groups of its layers.
-        adapters: names of LoRA adapters that sequences may use.
+        adapters: ids of LoRA adapters that sequences may use, at the start of the engine.
         group_stages: stages of a model whose blocks do not hold all layers in their order.
         embedding: None if this runner computes no embeddings.
     """
@@ -171,7 +173,7 @@ class SequenceChunk:
         pace: the chunk is a part of a prompt, alone in its steps, of which it takes several.
         upstream: positions before `start` that arrive while such a part is computed: each stage
             waits for its own part of them.
-        adapter: one of `ModelSpec.adapters`; empty for none.
+        adapter: id of a loaded adapter; empty for none.
         embedding: see `SequenceSpec.embedding`; it is of all tokens up to `end`, if `sample`.
     """
 
@@ -293,6 +295,28 @@ class PartialAttention(Protocol):
         ...
 
 
+class AdapterPlaces(Protocol):
+    """Places for LoRA adapters in an engine. Called like `ModelRunner.execute`, between steps."""
+
+    @property
+    def num_places(self) -> int:
+        """How many adapters the engine holds at once."""
+        ...
+
+    def add(self, adapter: Adapter) -> None:
+        """Loads an adapter; a place is free.
+
+        Raises:
+            CheckpointError: its weights do not fit the model.
+            ConfigError: its rank does not fit the places.
+        """
+        ...
+
+    def remove(self, adapter: str) -> None:
+        """Frees the place of an adapter, by its id; no sequence uses it."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Computes steps. `execute` is called from one thread at a time, never the event loop's."""
 
@@ -320,6 +344,11 @@ class ModelRunner(Protocol):
 
         0 means that chunks may not have an upstream part.
         """
+        ...
+
+    @property
+    def adapter_places(self) -> AdapterPlaces | None:
+        """Where LoRA adapters can be loaded while it runs; None: this engine has none."""
         ...
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:

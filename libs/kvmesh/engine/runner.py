@@ -182,6 +182,11 @@ class TorchRunner:
         """See `ModelRunner.pair_share`."""
         return self._pair_share
 
+    @property
+    def adapter_places(self) -> None:
+        """None: this engine's layers add no adapters."""
+        return
+
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """See `ModelRunner.execute`."""
         assert self._model is not None, "the runner is closed"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
-from kvmesh.engine.protocol import RemotePrefix, TokenConstraint, UpstreamPart
+from kvmesh.engine.protocol import RemotePrefix, StateChunk, TokenConstraint, UpstreamPart
 from kvmesh.kv.hashing import HashChain
 from kvmesh.kv.sequence_blocks import SequenceBlocks
 
@@ -141,3 +142,12 @@ class Sequence:
     def num_generated(self) -> int:
         """Number of tokens after the client's prompt, including those of other workers."""
         return len(self.tokens) - self.spec.num_prompt_tokens
+
+
+def state_chunk(sequence: Sequence) -> StateChunk:
+    """Returns the blocks of the states of a sequence's next chunk."""
+    kv, upstream = sequence.kv, sequence.upstream
+    source: SequenceOf[int] = kv.source or (kv.state if sequence.start else [])
+    if upstream is not None:
+        source = upstream.state
+    return StateChunk(kv.state, source, [(saved.position, saved.blocks) for saved in kv.saves])

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvmesh.engine.vllm_messages import read_request, read_step, receive
+from kvmesh.engine.vllm_messages import read_change, read_request, read_step, receive
 
 if TYPE_CHECKING:
     from kvmesh.engine.vllm_internals import VllmExecutor
@@ -53,7 +53,12 @@ def _mapped(leader: socket.socket) -> memoryview:
 
 def _follow(executor: VllmExecutor, leader: socket.socket) -> None:
     while True:
-        step = read_step(receive(leader))
+        message = receive(leader)
+        change = read_change(message)
+        if change is not None:
+            executor.change_adapters(change)
+            continue
+        step = read_step(message)
 
         def hear() -> dict[str, Any]:
             return receive(leader)

@@ -10,6 +10,7 @@ Tests: tests/vllm/test_internals.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from kvmesh.core.errors import ConfigError
-from kvmesh.engine.adapters import Adapter
+from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.engine.adapters import Adapter, check_width
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.protocol import EmbeddingSpec
 from kvmesh.engine.vllm_messages import (
@@ -38,6 +39,8 @@ from kvmesh.engine.vllm_messages import (
     NewSequence,
     Place,
     VllmStep,
+    adding_message,
+    removing_message,
     step_message,
 )
 from kvmesh.engine.vllm_pooling import POOLED, Pooling
@@ -200,13 +203,15 @@ class VllmExecutor:
         self._runner: Any = self._executor.driver_worker.worker.model_runner
         self._choice = _OurChoice()
         self._runner.sampler = self._choice
-        if request.adapters:
+        self.max_adapters, self.max_adapter_rank = _adapter_limits(request)
+        if self.max_adapters:
             _empty_last_place(self._runner)
-        # vLLM knows adapters by numbers from 1 on.
-        self._adapters = {
-            each.name: LoRARequest(each.name, number, str(each.folder))
-            for number, each in enumerate(request.adapters, 1)
-        }
+        self._hidden_size = int(config.model_config.get_hidden_size())
+        self._adapters: dict[str, LoRARequest] = {}
+        # vLLM knows adapters by numbers from 1 on; a number is never used again.
+        self._adapter_numbers = itertools.count(1)
+        for each in request.adapters:
+            self._add_adapter(each)
         self._sampling = VllmSampling(temperature=0.0, max_tokens=1, ignore_eos=True)
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
@@ -266,6 +271,30 @@ class VllmExecutor:
             start = self._rank * part + cache.storage_offset()
             stride = (self._num_ranks * part, *inner)
             cache.set_(flat.untyped_storage(), start, cache.size(), stride)
+
+    def change_adapters(self, change: Adapter | str) -> None:
+        """Loads an adapter on all ranks, or removes one by its id.
+
+        Raises:
+            CheckpointError: the adapter does not fit; nothing is changed.
+        """
+        if isinstance(change, Adapter):
+            self._add_adapter(change)  # first here: the other ranks have the same file and model
+            self._tell(adding_message(change))
+        else:
+            self._tell(removing_message(change))
+            self._executor.remove_lora(self._adapters.pop(change).lora_int_id)
+
+    def _add_adapter(self, adapter: Adapter) -> None:
+        check_width(adapter, self._hidden_size)
+        request = LoRARequest(adapter.name, next(self._adapter_numbers), str(adapter.folder))
+        try:
+            self._executor.add_lora(request)
+        except Exception as error:  # each kind of mistake in the files raises its own
+            self._executor.remove_lora(request.lora_int_id)
+            reason = f"vLLM does not take the adapter {adapter.name}: {error}"
+            raise CheckpointError(reason) from error
+        self._adapters[adapter.id] = request
 
     def step(self, step: VllmStep, choose: Callable[[Computed], Sequence[int]]) -> None:
         """Computes a step together with the other ranks.
@@ -372,19 +401,28 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         disable_log_stats=True,
         tensor_parallel_size=request.num_ranks,
         distributed_executor_backend="uni" if request.num_ranks == 1 else "external_launcher",
-        **_lora_arguments(request.adapters),
+        **_lora_arguments(request),
     )
 
 
-def _lora_arguments(adapters: Sequence[Adapter]) -> dict[str, Any]:
-    if not adapters:
-        return {}
-    longest = max(each.rank for each in adapters)
+def _adapter_limits(request: EngineRequest) -> tuple[int, int]:
+    """The number of adapters that an engine holds, and the longest rank that it takes."""
+    count = max(request.max_adapters, len(request.adapters))
+    if not count:
+        return 0, 0
+    longest = max(request.max_adapter_rank, *(each.rank for each in request.adapters), 1)
     rank = next((each for each in _LORA_RANKS if each >= longest), 0)
     if not rank:
-        raise ConfigError(f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, one has {longest}")
+        raise ConfigError(f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, not {longest}")
+    return count, rank
+
+
+def _lora_arguments(request: EngineRequest) -> dict[str, Any]:
+    count, rank = _adapter_limits(request)
+    if not count:
+        return {}
     # A step may hold sequences of all of them; the last place stays empty (`_empty_last_place`).
-    return {"enable_lora": True, "max_loras": len(adapters) + 1, "max_lora_rank": rank}
+    return {"enable_lora": True, "max_loras": count + 1, "max_lora_rank": rank}
 
 
 def _empty_last_place(runner: Any) -> None:
@@ -412,10 +450,7 @@ def _allow_order_on_cpu() -> None:
 
 
 def _kernel_code(attention: Any) -> str:
-    """Name of the attention kernel in use.
-
-    On a CPU it names the instruction set, since each kernel wants the keys in its own order.
-    """
+    """Name of the attention kernel; on a CPU, of the instruction set, which orders the keys."""
     builder = attention.get_metadata_builder()
     return str(getattr(builder, "isa", attention.backend.get_name()))
 
@@ -434,7 +469,9 @@ def _scheduler_output(
     )
     return SchedulerOutput(
         scheduled_new_reqs=[
-            _new_request(each, sampling, adapters.get(each.adapter)) for each in step.new
+            # An adapter that is not loaded is an error: without it the KV would be wrong.
+            _new_request(each, sampling, adapters[each.adapter] if each.adapter else None)
+            for each in step.new
         ],
         scheduled_cached_reqs=known,
         num_scheduled_tokens=step.num_tokens,

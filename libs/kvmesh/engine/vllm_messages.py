@@ -27,6 +27,9 @@ class EngineRequest:
         max_model_len: longest sequence; 0: what the model supports and the blocks hold.
         num_blocks: blocks that sequences can use; one more is allocated.
         max_tokens, max_sequences: limits of one step.
+        adapters: LoRA adapters that it begins with.
+        max_adapters, max_adapter_rank: how many it holds at once and of which rank; at least what
+            `adapters` need.
         num_ranks: number of processes that share each layer, the leader included.
         spin: whether ranks wait for each other in shared memory, which keeps their cores busy;
             otherwise they wait on sockets.
@@ -42,6 +45,8 @@ class EngineRequest:
     adapters: tuple[Adapter, ...] = ()
     num_ranks: int = 1
     spin: bool = False
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class NewSequence:
     Attributes:
         name: unique; never used again.
         start: the blocks hold KV of all positions before this one.
-        adapter: name of its LoRA adapter; empty: none.
+        adapter: id of its LoRA adapter; empty: none.
     """
 
     name: str
@@ -115,10 +120,30 @@ def read_request(message: Mapping[str, Any]) -> tuple[EngineRequest, Place]:
     """Reads a message of `request_message`."""
     fields = dict(message["request"])
     fields["folder"] = Path(fields["folder"])
-    fields["adapters"] = tuple(
-        Adapter(each["name"], Path(each["folder"]), each["rank"]) for each in fields["adapters"]
-    )
+    fields["adapters"] = tuple(_adapter(each) for each in fields["adapters"])
     return EngineRequest(**fields), Place(message["rank"], message["meeting"])
+
+
+def adding_message(adapter: Adapter) -> dict[str, Any]:
+    """The message that tells a rank to load an adapter."""
+    return {"add_adapter": asdict(adapter)}
+
+
+def removing_message(adapter: str) -> dict[str, Any]:
+    """The message that tells a rank to remove an adapter, by its id."""
+    return {"remove_adapter": adapter}
+
+
+def read_change(message: Mapping[str, Any]) -> Adapter | str | None:
+    """Reads a message about adapters: the one to add, or the id to remove; None for a step's."""
+    if "add_adapter" in message:
+        return _adapter(message["add_adapter"])
+    removed: str | None = message.get("remove_adapter")
+    return removed
+
+
+def _adapter(fields: Mapping[str, Any]) -> Adapter:
+    return Adapter(**{**fields, "folder": Path(fields["folder"])})
 
 
 def step_message(step: VllmStep) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.kv_formats import KV_DTYPE_BYTES
 from kvmesh.core.types import KvLayout, TokenLogprobs
-from kvmesh.engine.adapters import adapters_identity
+from kvmesh.engine.adapters import WEIGHTS, Adapter, check_rank
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
@@ -69,6 +69,32 @@ class _Told:
         )
 
 
+class VllmPlaces:
+    """vLLM's places for LoRA adapters, on all ranks."""
+
+    def __init__(self, executor: VllmExecutor) -> None:
+        self._executor = executor
+
+    @property
+    def num_places(self) -> int:
+        """See `AdapterPlaces.num_places`."""
+        return self._executor.max_adapters
+
+    def add(self, adapter: Adapter) -> None:
+        """See `AdapterPlaces.add`."""
+        check_rank(adapter, self._executor.max_adapter_rank)
+        # vLLM keeps the weights beside the place that it copies them to.
+        size, free = (adapter.folder / WEIGHTS).stat().st_size, available_bytes()
+        if size > free:
+            text = f"the adapter {adapter.name} has {size} bytes, and {free} are free on this host"
+            raise ConfigError(text)
+        self._executor.change_adapters(adapter)
+
+    def remove(self, adapter: str) -> None:
+        """See `AdapterPlaces.remove`."""
+        self._executor.change_adapters(adapter)
+
+
 class VllmRunner:
     """The `ModelRunner` that uses vLLM's executor, in this process."""
 
@@ -100,7 +126,7 @@ class VllmRunner:
             max_model_len=facts.max_model_len,
             eos_token_ids=stop_tokens(request.folder),
             layout=layout,
-            adapters=tuple(each.name for each in request.adapters),
+            adapters=tuple(each.id for each in request.adapters),
             embedding=facts.embedding,
         )
         return cls(spec, executor, pool)
@@ -124,6 +150,11 @@ class VllmRunner:
     def pair_share(self) -> float:
         """0: with vLLM, a chunk cannot wait layer by layer for KV from an upstream worker."""
         return 0.0
+
+    @property
+    def adapter_places(self) -> VllmPlaces | None:
+        """See `ModelRunner.adapter_places`."""
+        return VllmPlaces(self._executor) if self._executor.max_adapters else None
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """See `ModelRunner.execute`."""
@@ -256,8 +287,6 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
     if facts.kv_dtype not in KV_DTYPE_BYTES or facts.content % 2:
         raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
     bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype}"
-    if request.adapters:  # only workers with the same adapters may exchange this KV
-        bytes_in += f" {adapters_identity(request.adapters)}"
     layout = KvLayout(
         model_fingerprint=file_identity(request.folder, bytes_in),
         dtype=facts.kv_dtype,

@@ -287,6 +287,7 @@ class MemoryFleetStore:
         self._clock = clock
         self._workers: dict[WorkerId, tuple[bytes, float]] = {}
         self._groups: dict[str, bytes] = {}
+        self._adapters = b""
         self._leases: dict[str, tuple[str, float]] = {}
 
     async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
@@ -314,6 +315,14 @@ class MemoryFleetStore:
     async def remove_group(self, scenario: str) -> None:
         """See `FleetStore.remove_group`."""
         self._groups.pop(scenario, None)
+
+    async def put_adapters(self, wishes: bytes) -> None:
+        """See `FleetStore.put_adapters`."""
+        self._adapters = wishes
+
+    async def adapters(self) -> bytes:
+        """See `FleetStore.adapters`."""
+        return self._adapters
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """See `FleetStore.acquire_lease`."""

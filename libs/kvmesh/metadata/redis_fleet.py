@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata import scripts
-from kvmesh.metadata.redis_answers import strings_of, understanding
+from kvmesh.metadata.redis_answers import bytes_of, strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient, milliseconds
 
 
@@ -50,6 +50,14 @@ class RedisFleetStore:
     async def remove_group(self, scenario: str) -> None:
         """See `FleetStore.remove_group`."""
         await self._client.run(scripts.REMOVE_GROUP, scenario)
+
+    async def put_adapters(self, wishes: bytes) -> None:
+        """See `FleetStore.put_adapters`."""
+        await self._client.run(scripts.PUT_ADAPTERS, wishes)
+
+    async def adapters(self) -> bytes:
+        """See `FleetStore.adapters`."""
+        return bytes_of(await self._client.run(scripts.ADAPTERS))
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """See `FleetStore.acquire_lease`."""

@@ -394,6 +394,18 @@ return 1
 """
 """ARGV: prefix, scenario."""
 
+PUT_ADAPTERS = """
+local prefix, wishes = unpack(ARGV)
+redis.call('SET', prefix .. 'adapters', wishes)
+return 1
+"""
+"""ARGV: prefix, wishes."""
+
+ADAPTERS = """
+return redis.call('GET', ARGV[1] .. 'adapters') or ''
+"""
+"""ARGV: prefix. Returns the wishes; empty if there are none."""
+
 HOLD_LEASE = """
 local prefix, name, owner, ttl_ms = unpack(ARGV)
 local key = prefix .. 'planner_lease:' .. name

@@ -178,6 +178,14 @@ class FleetStore(Protocol):
         """Removes a group, if it is stored."""
         ...
 
+    async def put_adapters(self, wishes: bytes) -> None:
+        """Stores the wishes for LoRA adapters of all models; the caller's encoding."""
+        ...
+
+    async def adapters(self) -> bytes:
+        """Returns the stored wishes for adapters; empty if there are none."""
+        ...
+
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """Takes a lease that is free or already the owner's, for `ttl_s` seconds from now."""
         ...

@@ -120,6 +120,7 @@ def route_query_to_proto(
         lost_worker_ids=sorted(query.lost),
         model_fingerprint=query.fingerprint,
         tpot_ms=limit_to_ms(query.tpot_s),
+        adapter=query.adapter,
     )
 
 
@@ -140,6 +141,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         lost=frozenset(WorkerId(name) for name in message.lost_worker_ids),
         fingerprint=message.model_fingerprint,
         tpot_s=limit_from_ms(message.tpot_ms),
+        adapter=message.adapter,
     )
 
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvmesh.core.adapters import AdapterReport, AdapterWishes
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
+from kvmesh.rpc.convert_adapters import adapter_report_to_proto, adapter_wishes_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
 from kvmesh.rpc.convert_worker import role_from_proto, worker_info_to_proto, worker_load_to_proto
 from kvmesh.rpc.direct import DirectClient
@@ -69,11 +71,13 @@ class OperatorHooks:
         on_cordon: called with whether to accept no new work, and the reason.
         on_role: called with the new role, the scenario whose group to join (None: stay), and the
             reason.
+        on_adapters: called with the LoRA adapters that the worker is to have.
     """
 
     detail: Callable[[], WorkerDetail]
     on_cordon: Callable[[bool, str], None]
     on_role: Callable[[Role, str | None, str], None]
+    on_adapters: Callable[[AdapterWishes], None]
 
 
 class SchedulerRegistration:
@@ -139,6 +143,11 @@ class SchedulerRegistration:
         for link in self._links:
             link.update(info)
 
+    def report_adapters(self, report: AdapterReport) -> None:
+        """Tells all schedulers what came of wishes for adapters; after `update`, if it changed."""
+        for link in self._links:
+            link.report_adapters(report)
+
     async def goodbye(self, reason: str, timeout_s: float = 2.0) -> None:
         """Leaves all schedulers with a goodbye and does not come back.
 
@@ -191,6 +200,11 @@ class _Link:
         if self._stream is not None and self._stream.connected and not self._leaving:
             self._stream.send(RegisterWorkerRequest(info=self._info))
             self._send_load(self._stream)
+
+    def report_adapters(self, report: AdapterReport) -> None:
+        if self._stream is not None and self._stream.connected and not self._leaving:
+            message = adapter_report_to_proto(report)
+            self._stream.send(RegisterWorkerRequest(adapters=message))
 
     async def run(self) -> None:
         async with open_channel(self._target, self._access) as channel:
@@ -304,5 +318,7 @@ class _Link:
                     told = message.role
                     scenario = told.scenario if told.HasField("scenario") else None
                     self._operator.on_role(role, scenario, told.reason)
+            case "adapters" if self._operator is not None:
+                self._operator.on_adapters(adapter_wishes_from_proto(message.adapters))
             case _:
                 pass  # an order of a newer scheduler

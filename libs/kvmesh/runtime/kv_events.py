@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Protocol
 
+from kvmesh.core.adapters import adapter_name
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import BlockHash
 from kvmesh.engine.core import EngineCore
@@ -64,7 +65,7 @@ def start_kv_events(
 
     def sealed(sequence: Sequence, first: int) -> None:
         hashes = sequence.chain.hashes[: sequence.kv.num_sealed]
-        log.stored(hashes, sequence.tokens, first, sequence.spec.adapter)
+        log.stored(hashes, sequence.tokens, first, adapter_name(sequence.spec.adapter))
         publisher.notify()
 
     core.on_sealed = core.fills.on_filled = sealed

@@ -43,8 +43,9 @@ from kvmesh.runtime.prompt_chain import PromptChain
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.tier_metrics import TierCollector
+from kvmesh.runtime.worker_adapters import WorkerAdapters, started_adapters
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
-from kvmesh.runtime.worker_config import WorkerConfig
+from kvmesh.runtime.worker_config import WorkerConfig, parse_role
 from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
@@ -79,10 +80,9 @@ class Worker:
         self._runner = runner
         self._metrics = metrics
         section = config.worker
-        self.role = _parse_role(section.role)
+        self.role = parse_role(section.role)
         self.cordoned = False
-        name = section.id or f"{self.role.value}-{context.host}-{context.port}"
-        self.worker_id = WorkerId(name)
+        self.worker_id = WorkerId(section.id or f"{self.role.value}-{context.host}-{context.port}")
         # Milliseconds since 1970, so that a restarted worker's incarnation is larger.
         self.incarnation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
@@ -272,6 +272,12 @@ class Worker:
     def _join_mesh(self, data_endpoint: Endpoint) -> None:
         section, spec = self._config.worker, self._runner.spec
         self._info = self._describe(data_endpoint)
+        started = started_adapters(self._config.engine.lora, spec.adapters)
+        self._adapters = WorkerAdapters(
+            *(self.core, self._runner.adapter_places, started, self._loop.between_steps),
+            on_change=self._have_adapters,
+        )
+        orders = self._ordered_to_cordon, self._ordered_to_be, self._adapters.wish
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
             [target for target in targets if target],
@@ -279,9 +285,11 @@ class Worker:
             self.report,
             self._ordered_to_drain,
             self._context.access,
-            operator=OperatorHooks(self.detail, self._ordered_to_cordon, self._ordered_to_be),
+            operator=OperatorHooks(self.detail, *orders),
         )
+        self._adapters.on_report = self._registration.report_adapters
         self._context.spawn(self._registration.run(), "registration")
+        self._context.spawn(self._adapters.run(), "adapters")
         self._publisher: BlockPublisher | None = None
         if section.kvmanager_target:
             self.copies = PoolCopies(
@@ -310,7 +318,6 @@ class Worker:
             self.copies.on_result = self._publisher.report_copy
             self._context.spawn(self._publisher.run(), "publisher")
             self._context.spawn(self.copies.run(), "pool copies")
-
         self._kv_events = start_kv_events(self._context, self._config, self.core)
 
     def _missing_native(self) -> tuple[str, ...]:
@@ -369,6 +376,10 @@ class Worker:
             self.core.set_rules(self.decode.pace.rules(role))
             self._info = dataclasses.replace(self._info, role=role, scenario=told)
             self._registration.update(self._info)
+
+    def _have_adapters(self, ids: tuple[str, ...]) -> None:
+        self._info = dataclasses.replace(self._info, adapters=ids)
+        self._registration.update(self._info)
 
     async def _drain(self) -> None:
         """Drains prefill first, since its KV must be taken before the process may go; readers last.
@@ -461,15 +472,6 @@ class Worker:
         tiers = self.tiers is None or self.tiers.is_idle
         tiers = tiers and (prefetches is None or not prefetches.num_running)
         return self.core.is_idle and roles and lent and self.fetcher.is_idle and tiers
-
-
-def _parse_role(word: str) -> Role:
-    try:
-        return Role(word)
-    except ValueError as error:
-        raise ConfigError(
-            f"worker.role is one of {', '.join(role.value for role in Role)}, not {word!r}"
-        ) from error
 
 
 async def build_worker(

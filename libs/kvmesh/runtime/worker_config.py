@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option, positive, secret
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import Role
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -54,6 +56,20 @@ class WorkerSection:
     transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
 
 
+def parse_role(word: str) -> Role:
+    """Returns the role that a config names.
+
+    Raises:
+        ConfigError: there is no such role.
+    """
+    try:
+        return Role(word)
+    except ValueError as error:
+        raise ConfigError(
+            f"worker.role is one of {', '.join(role.value for role in Role)}, not {word!r}"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSection:
     """The engine."""
@@ -64,6 +80,12 @@ class EngineSection:
         "", "name under which the model is served; default: folder name, or org/name"
     )
     lora: str = option("", "LoRA adapters as NAME=FOLDER, comma-separated; with the engine vllm")
+    max_loras: int = option(
+        0, "LoRA adapters at once, those loaded while it runs included; 0: those of engine.lora"
+    )
+    max_lora_rank: int = positive(
+        16, "longest rank of adapters loaded while it runs; those of engine.lora may need more"
+    )
     tensor_parallel: int = positive(
         1, "processes that share each layer of the model by heads; with the engine vllm"
     )

@@ -15,7 +15,7 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.device_names import require_named_device
-from kvmesh.engine.fake import FakeDevice, FakeRunner
+from kvmesh.engine.fake import FakeDevice, FakePlaces, FakeRunner
 from kvmesh.engine.model_source import find_model, served_name
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.step_times import load_step_times
@@ -46,16 +46,21 @@ def find_folder(config: EngineSection) -> Path | None:
         ConfigError: an unknown kind, no such device, or no model is named.
         CheckpointError: the model does not exist, is damaged or not supported.
     """
-    if config.lora and config.kind != "vllm":
+    if (config.lora or config.max_loras) and config.kind == "kvmesh":
+        which = (
+            "engine.lora names adapters" if config.lora else "engine.max_loras asks for adapters"
+        )
         raise ConfigError(
-            f"engine.lora names adapters, and the engine {config.kind} has none: set engine.kind "
-            "vllm, or merge the adapter into the checkpoint (merge_and_unload of PEFT)"
+            f"{which}, and the engine {config.kind} has none: set engine.kind vllm, or merge the "
+            "adapter into the checkpoint (merge_and_unload of PEFT)"
         )
     if config.tensor_parallel > 1 and config.kind != "vllm":
         raise ConfigError(
             f"engine.tensor_parallel is {config.tensor_parallel}, and the engine {config.kind} is "
             "one process: set engine.kind vllm"
         )
+    if config.max_loras < 0:
+        raise ConfigError(f"engine.max_loras is a number of adapters, got {config.max_loras}")
     if config.kind == "fake":
         return find_model(config.model, has_weights=False) if config.model else None
     if config.kind not in {"kvmesh", "vllm"}:
@@ -136,6 +141,8 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
         max_tokens=config.max_batch_tokens,
         max_sequences=BatchLimits().max_sequences,
         adapters=read_adapters(config.lora),
+        max_adapters=config.max_loras,
+        max_adapter_rank=config.max_lora_rank if config.max_loras else 0,
         num_ranks=config.tensor_parallel,
         # The event loop, which answers peers, needs a core too.
         spin=usable_cores() > config.tensor_parallel * config.num_threads,
@@ -149,10 +156,14 @@ def _load_fake(config: EngineSection, folder: Path | None, name: str) -> FakeRun
     times = None
     if config.fake_profile:
         times = load_step_times(Path(config.fake_profile), config.fake_device)
+    adapters = read_adapters(config.lora)
+    num_places = max(config.max_loras, len(adapters))
+    longest = max(config.max_lora_rank, *(each.rank for each in adapters), 0)
+    places = FakePlaces(num_places, longest, adapters) if num_places else None
     make = FakeRunner if folder is None else partial(FakeRunner.for_checkpoint, folder)
     return make(
         name=name,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        device=FakeDevice(config.fake_step_s, times, config.fake_token_bytes),
+        device=FakeDevice(config.fake_step_s, times, config.fake_token_bytes, places),
     )

@@ -79,6 +79,7 @@ class RouteRequest(_message.Message):
     LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -107,6 +108,8 @@ class RouteRequest(_message.Message):
     """Fingerprint of the checkpoint that is to serve it; empty: any of the model."""
     tpot_ms: _builtins.int
     """Longest mean time per token that the client accepts, in milliseconds; 0: any."""
+    adapter: _builtins.str
+    """Id of the LoRA adapter that it needs; empty: none."""
     @_builtins.property
     def avoid_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that just failed or refused this request."""
@@ -139,10 +142,11 @@ class RouteRequest(_message.Message):
         lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         model_fingerprint: _builtins.str = ...,
         tpot_ms: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,6 +615,7 @@ class RegisterWorkerRequest(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """Registration."""
@@ -631,6 +636,10 @@ class RegisterWorkerRequest(_message.Message):
     def alive(self) -> Global___WorkerAlive:
         """The load is as it was told last. Only for schedulers that named an interval for it."""
 
+    @_builtins.property
+    def adapters(self) -> Global___AdapterReport:
+        """Wishes for adapters were carried out; what it has now is in the info before."""
+
     def __init__(
         self,
         *,
@@ -639,12 +648,13 @@ class RegisterWorkerRequest(_message.Message):
         goodbye: Global___WorkerGoodbye | None = ...,
         detail: Global___WorkerDetail | None = ...,
         alive: Global___WorkerAlive | None = ...,
+        adapters: Global___AdapterReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive", "adapters"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -699,6 +709,7 @@ class RegisterWorkerResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     CORDON_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___WorkerAccepted:
         """Registered; report at this interval."""
@@ -715,6 +726,10 @@ class RegisterWorkerResponse(_message.Message):
     def role(self) -> Global___WorkerRole:
         """Register again with another role."""
 
+    @_builtins.property
+    def adapters(self) -> Global___AdapterWishes:
+        """Have these adapters beside those of its start."""
+
     def __init__(
         self,
         *,
@@ -722,12 +737,13 @@ class RegisterWorkerResponse(_message.Message):
         drain: Global___WorkerDrain | None = ...,
         cordon: Global___WorkerCordon | None = ...,
         role: Global___WorkerRole | None = ...,
+        adapters: Global___AdapterWishes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role", "adapters"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
@@ -1107,3 +1123,321 @@ class ApplyGroupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyGroupResponse: _TypeAlias = ApplyGroupResponse  # noqa: Y015
+
+@_typing.final
+class AdapterWish(_message.Message):
+    """A LoRA adapter that workers are to have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that clients use as a model."""
+    folder: _builtins.str
+    """Its PEFT folder, as the workers' machines see it."""
+    revision: _builtins.int
+    """Grows each time that it is loaded again."""
+    model: _builtins.str
+    """Model whose workers are to have it. The scheduler's own; workers are told only their model's."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "model", b"model", "name", b"name", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterWish: _TypeAlias = AdapterWish  # noqa: Y015
+
+@_typing.final
+class AdapterWishes(_message.Message):
+    """All adapters that workers are to have beside those of their start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    WISHES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Grows with every change; a worker ignores an older one than it has."""
+    @_builtins.property
+    def wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterWish]:
+        """By model and name."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        wishes: _abc.Iterable[Global___AdapterWish] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version", "wishes", b"wishes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterWishes: _TypeAlias = AdapterWishes  # noqa: Y015
+
+@_typing.final
+class AdapterReport(_message.Message):
+    """What came of wishes for adapters on a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Of the wishes that it has carried out."""
+    @_builtins.property
+    def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Why it does not have an adapter, by name."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        failures: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterReport: _TypeAlias = AdapterReport  # noqa: Y015
+
+@_typing.final
+class AdapterView(_message.Message):
+    """An adapter and the workers of its model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that clients use as a model."""
+    model: _builtins.str
+    """Its model."""
+    folder: _builtins.str
+    """Where it was loaded from; empty: workers have it from their start."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterHolder]:
+        """All workers of the model."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        holders: _abc.Iterable[Global___AdapterHolder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "holders", b"holders", "model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterView: _TypeAlias = AdapterView  # noqa: Y015
+
+@_typing.final
+class AdapterHolder(_message.Message):
+    """A worker that is to have an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which."""
+    adapter: _builtins.str
+    """Id of the adapter under this name that it has; empty: it has none."""
+    problem: _builtins.str
+    """Why it does not have what is wished; empty: it has, or has not answered yet."""
+    answered: _builtins.bool
+    """It has carried the wish out, or failed to."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        answered: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "answered", b"answered", "problem", b"problem", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterHolder: _TypeAlias = AdapterHolder  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    """Asks for all adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    """All adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterView]:
+        """By model and name."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___AdapterView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """Loads an adapter, or loads it again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that clients are to use."""
+    folder: _builtins.str
+    """Its PEFT folder, as the workers' machines see it."""
+    model: _builtins.str
+    """Model whose weights it changes; empty: the only one of the fleet."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """What came of it on each worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> Global___AdapterView:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___AdapterView | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterRequest(_message.Message):
+    """Takes an adapter away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    model: _builtins.str
+    """Its model; empty: the only one that has such an adapter."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterRequest: _TypeAlias = RemoveAdapterRequest  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterResponse(_message.Message):
+    """No worker that has answered has it any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015

@@ -65,6 +65,21 @@ class SchedulerServiceStub:
                 request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kvmesh.v1.SchedulerService/ListAdapters',
+                request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kvmesh.v1.SchedulerService/LoadAdapter',
+                request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/kvmesh.v1.SchedulerService/RemoveAdapter',
+                request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -113,6 +128,28 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """The LoRA adapters of all models, and which workers have them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Loads an adapter on all workers of a model, those that come later included; returns when those that
+        are here have answered. FAILED_PRECONDITION if none of them took it: nothing is changed then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Takes an adapter away; requests that run with it end as usual.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +182,21 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ApplyGroup,
                     request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RemoveAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +362,87 @@ class SchedulerService:
             '/kvmesh.v1.SchedulerService/ApplyGroup',
             kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupRequest.SerializeToString,
             kvmesh_dot_v1_dot_scheduler__service__pb2.ApplyGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.SchedulerService/ListAdapters',
+            kvmesh_dot_v1_dot_scheduler__service__pb2.ListAdaptersRequest.SerializeToString,
+            kvmesh_dot_v1_dot_scheduler__service__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.SchedulerService/LoadAdapter',
+            kvmesh_dot_v1_dot_scheduler__service__pb2.LoadAdapterRequest.SerializeToString,
+            kvmesh_dot_v1_dot_scheduler__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.SchedulerService/RemoveAdapter',
+            kvmesh_dot_v1_dot_scheduler__service__pb2.RemoveAdapterRequest.SerializeToString,
+            kvmesh_dot_v1_dot_scheduler__service__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

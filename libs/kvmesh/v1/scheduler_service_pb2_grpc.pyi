@@ -45,6 +45,14 @@ class SchedulerServiceStub:
     """The groups of workers that the launcher keeps, and what they are to be."""
     ApplyGroup: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ApplyGroupRequest, _scheduler_service_pb2.ApplyGroupResponse]
     """Wishes for a group, which is made if need be; returns before the wish is fulfilled."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListAdaptersRequest, _scheduler_service_pb2.ListAdaptersResponse]
+    """The LoRA adapters of all models, and which workers have them."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.LoadAdapterRequest, _scheduler_service_pb2.LoadAdapterResponse]
+    """Loads an adapter on all workers of a model, those that come later included; returns when those that
+    are here have answered. FAILED_PRECONDITION if none of them took it: nothing is changed then.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.RemoveAdapterRequest, _scheduler_service_pb2.RemoveAdapterResponse]
+    """Takes an adapter away; requests that run with it end as usual."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -63,6 +71,14 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """The groups of workers that the launcher keeps, and what they are to be."""
     ApplyGroup: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ApplyGroupRequest, _scheduler_service_pb2.ApplyGroupResponse]  # type: ignore[assignment]
     """Wishes for a group, which is made if need be; returns before the wish is fulfilled."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListAdaptersRequest, _scheduler_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """The LoRA adapters of all models, and which workers have them."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.LoadAdapterRequest, _scheduler_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter on all workers of a model, those that come later included; returns when those that
+    are here have answered. FAILED_PRECONDITION if none of them took it: nothing is changed then.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.RemoveAdapterRequest, _scheduler_service_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """Takes an adapter away; requests that run with it end as usual."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler."""
@@ -114,5 +130,31 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.ApplyGroupResponse, _abc.Awaitable[_scheduler_service_pb2.ApplyGroupResponse]]:
         """Wishes for a group, which is made if need be; returns before the wish is fulfilled."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _scheduler_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.ListAdaptersResponse, _abc.Awaitable[_scheduler_service_pb2.ListAdaptersResponse]]:
+        """The LoRA adapters of all models, and which workers have them."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _scheduler_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.LoadAdapterResponse, _abc.Awaitable[_scheduler_service_pb2.LoadAdapterResponse]]:
+        """Loads an adapter on all workers of a model, those that come later included; returns when those that
+        are here have answered. FAILED_PRECONDITION if none of them took it: nothing is changed then.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _scheduler_service_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.RemoveAdapterResponse, _abc.Awaitable[_scheduler_service_pb2.RemoveAdapterResponse]]:
+        """Takes an adapter away; requests that run with it end as usual."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -545,7 +545,9 @@ class SequenceSpec(_message.Message):
     model_fingerprint: _builtins.str
     """Fingerprint of the checkpoint that its tokens come from; a worker of another one refuses it."""
     adapter: _builtins.str
-    """LoRA adapter whose weights are added; empty is none. A worker without it refuses."""
+    """Id (NAME@CONTENT) of the LoRA adapter whose weights are added; empty is none. A worker without it
+    refuses.
+    """
     embedding_dimensions: _builtins.int
     """How many leading dimensions of the prompt's embedding to return with the first token; 0 returns
     all, unset returns no embedding.
@@ -828,7 +830,7 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """LoRA adapters that it has loaded, by the names that clients use as models."""
+        """Ids (NAME@CONTENT) of LoRA adapters that it has loaded; clients use their names as models."""
 
     def __init__(
         self,

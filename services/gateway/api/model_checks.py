@@ -5,10 +5,10 @@ Pure. Tests: tests/unit/gateway/api/test_openai.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
 from kvmesh.core.values import changed
 from services.gateway.api.openai import ApiCall, TokenPrompt
@@ -24,11 +24,11 @@ class ServedNames:
 
     Attributes:
         model: names of the model, its own first.
-        adapters: names of LoRA adapters, each of which is the model with other weights.
+        adapters: ids of LoRA adapters by name, each of which is the model with other weights.
     """
 
     model: tuple[str, ...]
-    adapters: Sequence[str] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -36,11 +36,27 @@ class ServedNames:
         return (*self.model, *self.adapters)
 
     def adapter(self, name: str) -> str:
-        """The adapter of a name; empty for none.
+        """The id of the adapter of a name; empty for none.
 
         An empty name takes the model itself, and a name of the model hides an adapter's.
+
+        Raises:
+            ModelNotFoundError: no such adapter is served (any more).
         """
-        return "" if not name or name in self.model else name
+        if not name or name in self.model:
+            return ""
+        if name not in self.adapters:
+            raise model_not_found(name, self.every)
+        return self.adapters[name]
+
+
+def model_not_found(name: str, known: Iterable[str]) -> ModelNotFoundError:
+    """The error for a name that is not served."""
+    return ModelNotFoundError(
+        f"the model {name!r} does not exist here; served: {', '.join(known)}",
+        "model",
+        "model_not_found",
+    )
 
 
 def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvmesh.core.adapters import made_by
 from kvmesh.core.errors import GoneError, InvalidRequestError
 from kvmesh.core.types import Placement
 from services.gateway.api.answers import (
@@ -200,7 +201,9 @@ class Calls:
             created=asked.created,
             seed=choices[0].call.seed or 0,
             prompt_sum=prompt_sum(choices),
-            checkpoints=tuple(each.request.checkpoint for each in choices),
+            checkpoints=tuple(
+                made_by(each.request.checkpoint, each.request.adapter) for each in choices
+            ),
             scenario=caller.scenario,
             placement=caller.placement.value,
             body=asked.body,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
+from kvmesh.core.adapters import adapter_name
 from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Placement
 from kvmesh.core.values import changed, quick
@@ -78,7 +79,7 @@ class Delivered(NamedTuple):
         seed: the call's sampling seed.
         prompt_sum: checksum of the call's prompts when it began; see the function `prompt_sum`.
         is_paid: the tenant was already charged for the prompt.
-        checkpoints: for each choice, the fingerprint of the checkpoint that generated it.
+        checkpoints: for each choice, the checkpoint and adapter that generated it; see `made_by`.
         choices: the delivered part of each choice; None for a choice of which nothing was
             delivered.
     """
@@ -114,7 +115,7 @@ class Choice:
     @property
     def model_name(self) -> str:
         """The model name in answers: the adapter's name if the request names an adapter."""
-        return self.request.adapter or self.request.model
+        return adapter_name(self.request.adapter) or self.request.model
 
     @property
     def is_open(self) -> bool:

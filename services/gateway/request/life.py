@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvmesh.core.adapters import made_by
 from kvmesh.core.errors import DeadlineError, KvMeshError, LostError, StructureError
 from kvmesh.core.types import (
     BlockHash,
@@ -375,7 +376,8 @@ class Life:
         self._worker = prefill
         self._prefetch.taken(prefill)
         assert self.receiver is not None, "somebody wants the tokens"
-        where = Placed(placement, prefill, decode, plan.cause, self._checkpoint)
+        maker = made_by(self._checkpoint, self._request.adapter)
+        where = Placed(placement, prefill, decode, plan.cause, maker)
         self.receiver.placed(where)
         self._wake_up()
 

@@ -7,13 +7,15 @@ Tests: tests/unit/gateway/request/test_routing.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvmesh.core.adapters import adapter_name, lacking
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.values import changed
 from kvmesh.policy.groups import GroupKey, serving_label
 from kvmesh.policy.routing import plan_without_scheduler
 from kvmesh.telemetry.logs import event_logger
@@ -82,7 +84,8 @@ class Served:
     Attributes:
         group: their group over all clusters; the scheduler's plan chooses the cluster.
         num_awake: number of workers that accept new requests; 0 also if prefill or decode has none.
-        adapters: LoRA adapters that all these workers have.
+        adapters: ids of the LoRA adapters that they serve, by name. Of several of one name, as
+            during a reload, the one that most workers have.
         embeds: all these workers compute embeddings.
         engines: names of their engines.
     """
@@ -90,7 +93,7 @@ class Served:
     group: GroupKey
     facts: ModelFacts
     num_awake: int
-    adapters: frozenset[str] = frozenset()
+    adapters: Mapping[str, str] = field(default_factory=dict)
     embeds: bool = False
     engines: frozenset[str] = frozenset()
 
@@ -123,7 +126,7 @@ def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[S
         awake = sum(not worker.load.draining for worker in members)
         is_able = not missing_role(members, model)
         group = GroupKey(model, fingerprint, label, "")
-        adapters = frozenset.intersection(*(frozenset(each.info.adapters) for each in members))
+        adapters = _adapters_of(members)
         embeds = all(each.info.embeds for each in members)
         engines = frozenset(each.info.layout.engine for each in members)
         num_awake = awake if is_able else 0
@@ -131,16 +134,48 @@ def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[S
     return found
 
 
+def _merged(served: Mapping[str, list[Served]]) -> dict[str, str]:
+    """The adapters of all groups, by name; of several ids, that of the group with most workers."""
+    groups = [each for found in served.values() for each in found]
+    merged: dict[str, str] = {}
+    for each in sorted(groups, key=lambda each: each.num_awake):
+        merged.update(each.adapters)
+    return dict(sorted(merged.items()))
+
+
+def _adapters_of(members: Sequence[FleetWorker]) -> dict[str, str]:
+    """The adapters that members of one checkpoint can serve, by name.
+
+    An adapter that only prefill or only decode workers have, as while it is loaded, is not served
+    yet.
+    """
+    having: dict[str, list[tuple[str, FleetWorker]]] = {}
+    for worker in members:
+        for each in worker.info.adapters:
+            having.setdefault(adapter_name(each), []).append((each, worker))
+    absent = _missing_roles(members)
+    found = {}
+    for name, pairs in having.items():
+        if _missing_roles([worker for _, worker in pairs]) == absent:
+            counts = Counter(each for each, _ in pairs)
+            found[name] = max(sorted(counts), key=counts.__getitem__)
+    return found
+
+
+def _missing_roles(workers: Sequence[FleetWorker]) -> list[str]:
+    """Roles for which none of these workers takes new requests."""
+    roles = {each.info.role for each in workers if not each.load.draining}
+    return [role.value for role in (Role.PREFILL, Role.DECODE) if not roles & {role, Role.HYBRID}]
+
+
 def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
     """The reason why the fleet cannot serve a model; empty if it can."""
-    awake = [each for each in served_workers(workers, model) if not each.load.draining]
-    roles = {each.info.role for each in awake}
-    missing = [
-        role.value for role in (Role.PREFILL, Role.DECODE) if not roles & {role, Role.HYBRID}
-    ]
+    served = served_workers(workers, model)
+    missing = _missing_roles(served)
     if not missing:
         return ""
-    ready = f"{len(awake)} of {len(workers)} workers ready"
+    num_awake = sum(not each.load.draining for each in served)
+    ready = f"{num_awake} of {len(workers)} workers ready"
     return f"no {' and no '.join(missing)} worker for {model}; {ready}"
 
 
@@ -188,6 +223,7 @@ class Router:
         self._served_of: tuple[FleetWorker, ...] = ()
         self._facts: ModelFacts | None = None
         self._served: dict[str, list[Served]] = {}
+        self._adapters: dict[str, str] = {}
         self._scenarios: frozenset[str] = frozenset()
 
     @property
@@ -197,11 +233,10 @@ class Router:
         return self._facts
 
     @property
-    def adapters(self) -> list[str]:
-        """LoRA adapters that clients may name, sorted by name."""
+    def adapters(self) -> Mapping[str, str]:
+        """Ids of the LoRA adapters that clients may name, by name, sorted."""
         self._look()
-        every = [each.adapters for found in self._served.values() for each in found]
-        return sorted(frozenset[str]().union(*every))
+        return self._adapters
 
     @property
     def scenarios(self) -> frozenset[str]:
@@ -228,13 +263,13 @@ class Router:
 
         Args:
             draw: random, from 0 to 1; chooses a checkpoint in proportion to its workers.
-            adapter: LoRA adapter that the workers must have; empty for none.
+            adapter: id of the LoRA adapter that the workers must have; empty for none.
             embeds: the workers must compute embeddings.
         """
         self._look()
         found = self._served.get(serving_label(scenario, self._served), [])
         if adapter:
-            found = [each for each in found if adapter in each.adapters]
+            found = [each for each in found if adapter in each.adapters.values()]
         if embeds:
             found = [each for each in found if each.embeds]
         able = [each for each in found if each.num_awake] or found
@@ -264,6 +299,7 @@ class Router:
             self._served_of = workers
             self._facts = model_facts(workers, self._model)
             self._served = served_by_label(workers, self._model)
+            self._adapters = _merged(self._served)
             served = served_workers(workers, self._model)
             self._scenarios = frozenset(each.info.scenario for each in served)
 
@@ -292,6 +328,10 @@ class Router:
             if not self._alone:  # logged once, not per request
                 log.warning("routing_without_scheduler", error=str(error))
             self._alone = True
+            if query.adapter:
+                infos = (each.info for each in self._fleet.workers)
+                without = lacking(infos, query.model, query.adapter)
+                query = changed(query, avoid=query.avoid | without)
             return plan_without_scheduler(self._fleet.workers, query, self._in_flight())
         if self._alone:
             log.info("routing_by_scheduler_again")

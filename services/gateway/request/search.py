@@ -257,6 +257,7 @@ class Search:
             waiting_reserved=waiting_reserved,
             lost=self._failed,
             tpot_s=request.tpot_s,
+            adapter=request.adapter,
             fingerprint=self.fingerprint,
         )
 

@@ -32,7 +32,7 @@ class Head:
         seed: the call's sampling seed.
         prompt_sum: CRC-32 of the prompts' token ids; it differs if the model or a date in the chat
             template does.
-        checkpoints: for each generation, the fingerprint of the checkpoint that serves it.
+        checkpoints: for each generation, the checkpoint and adapter that serve it; see `made_by`.
         body: the request's body as the client sent it.
     """
 

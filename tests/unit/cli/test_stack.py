@@ -78,7 +78,7 @@ def test_members_start_from_below() -> None:
 
 def test_each_model_has_workers_and_the_gateway_has_all_models() -> None:
     others = (OtherModel(("b", "bee"), Path("/models/b"), "auto", 64),)
-    plan = _plan(replace(OPTIONS, others=others, num_spare=1, lora="x=/x"))
+    plan = _plan(replace(OPTIONS, others=others, num_spare=1, lora="x=/x", max_loras=2))
     models = {
         member.spec.name: (flags["--engine.model"], flags["--engine.model-name"])
         for member in plan.members
@@ -91,7 +91,10 @@ def test_each_model_has_workers_and_the_gateway_has_all_models() -> None:
     }
     flags = _flags(_member(plan, "decode-1"))
     assert (flags["--engine.max-model-len"], flags["--engine.dtype"]) == ("64", "auto")
-    assert flags["--engine.lora"] == ""  # adapters are the first model's
+    assert (flags["--engine.lora"], flags["--engine.max-loras"]) == (
+        "",
+        "0",
+    )  # adapters are the first model's
     assert _flags(_member(plan, "gateway"))["--model.others"] == "b=/models/b,bee=/models/b"
 
 

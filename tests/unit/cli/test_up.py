@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "threshold": 512,
     "aliases": "",
     "lora": "",
+    "max_loras": 0,
     "tensor_parallel": 1,
     "other_models": "",
 }

@@ -34,6 +34,32 @@ async def _until(fact: threading.Event) -> None:
     assert await asyncio.to_thread(fact.wait, 10)
 
 
+async def test_work_between_steps_shares_the_runner_with_none() -> None:
+    runner = Gate()
+    core = EngineCore(runner.spec, 64)
+    loop = EngineLoop(core, runner)
+    task = asyncio.create_task(loop.run())
+    sequence = core.admit_decode(make_spec([1, 2, 3], max_tokens=500))
+    assert isinstance(sequence, Sequence)
+    core.run(sequence)
+    loop.wake()
+    await _until(runner.entered)
+    ran: list[str] = []
+    work = asyncio.create_task(
+        loop.between_steps(lambda: ran.append(threading.current_thread().name))
+    )
+    await asyncio.sleep(0)
+    assert not ran, "a step is being computed"
+    runner.open.set()
+    async with asyncio.timeout(10):
+        await work
+    assert core.has_work, "it did not wait for the end of the sequence"
+    assert set(ran) == runner.threads
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_steps_run_in_one_other_thread_and_the_loop_stays_free() -> None:
     runner = Gate()
     core = EngineCore(runner.spec, 64)

@@ -22,10 +22,13 @@ from kvmesh.engine.vllm_messages import (
     NewSequence,
     Place,
     VllmStep,
+    adding_message,
     encoded,
+    read_change,
     read_request,
     read_step,
     receive,
+    removing_message,
     request_message,
     step_message,
 )
@@ -40,7 +43,7 @@ REQUEST = EngineRequest(
     max_model_len=0,
     max_tokens=512,
     max_sequences=64,
-    adapters=(Adapter("sql", Path("/sql"), 8),),
+    adapters=(Adapter("sql", Path("/sql"), 8, "0123"),),
     num_ranks=3,
 )
 _PROGRAM = """
@@ -87,7 +90,11 @@ def test_what_is_told_is_what_is_read() -> None:
         )
         assert receive(theirs) == {}
         ours.sendall(encoded(step_message(step)))
-        assert read_step(receive(theirs)) == step
+        told = receive(theirs)
+        assert (read_change(told), read_step(told)) == (None, step)
+        (adapter,) = REQUEST.adapters
+        ours.sendall(encoded(adding_message(adapter)) + encoded(removing_message(adapter.id)))
+        assert [read_change(receive(theirs)) for _ in range(2)] == [adapter, adapter.id]
         ours.close()
         with pytest.raises(EOFError):
             receive(theirs)

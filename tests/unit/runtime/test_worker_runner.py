@@ -73,9 +73,11 @@ def test_a_damaged_file_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
 
 
 def test_adapters_are_refused_by_engines_that_have_none() -> None:
-    for kind in ("kvmesh", "fake"):
+    for changes in ({"lora": "sql=folder"}, {"max_loras": 2}):
         with pytest.raises(ConfigError, match=r"engine\.kind vllm"):
-            find_folder(EngineSection(kind=kind, model="m", lora="sql=folder"))
+            find_folder(EngineSection(model="m", **changes))
+    with pytest.raises(ConfigError, match=r"engine\.max_loras .* got -1"):
+        find_folder(EngineSection(kind="fake", max_loras=-1))
 
 
 def test_several_ranks_are_refused_by_engines_of_one() -> None:

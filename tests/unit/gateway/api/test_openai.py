@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.api.messages import MAX_MESSAGES
 from services.gateway.api.model_checks import (
@@ -264,9 +264,11 @@ def test_context_overflow(call: ApiCall, num_prompt_tokens: int, param: str) -> 
 
 
 def test_model_name() -> None:
-    served = ServedNames(("tiny", "gpt-4o"), ["sql", "tiny"])
+    served = ServedNames(("tiny", "gpt-4o"), {"sql": "sql@1", "tiny": "tiny@1"})
     assert [served.adapter(name) for name in ("", "tiny", "gpt-4o")] == ["", "", ""]
-    assert served.adapter("sql") == "sql"
+    assert served.adapter("sql") == "sql@1"
+    with pytest.raises(ModelNotFoundError, match="'py' does not exist here; served: tiny, gpt-4o"):
+        served.adapter("py")  # removed since the model's frontend was found
 
 
 def test_an_empty_prompt() -> None:

@@ -179,18 +179,47 @@ def test_while_a_checkpoint_is_replaced_each_gets_requests_by_its_workers() -> N
 def test_adapters_are_asked_of_workers_that_have_them() -> None:
     other = replace(LAYOUT, model_fingerprint="with")
     having = [
-        worker(f"with-{role.value}", role, layout=other, adapters=("py", "sql"))
+        worker(f"with-{role.value}", role, layout=other, adapters=("py@1", "sql@1"))
         for role in (Role.PREFILL, Role.DECODE)
     ]
     router = Router("tiny", Fleet((P, D, *having)), Source(None), dict, 1.0)
-    assert router.adapters == ["py", "sql"]
+    assert router.adapters == {"py": "py@1", "sql": "sql@1"}
     for draw in (0.0, 0.4, 0.9):
-        served = router.served("", draw, "sql")
+        served = router.served("", draw, "sql@1")
         assert served is not None
         assert served.group.fingerprint == "with"
     anybody = [router.served("", draw) for draw in (0.0, 0.9)]
     assert {each.group.fingerprint for each in anybody if each} == {"fp", "with"}
-    assert router.served("", 0.5, "unknown") is None
+    assert router.served("", 0.5, "unknown@1") is None
+
+
+def test_an_adapter_is_served_when_prefill_and_decode_have_it() -> None:
+    fleet = Fleet((P, D))
+    router = Router("tiny", fleet, Source(None), dict, 1.0)
+
+    def given(prefill: str, decode: str, *more: str) -> dict[str, str]:
+        fleet.workers = (
+            worker("p", Role.PREFILL, adapters=(prefill,) if prefill else ()),
+            worker("d", Role.DECODE, adapters=(decode,) if decode else ()),
+            *(worker(f"d-{each}", Role.DECODE, adapters=(each,)) for each in more),
+        )
+        return dict(router.adapters)
+
+    assert given("", "") == {}
+    assert given("sql@1", "") == given("", "sql@1") == {}, "it is being loaded"
+    assert given("sql@1", "sql@1") == {"sql": "sql@1"}
+    assert given("sql@2", "sql@1") == {"sql": "sql@1"}, "it is being loaded again"
+    assert given("sql@2", "sql@1", "sql@2") == {"sql": "sql@2"}, "most have the newer one"
+
+
+async def test_without_a_scheduler_workers_that_lack_the_adapter_come_last() -> None:
+    more = [worker(f"d{each}", Role.DECODE, adapters=("sql@1",)) for each in range(2)]
+    router = Router("tiny", Fleet((P, D, *more)), Source(None), dict, 1.0)
+    for number in range(8):
+        query = RouteQuery(RequestId(f"r{number}"), "tiny", 10, 10, adapter="sql@1")
+        plan = await router.route(query, "", 1.0)
+        assert isinstance(plan, RoutePlan)
+        assert plan.decode[0].worker_id in ("d0", "d1")
 
 
 def test_embeddings_are_asked_of_workers_that_compute_them() -> None:
