@@ -97,7 +97,9 @@ async def run(scheduler: str, kvmanager: str, num_workers: int) -> None:
     """The fleet, until its input ends."""
     loop = asyncio.get_running_loop()
     load = WorkerLoad(blocks_free=NUM_BLOCKS)
-    operator = OperatorHooks(WorkerDetail, lambda _, __: None, lambda _, __, ___: None)
+    operator = OperatorHooks(
+        WorkerDetail, lambda _, __: None, lambda _, __, ___: None, lambda _: None
+    )
     joined: list[SchedulerRegistration] = []
     async with asyncio.TaskGroup() as tasks:
         for number in range(num_workers):

@@ -134,6 +134,15 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
     async def ApplyGroup(self, request: Any, context: Any) -> Any:
         raise AssertionError("nobody sets groups up here")
 
+    async def ListAdapters(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody asks for adapters here")
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody loads adapters here")
+
+    async def RemoveAdapter(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody removes adapters here")
+
 
 @contextlib.asynccontextmanager
 async def fake_mesh(output: list[int], eos: int, roles: dict[str, Role]) -> AsyncIterator[FakeMesh]:
