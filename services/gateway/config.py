@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.named_values import named_values
 from kvmesh.engine.model_source import served_name
+from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.convert import limit_from_ms
 from kvmesh.runtime.app import ServerConfig
@@ -137,6 +140,11 @@ class LimitsConfig:
     """Deadlines and limits of one request."""
 
     ttft_deadline_ms: int = positive(10_000, "default longest wait until a worker takes a request")
+    ttft_tiers: str = option(
+        "",
+        "the same for shorter prompts, as TOKENS=MS, comma-separated: a prompt of at most so many "
+        "tokens waits so long, and longer ones for ttft_deadline_ms",
+    )
     tpot_limit_ms: int = option(
         0, "default longest mean time per token that requests accept; 0: any"
     )
@@ -156,22 +164,44 @@ class LimitsConfig:
     max_sequences: int = positive(128, "most generations of one request: n times prompts")
     max_prompt_chars: int = positive(4_000_000, "most text of all prompts of one request")
 
-    def patience_s(self, ttft_ms: int) -> float:
-        """Longest wait for workers in seconds; 0 takes the default."""
-        return (ttft_ms or self.ttft_deadline_ms) / 1000
+    def tiers(self) -> tuple[TimeoutTier, ...]:
+        """The default waits by prompt length, shortest first; the last is for all longer prompts.
 
-    def times_s(self, ttft_ms: int, tpot_ms: int, itl_ms: int) -> tuple[float, float, float]:
-        """Returns the limits on a request's times in seconds; infinite is no limit.
+        Raises:
+            ConfigError: `ttft_tiers` is malformed, or a shorter prompt would wait longer.
+        """
+        form = "TOKENS=MS with numbers above 0"
+        waits: dict[int, int] = {}
+        for tokens, wait in named_values(self.ttft_tiers, "limits.ttft_tiers", form).items():
+            if not (tokens.isdecimal() and wait.isdecimal() and int(tokens) and int(wait)):
+                raise ConfigError(f"limits.ttft_tiers is {form}; got {tokens}={wait}")
+            waits[int(tokens)] = int(wait)
+        rising = [*sorted(waits.items()), (sys.maxsize, self.ttft_deadline_ms)]
+        if any(shorter > longer for (_, shorter), (_, longer) in pairwise(rising)):
+            raise ConfigError(
+                f"limits.ttft_tiers: longer prompts wait as long or longer, and the longest for "
+                f"limits.ttft_deadline_ms={self.ttft_deadline_ms}; got {self.ttft_tiers}"
+            )
+        return tuple(TimeoutTier(tokens, wait / 1000) for tokens, wait in rising)
+
+    def patience_s(self, ttft_ms: int) -> float:
+        """Longest wait for workers in seconds of a prompt whose length is not known yet.
 
         Args:
-            ttft_ms: longest wait for workers; 0 takes the default, here and below.
-            tpot_ms: longest mean time per token.
+            ttft_ms: what the client says; 0 takes the default of the longest prompts.
+        """
+        return (ttft_ms or self.ttft_deadline_ms) / 1000
+
+    def rates_s(self, tpot_ms: int, itl_ms: int) -> tuple[float, float]:
+        """Returns the limits on the times of a request's tokens in seconds; infinite is no limit.
+
+        Args:
+            tpot_ms: longest mean time per token; 0 takes the default, here and below.
             itl_ms: longest time between two tokens.
         """
         itl_s = limit_from_ms(itl_ms or self.itl_limit_ms)
         # If no gap exceeds this limit, the mean does not either.
-        tpot_s = min(limit_from_ms(tpot_ms or self.tpot_limit_ms), itl_s)
-        return self.patience_s(ttft_ms), tpot_s, itl_s
+        return min(limit_from_ms(tpot_ms or self.tpot_limit_ms), itl_s), itl_s
 
 
 @dataclass(frozen=True, slots=True)

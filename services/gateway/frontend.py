@@ -13,6 +13,7 @@ from kvmesh.core.errors import GoneError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import changed
 from kvmesh.kv.hashing import packed_tokens
+from kvmesh.policy.pdserve import timeout_s
 from services.gateway.api.model_checks import (
     ServedNames,
     check_call,
@@ -67,6 +68,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self._names = names
         self.limits = mesh.limits
+        self._tiers = mesh.limits.tiers()
 
     @property
     def served_name(self) -> str:
@@ -106,7 +108,7 @@ class Frontend:
             StageRefusedError: so many requests wait for workers that its deadline would pass.
         """
         tenant, lanes = caller.tenant, self._mesh.lanes
-        patience_s, _, _ = self.limits.times_s(*caller.times_ms)
+        patience_s = self.limits.patience_s(caller.times_ms[0])
         served = self._mesh.router.served(caller.scenario, 0.0)
         if served is None:
             return
@@ -184,7 +186,7 @@ class Frontend:
         call = changed(call, seed=seed)
         # A caller may repeat its id in a retry, but ids inside the mesh are unique.
         base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
-        ttft_s, tpot_s, itl_s = self.limits.times_s(*caller.times_ms)
+        tpot_s, itl_s = self.limits.rates_s(*caller.times_ms[1:])
         call = await with_tokens(self.tokenizer, call)
         makers = self._makers(call, caller, delivered, adapter)
         choices: list[Choice] = []
@@ -203,7 +205,7 @@ class Frontend:
                     packed_prompt=packed,
                     sampling=choice_sampling(sampling, seed, number),
                     arrived_at=caller.arrived_at,
-                    ttft_s=ttft_s,
+                    ttft_s=caller.times_ms[0] / 1000 or timeout_s(len(token_ids), self._tiers),
                     cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,
                     placement=caller.placement,

@@ -52,6 +52,22 @@ async def test_busy_until_deadline_is_one_refusal(stack: Stack) -> None:
     await stack.idle()
 
 
+async def test_short_prompts_wait_as_long_as_their_length_allows(tmp_path: Path) -> None:
+    limits = {"ttft_deadline_ms": 60_000, "ttft_tiers": "8=900, 64=5000"}
+    async with gateway_stack(tmp_path, limits=limits) as stack:
+        for num_tokens, said in ((8, {}), (9, {}), (65, {}), (1, {"x-slo-ttft-ms": "30000"})):
+            await stack.client.completions.create(
+                model=MODEL, prompt=[5] * num_tokens, max_tokens=1, extra_headers=said
+            )
+        waits = [query.ttft_budget_ms for query in stack.mesh.queries]
+        assert waits[0] <= 900 < waits[1] <= 5000 < waits[3] <= 30_000 < waits[2] <= 60_000
+        stack.mesh.workers["p1"].does.reject_offers = -1
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stack.client.completions.create(model=MODEL, prompt=[5], max_tokens=1)
+        assert caught.value.code == "busy"
+        await stack.idle()
+
+
 async def test_stream_refused_before_it_starts(stack: Stack) -> None:
     stack.mesh.workers["d1"].does.refuse_reserves = -1
     with pytest.raises(openai.InternalServerError) as caught:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 _LIMITS = (
     "ttft_deadline_ms",
+    "ttft_tiers",
     "tpot_limit_ms",
     "itl_limit_ms",
     "request_timeout_s",

@@ -1,12 +1,11 @@
-"""P/D-Serve's on-demand forwarding: the order in which a gateway offers a request to prefill
-workers, which have no queue, and when it gives up.
+"""P/D-Serve's on-demand forwarding: the order and the pace in which a gateway offers a request to
+prefill workers, which have no queue. When it gives up is in `prefill_times`.
 
 Source: P/D-Serve 3.5. The pace of the offers is ours. Tests: tests/unit/policy/test_forwarding.py.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,13 +76,6 @@ def waiting_told(asked: int, asked_reserved: int, queued: int) -> tuple[int, int
     return total, round(asked_reserved * total / asked)
 
 
-class ForwardReason(enum.Enum):
-    """Whether to offer on a request that no prefill worker has accepted yet, or to end it."""
-
-    OFFER = "there is time to ask"
-    TIMED_OUT = "it has waited longer than its length allows"
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillPeer:
     """A prefill worker as one gateway sees it.
@@ -106,12 +98,3 @@ def offer_order(peers: Sequence[PrefillPeer]) -> list[WorkerId]:
     """
     ordered = sorted(peers, key=lambda p: (not p.is_filling, p.connections, p.worker_id))
     return [peer.worker_id for peer in ordered]
-
-
-def intervene(waited_s: float, limit_s: float) -> ForwardReason:
-    """Applies early intervention (3.5): a request that cannot get its first token in time ends now.
-
-    Args:
-        limit_s: from `pdserve.timeout_s`.
-    """
-    return ForwardReason.TIMED_OUT if waited_s >= limit_s else ForwardReason.OFFER

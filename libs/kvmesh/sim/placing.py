@@ -21,9 +21,7 @@ from kvmesh.core.types import (
 from kvmesh.policy.connections import BY_CONNECTIONS, Connections
 from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
-    ForwardReason,
     backoff_s,
-    intervene,
     rounds_per_route,
     still_refusing,
 )
@@ -97,7 +95,6 @@ class Placing:
         self._desk = desk
         self._request = request
         self._turns = desk.lanes.of(request)
-        self._started_at = desk.events.now()
         self._failed = avoid
         self._refused: dict[WorkerId, float] = {}
         self._asked: set[WorkerId] = set()  # workers of this plan that refused
@@ -161,9 +158,7 @@ class Placing:
         self._desk.events.at(min(arrives, self._until_s), self._round)
 
     def _ends_now(self) -> bool:
-        waited = self._desk.events.now() - self._started_at
-        limit = self._until_s - self._started_at
-        if intervene(waited, limit) is not ForwardReason.TIMED_OUT:
+        if self._desk.events.now() < self._until_s:
             return False
         self._end(self._last)
         return True

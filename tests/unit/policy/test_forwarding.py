@@ -9,10 +9,8 @@ from kvmesh.policy.forwarding import (
     MIN_BACKOFF_S,
     REROUTE_AFTER_S,
     ROUNDS_PER_ROUTE,
-    ForwardReason,
     PrefillPeer,
     backoff_s,
-    intervene,
     offer_order,
     rounds_per_route,
     still_refusing,
@@ -28,11 +26,6 @@ def test_fewest_connections_first() -> None:
 def test_a_batch_that_is_being_filled_goes_on() -> None:
     peers = [PrefillPeer(WorkerId("a"), 3, is_filling=True), PrefillPeer(WorkerId("b"), 0)]
     assert offer_order(peers) == ["a", "b"]
-
-
-def test_waiting_ends_at_the_limit() -> None:
-    assert intervene(1.99, 2.0) is ForwardReason.OFFER
-    assert intervene(2.0, 2.0) is ForwardReason.TIMED_OUT
 
 
 def test_backoff_grows_to_its_limit() -> None:
