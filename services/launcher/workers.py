@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.launch import Launched, LaunchError, LaunchSpec
@@ -52,6 +52,7 @@ class KubernetesWorkers:
         self._model = model
         self._clock = clock
         self._changing = asyncio.Lock()
+        self._replacing = asyncio.Lock()
 
     async def start(self, spec: LaunchSpec) -> WorkerId:
         """See `Launcher.start`."""
@@ -62,16 +63,12 @@ class KubernetesWorkers:
         async with self._changing:
             until = self._clock.now() + START_S
             known = await self._grow(deployment, until)
-            while self._clock.now() < until:
-                new = [each for each in await self._active(deployment) if each.name not in known]
-                if new:
-                    log.info("worker_started", worker_id=new[0].name, deployment=deployment)
-                    return WorkerId(new[0].name)
-                await asyncio.sleep(POLL_S)
-            await self._shrink(deployment)
-        raise LaunchError(
-            f"{deployment} got no pod within {START_S:g} s; `kubectl describe replicaset` says why"
-        )
+            name = await self._new_pod(deployment, known, until)
+            if not name:
+                await self._shrink(deployment)
+                raise LaunchError(_no_pod(deployment))
+        log.info("worker_started", worker_id=name, deployment=deployment)
+        return name
 
     async def stop(self, worker_id: WorkerId) -> None:
         """See `Launcher.stop`."""
@@ -87,17 +84,26 @@ class KubernetesWorkers:
                 raise LaunchError(f"{worker_id} has not ended within {GONE_S:g} s")
             await asyncio.sleep(POLL_S)
 
-    async def restart(self, worker_id: WorkerId) -> None:
+    async def restart(self, worker_id: WorkerId) -> WorkerId:
         """See `Launcher.restart`."""
-        await self._find(worker_id)
-        await self._cluster.delete_pod(worker_id, KILL_GRACE_S)
-        log.warning("worker_killed", worker_id=worker_id)
+        async with self._changing, self._replacing:
+            pod = await self._find(worker_id)
+            known = {each.name for each in await self._active(pod.deployment)}
+            await self._cluster.delete_pod(worker_id, KILL_GRACE_S)
+            name = await self._new_pod(pod.deployment, known, self._clock.now() + START_S)
+        log.warning("worker_killed", worker_id=worker_id, next_life=name)
+        if not name:
+            raise LaunchError(f"{worker_id} was killed; {_no_pod(pod.deployment)}")
+        return name
 
     async def list(self) -> list[Launched]:
         """See `Launcher.list`."""
+        # Whoever counts while a pod is being replaced would find one too few.
+        async with self._replacing:
+            pods = await self._cluster.pods()
         return [
             Launched(WorkerId(each.name), self._deployments[each.deployment])
-            for each in await self._cluster.pods()
+            for each in pods
             if each.is_active and each.deployment in self._deployments
         ]
 
@@ -118,6 +124,15 @@ class KubernetesWorkers:
                     " `kubectl describe replicaset` says why"
                 )
             await asyncio.sleep(POLL_S)
+
+    async def _new_pod(self, deployment: str, known: Set[str], until: float) -> WorkerId:
+        """Waits for a pod that was not known; returns an empty name if none comes."""
+        while self._clock.now() < until:
+            for each in await self._active(deployment):
+                if each.name not in known:
+                    return WorkerId(each.name)
+            await asyncio.sleep(POLL_S)
+        return WorkerId("")
 
     async def _shrink(self, deployment: str) -> None:
         """Takes a size back for which no pod came."""
@@ -174,3 +189,7 @@ class KubernetesWorkers:
                 return each
         known = [each.name for each in pods]
         raise LaunchError(f"{worker_id} is no worker of this cluster; these are: {known}")
+
+
+def _no_pod(deployment: str) -> str:
+    return f"{deployment} got no pod within {START_S:g} s; `kubectl describe replicaset` says why"

@@ -122,6 +122,7 @@ class Substitutes:
         self._clock = clock
         self._changes = changes
         self._losses: dict[WorkerId, _Loss] = {}
+        self._renamed: set[WorkerId] = set()
         self._ready_s: dict[Means, float] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.give_place: GivePlace = lambda _worker, _role, _scenario, _reason: False
@@ -165,7 +166,7 @@ class Substitutes:
             known = self._losses.get(info.worker_id)
             if known is not None:
                 known.lived = known.lived and lived
-            elif info.role is not Role.SPARE and info.worker_id not in takers:
+            elif info.role is not Role.SPARE and info.worker_id not in takers | self._renamed:
                 self._losses[info.worker_id] = _Loss(info, now, lived)
 
     def _takers(self) -> set[WorkerId]:
@@ -216,11 +217,23 @@ class Substitutes:
         loss.ended = True
         name = loss.info.worker_id
         try:
-            await self._launcher.restart(name)
+            next_name = await self._launcher.restart(name)
         except LaunchError as error:
             log.warning("not_ended", worker_id=name, error=str(error))
             return
         self._note(loss, "ended", "it hangs, and its launcher kills it", name)
+        if next_name != name:
+            self._rename(loss, next_name)
+
+    def _rename(self, loss: _Loss, name: WorkerId) -> None:
+        """Expects a lost worker under the name of its next life. The old name never returns."""
+        old, option = loss.info.worker_id, loss.option
+        self._renamed.add(old)
+        self._losses[name] = self._losses.pop(old)
+        loss.info = dataclasses.replace(loss.info, worker_id=name)
+        loss.lived = False
+        if option is not None and option.worker_id == old:
+            loss.option = dataclasses.replace(option, worker_id=name)
 
     async def _choose(self, loss: _Loss, here: Here, now: float) -> None:
         takers = self._takers()

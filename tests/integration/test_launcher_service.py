@@ -46,7 +46,7 @@ async def test_all_calls_arrive_whole() -> None:
         spec = LaunchSpec(Role.DECODE, "chat", "/m/two", "other")
         name = await remote.start(spec)
         assert [(each.worker_id, each.spec) for each in await remote.list()] == [(name, spec)]
-        await remote.restart(name)
+        assert await remote.restart(name) == name
         assert stack.killed == [name]
         await remote.stop(name)
         assert await remote.list() == []

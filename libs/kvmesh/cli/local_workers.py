@@ -84,10 +84,11 @@ class LocalWorkers:
         self._find(worker_id)
         await self._processes.let_go(worker_id)
 
-    async def restart(self, worker_id: WorkerId) -> None:
+    async def restart(self, worker_id: WorkerId) -> WorkerId:
         """See `Launcher.restart`."""
         self._find(worker_id)
         self._processes.kill(worker_id)
+        return worker_id
 
     async def list(self) -> list[Launched]:
         """See `Launcher.list`."""

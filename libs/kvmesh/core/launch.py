@@ -61,8 +61,10 @@ class Launcher(Protocol):
         """
         ...
 
-    async def restart(self, worker_id: WorkerId) -> None:
+    async def restart(self, worker_id: WorkerId) -> WorkerId:
         """Kills a hanging worker at once; it is started again as after any end.
+
+        Returns the name of its next life, which is another one where names are not used again.
 
         Raises:
             LaunchError: the launcher keeps no such worker.

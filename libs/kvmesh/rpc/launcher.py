@@ -5,7 +5,7 @@ Tests: tests/integration/test_launcher_service.py.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 import grpc
@@ -43,10 +43,11 @@ class RemoteLauncher:
         request = pb.StopWorkerRequest(worker_id=worker_id)
         await self._ask(self._stub.StopWorker(request, timeout=STOP_S))
 
-    async def restart(self, worker_id: WorkerId) -> None:
+    async def restart(self, worker_id: WorkerId) -> WorkerId:
         """See `Launcher.restart`."""
         request = pb.RestartWorkerRequest(worker_id=worker_id)
-        await self._ask(self._stub.RestartWorker(request, timeout=ANSWER_S))
+        answer = await self._ask(self._stub.RestartWorker(request, timeout=ANSWER_S))
+        return WorkerId(answer.worker_id) if answer.worker_id else worker_id
 
     async def list(self) -> list[Launched]:
         """See `Launcher.list`."""
@@ -91,8 +92,10 @@ class LauncherServicer(LauncherServiceServicer):
         context: grpc.aio.ServicerContext[pb.StopWorkerRequest, pb.StopWorkerResponse],
     ) -> pb.StopWorkerResponse:
         """See launcher_service.proto."""
-        if problem := await _problem(self._launcher.stop, request.worker_id):
-            await context.abort(grpc.StatusCode.NOT_FOUND, problem)
+        try:
+            await self._launcher.stop(WorkerId(request.worker_id))
+        except LaunchError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         return pb.StopWorkerResponse()
 
     async def RestartWorker(
@@ -101,9 +104,11 @@ class LauncherServicer(LauncherServiceServicer):
         context: grpc.aio.ServicerContext[pb.RestartWorkerRequest, pb.RestartWorkerResponse],
     ) -> pb.RestartWorkerResponse:
         """See launcher_service.proto."""
-        if problem := await _problem(self._launcher.restart, request.worker_id):
-            await context.abort(grpc.StatusCode.NOT_FOUND, problem)
-        return pb.RestartWorkerResponse()
+        try:
+            name = await self._launcher.restart(WorkerId(request.worker_id))
+        except LaunchError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        return pb.RestartWorkerResponse(worker_id=name)
 
     async def ListWorkers(
         self,
@@ -111,21 +116,15 @@ class LauncherServicer(LauncherServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
     ) -> pb.ListWorkersResponse:
         """See launcher_service.proto."""
-        kept = await self._launcher.list()
+        try:
+            kept = await self._launcher.list()
+        except LaunchError as error:  # the API server of a cluster may be away
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         workers = (
             pb.LaunchedWorker(worker_id=each.worker_id, spec=_spec_to_proto(each.spec))
             for each in kept
         )
         return pb.ListWorkersResponse(workers=workers)
-
-
-async def _problem(do: Callable[[WorkerId], Awaitable[None]], worker_id: str) -> str:
-    """Calls a launcher's method. Returns the error's text; empty if it succeeded."""
-    try:
-        await do(WorkerId(worker_id))
-    except LaunchError as error:
-        return str(error)
-    return ""
 
 
 def _spec_to_proto(spec: LaunchSpec) -> pb.WorkerSpec:

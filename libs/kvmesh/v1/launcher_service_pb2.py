@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvmesh/v1/launcher_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"`\n\nWorkerSpec\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x10\n\x08scenario\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\"9\n\x12StartWorkerRequest\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerSpec\"(\n\x13StartWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\"&\n\x11StopWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12StopWorkerResponse\")\n\x14RestartWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15RestartWorkerResponse\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.LaunchedWorker\"H\n\x0eLaunchedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04spec\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerSpec2\xcc\x02\n\x0fLauncherService\x12L\n\x0bStartWorker\x12\x1d.kvmesh.v1.StartWorkerRequest\x1a\x1e.kvmesh.v1.StartWorkerResponse\x12I\n\nStopWorker\x12\x1c.kvmesh.v1.StopWorkerRequest\x1a\x1d.kvmesh.v1.StopWorkerResponse\x12R\n\rRestartWorker\x12\x1f.kvmesh.v1.RestartWorkerRequest\x1a .kvmesh.v1.RestartWorkerResponse\x12L\n\x0bListWorkers\x12\x1d.kvmesh.v1.ListWorkersRequest\x1a\x1e.kvmesh.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvmesh/v1/launcher_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"`\n\nWorkerSpec\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x10\n\x08scenario\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\"9\n\x12StartWorkerRequest\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerSpec\"(\n\x13StartWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\"&\n\x11StopWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12StopWorkerResponse\")\n\x14RestartWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x15RestartWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.LaunchedWorker\"H\n\x0eLaunchedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04spec\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerSpec2\xcc\x02\n\x0fLauncherService\x12L\n\x0bStartWorker\x12\x1d.kvmesh.v1.StartWorkerRequest\x1a\x1e.kvmesh.v1.StartWorkerResponse\x12I\n\nStopWorker\x12\x1c.kvmesh.v1.StopWorkerRequest\x1a\x1d.kvmesh.v1.StopWorkerResponse\x12R\n\rRestartWorker\x12\x1f.kvmesh.v1.RestartWorkerRequest\x1a .kvmesh.v1.RestartWorkerResponse\x12L\n\x0bListWorkers\x12\x1d.kvmesh.v1.ListWorkersRequest\x1a\x1e.kvmesh.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,13 +45,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESTARTWORKERREQUEST']._serialized_start=331
   _globals['_RESTARTWORKERREQUEST']._serialized_end=372
   _globals['_RESTARTWORKERRESPONSE']._serialized_start=374
-  _globals['_RESTARTWORKERRESPONSE']._serialized_end=397
-  _globals['_LISTWORKERSREQUEST']._serialized_start=399
-  _globals['_LISTWORKERSREQUEST']._serialized_end=419
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=421
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=486
-  _globals['_LAUNCHEDWORKER']._serialized_start=488
-  _globals['_LAUNCHEDWORKER']._serialized_end=560
-  _globals['_LAUNCHERSERVICE']._serialized_start=563
-  _globals['_LAUNCHERSERVICE']._serialized_end=895
+  _globals['_RESTARTWORKERRESPONSE']._serialized_end=416
+  _globals['_LISTWORKERSREQUEST']._serialized_start=418
+  _globals['_LISTWORKERSREQUEST']._serialized_end=438
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=440
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=505
+  _globals['_LAUNCHEDWORKER']._serialized_start=507
+  _globals['_LAUNCHEDWORKER']._serialized_end=579
+  _globals['_LAUNCHERSERVICE']._serialized_start=582
+  _globals['_LAUNCHERSERVICE']._serialized_end=914
 # @@protoc_insertion_point(module_scope)

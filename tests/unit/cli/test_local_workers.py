@@ -50,7 +50,7 @@ async def test_workers_come_and_go_under_the_first_free_name() -> None:
     assert await workers.start(decode) == "decode-0"
     assert Launched(WorkerId("decode-1"), decode) in await workers.list()
     assert len(await workers.list()) == 3, "a gateway is no worker"
-    await workers.restart(WorkerId("decode-1"))
+    assert await workers.restart(WorkerId("decode-1")) == "decode-1"
     assert stack.killed == ["decode-1"]
 
 

@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+import pytest
+
 from kvmesh.core.health import Health
 from kvmesh.core.launch import Launched, Launcher, LaunchError, LaunchSpec
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
@@ -23,7 +25,10 @@ IDLE = WorkerLoad(blocks_free=512)
 class Starter:
     """A launcher that writes down what it is told; it fails where it is told to."""
 
-    def __init__(self, kept: Mapping[str, LaunchSpec], *, fails: bool = False) -> None:
+    def __init__(
+        self, kept: Mapping[str, LaunchSpec], *, fails: bool = False, renames: bool = False
+    ) -> None:
+        self.renames = renames
         self.kept = {WorkerId(name): spec for name, spec in kept.items()}
         self.fails = fails
         self._numbers = itertools.count(1)
@@ -41,10 +46,13 @@ class Starter:
         del self.kept[worker_id]
         self.told.append(f"stop {worker_id}")
 
-    async def restart(self, worker_id: WorkerId) -> None:
+    async def restart(self, worker_id: WorkerId) -> WorkerId:
         if worker_id not in self.kept:
             raise LaunchError(f"{worker_id} is not kept here")
         self.told.append(f"restart {worker_id}")
+        name = WorkerId(f"{worker_id}-again") if self.renames else worker_id
+        self.kept[name] = self.kept.pop(worker_id)
+        return name
 
     async def list(self) -> list[Launched]:
         return [Launched(name, spec) for name, spec in self.kept.items()]
@@ -311,6 +319,29 @@ async def test_a_worker_that_hangs_is_killed_when_somebody_else_has_its_place() 
     await parts.look()
     assert parts.roles()["d0"] == "spare"
     assert parts.steps() == ["spare", "filled", "ended", "returned"]
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+async def test_the_next_life_of_a_worker_that_hangs_may_have_another_name(has_spare: bool) -> None:
+    starter = Starter({"d0": LaunchSpec(Role.DECODE)}, renames=True)
+    spare = {"s0": Role.SPARE} if has_spare else {}
+    parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE} | spare, launcher=starter)
+    await parts.look()
+    parts.fleet.judge({WorkerId("d0"): HANGS})
+    for _ in range(4):
+        await parts.look()
+    assert starter.told == ["restart d0"]
+    parts.lose("d0")  # its connection broke with its process
+    for _ in range(3):
+        await parts.look()
+    parts.come("d0-again", Role.DECODE)
+    await parts.look()
+    await parts.look()
+    assert starter.told == ["restart d0"], "nobody else was started"
+    assert not await parts.substitutes.look()
+    expected = ["spare", "filled", "ended"] if has_spare else ["return", "ended"]
+    assert parts.steps() == [*expected, "returned"]
+    assert sorted(parts.roles()) == sorted(["p0", "d0-again", *spare])
 
 
 async def test_a_worker_that_hangs_is_killed_at_once_where_its_next_life_is_soonest() -> None:
