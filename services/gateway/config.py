@@ -37,6 +37,10 @@ class HttpConfig:
     tenant_metrics: bool = option(
         False, "GET /metrics of this port names tenants, to everybody who reaches it"
     )
+    adapter_changes: bool = option(
+        False,
+        "POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for all callers of this port",
+    )
     tls: TlsConfig = option(TlsConfig, "")
 
 

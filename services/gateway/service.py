@@ -35,6 +35,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.fronts.arrivals import Arrivals, DatedConnection
 from services.gateway.fronts.grpc_front import InferenceServicer
 from services.gateway.fronts.http import HttpFront, http_refusal
+from services.gateway.fronts.http_adapters import AdapterRoutes
 from services.gateway.fronts.http_direct import DirectHttp
 from services.gateway.fronts.http_guard import ConnectionGuard, Factory
 from services.gateway.metrics import GatewayMetrics
@@ -133,6 +134,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     servicer = InferenceServicer(entrance)
     context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
     front = HttpFront(entrance, config.http, int(time.time()))
+    front.more_routes = AdapterRoutes(entrance, fleet, targets, access, config.http).routes()
     http_port = await _serve_http(front, config, ConnectionGuard(config.http, metrics), context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=", ".join(names))
     return Gateway(http_port, entrance, sessions, admission, metrics, mesh.lanes)

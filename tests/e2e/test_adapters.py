@@ -56,9 +56,11 @@ async def test_adapters_come_change_and_go_while_the_mesh_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine: Flags = {"engine.max-loras": 2, "engine.fake-step-s": 0.005}
+    gateway: Flags = {"http.adapter-changes": True}
+    flags = {"prefill": engine, "decode": engine, "gateway": gateway}
     sql = write(tmp_path / "sql", b"one")
     async with (
-        running_mesh(tmp_path, 1, 1, flags={"prefill": engine, "decode": engine}) as mesh,
+        running_mesh(tmp_path, 1, 1, flags=flags) as mesh,
         ApiClient(mesh.url) as client,
     ):
         plain = fake_tokens(PROMPT, TOKENS)
@@ -87,6 +89,12 @@ async def test_adapters_come_change_and_go_while_the_mesh_serves(
         assert await adapter(mesh, "load", f"large={large}") == 1
         assert "rank 64, and this worker takes up to 16" in capsys.readouterr().err
         await removed(mesh, client, second)
+        # Clients of vLLM change adapters over HTTP.
+        async with aiohttp.ClientSession(mesh.url, raise_for_status=True) as session:
+            sql_again = {"lora_name": "sql", "lora_path": str(sql)}
+            await session.post("/v1/load_lora_adapter", json=sql_again)
+            assert (await tokens(client, "sql"))[0] == second
+            await session.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
         capsys.readouterr()
         assert await adapter(mesh, "list", "--json") == 0
         assert json.loads(capsys.readouterr().out) == []

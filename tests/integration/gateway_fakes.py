@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvmesh.core.adapters import adapter_id, adapter_name
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import (
     Candidate,
@@ -31,7 +32,13 @@ from kvmesh.rpc.convert_route import (
 from kvmesh.rpc.convert_worker import fleet_worker_to_proto
 from kvmesh.rpc.outbox import parts
 from kvmesh.v1 import scheduler_service_pb2_grpc as scheduler_grpc
-from kvmesh.v1.scheduler_service_pb2 import RouteResponse, WatchFleetResponse
+from kvmesh.v1.scheduler_service_pb2 import (
+    AdapterView,
+    LoadAdapterResponse,
+    RemoveAdapterResponse,
+    RouteResponse,
+    WatchFleetResponse,
+)
 from tests.integration.gateway_fake_worker import FakeWorker
 
 
@@ -51,6 +58,7 @@ class FakeMesh:
     hidden: bool = False
     scheduler: grpc.aio.Server | None = None
     fleet_seen: int = 0
+    refuse_adapters: str = ""
 
     def token(self, spec: SequenceSpec, position: int) -> tuple[int, FinishReason | None]:
         """The token at a position, which depends on nothing else."""
@@ -138,10 +146,26 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
         raise AssertionError("nobody asks for adapters here")
 
     async def LoadAdapter(self, request: Any, context: Any) -> Any:
-        raise AssertionError("nobody loads adapters here")
+        if self.mesh.refuse_adapters:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(code, self.mesh.refuse_adapters)
+        self._have_adapter(request.name, request.folder)
+        view = AdapterView(name=request.name)
+        for name, worker in self.mesh.workers.items():
+            view.holders.add(worker_id=name, adapter=worker.info.adapters[-1])
+        return LoadAdapterResponse(adapter=view)
 
     async def RemoveAdapter(self, request: Any, context: Any) -> Any:
-        raise AssertionError("nobody removes adapters here")
+        self._have_adapter(request.name, "")
+        return RemoveAdapterResponse()
+
+    def _have_adapter(self, name: str, folder: str) -> None:
+        """The folder stands for the content; empty: no worker has it any more."""
+        for worker in self.mesh.workers.values():
+            others = [each for each in worker.info.adapters if adapter_name(each) != name]
+            mine = [adapter_id(name, folder)] if folder else []
+            worker.info = replace(worker.info, adapters=(*others, *mine))
+        self.mesh.changed.set()
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -84,6 +84,7 @@ class HttpFront:
         created: when the models were loaded, in seconds since the epoch.
 
     Attributes:
+        more_routes: further routes of the application.
         calls: answers completions; `DirectHttp` uses it too.
     """
 
@@ -97,6 +98,7 @@ class HttpFront:
         self.calls = Calls(entrance)
         self._config = config
         self._created = created
+        self.more_routes: Sequence[web.RouteDef] = ()
 
     def app(self) -> web.Application:
         """The application with all routes."""
@@ -121,6 +123,7 @@ class HttpFront:
                 web.get("/ready", self.ready),
                 web.get("/metrics", self.metrics),
                 web.get("/version", self.version),
+                *self.more_routes,
             ]
         )
         return app
@@ -156,7 +159,7 @@ class HttpFront:
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings."""
-        async with self._entrance.admit(_authorization(request)) as ticket:
+        async with self._entrance.admit(authorization_of(request)) as ticket:
             frontend, content, arrived_at = await self._of_model(request)
             frontend.check_embeds()
             body = parse_body(EmbeddingBody, content, UNSUPPORTED)
@@ -173,7 +176,7 @@ class HttpFront:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
-        async with self._entrance.admit(_authorization(request)):
+        async with self._entrance.admit(authorization_of(request)):
             content = await self._json(request)
             frontend = self._entrance.of(model_of(content))
             body = parse_body(CountBody, content, MESSAGES_UNSUPPORTED)
@@ -187,7 +190,7 @@ class HttpFront:
                 "events have no id; send the request without it for a new answer",
                 HEADER,
             )
-        async with self._entrance.admit(_authorization(request)) as ticket:
+        async with self._entrance.admit(authorization_of(request)) as ticket:
             frontend, content, arrived_at = await self._of_model(request)
             body = parse_body(form.body, content, form.unsupported)
             call = _chat_call(frontend, form.as_chat(body))
@@ -226,7 +229,7 @@ class HttpFront:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
-        async with self._entrance.admit(_authorization(request)):
+        async with self._entrance.admit(authorization_of(request)):
             content = await self._json(request)
             frontend = self._entrance.of(model_of(content))
             body = parse_body(TokenizeBody, content, {})
@@ -234,7 +237,7 @@ class HttpFront:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        async with self._entrance.admit(_authorization(request)):
+        async with self._entrance.admit(authorization_of(request)):
             content = await self._json(request)
             frontend = self._entrance.of(model_of(content))
             body = parse_body(DetokenizeBody, content, {})
@@ -242,19 +245,19 @@ class HttpFront:
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
         """GET /tokenizer_info; `?model=NAME` selects the model."""
-        self._entrance.check_key(_authorization(request))
+        self._entrance.check_key(authorization_of(request))
         frontend = self._entrance.of(request.query.get("model", ""))
         return web.json_response(tokenizer_info(frontend), dumps=dumps)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        self._entrance.check_key(_authorization(request))
+        self._entrance.check_key(authorization_of(request))
         data = [self._model_card(name) for name in self._entrance.names]
         return web.json_response({"object": "list", "data": data}, dumps=dumps)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}."""
-        self._entrance.check_key(_authorization(request))
+        self._entrance.check_key(authorization_of(request))
         card = self._model_card(request.match_info["model"])
         return web.json_response(card, dumps=dumps)
 
@@ -310,7 +313,7 @@ class HttpFront:
     # --- errors ---
 
     async def _raw(self, request: web.Request) -> bytes:
-        return await _body(request, self._config.body_timeout_s)
+        return await read_body(request, self._config.body_timeout_s)
 
     async def _json(self, request: web.Request) -> Any:
         return parse_json(await self._raw(request))
@@ -363,7 +366,7 @@ class _AiohttpExchange:
         return self._sending is not None
 
     async def body(self) -> bytes:
-        body = await _body(self._request, self._config.body_timeout_s)
+        body = await read_body(self._request, self._config.body_timeout_s)
         self.arrived_at = _arrived_at(self._request)
         return body
 
@@ -415,7 +418,8 @@ def _arrived_at(request: web.Request) -> float:
     return connection.arrival()
 
 
-def _authorization(request: web.Request) -> str:
+def authorization_of(request: web.Request) -> str:
+    """The Authorization header; Anthropic's clients have a header of their own for the key."""
     given = request.headers.get("Authorization", "")
     if not given and request.path.startswith(ANTHROPIC):
         key = request.headers.get("x-api-key", "")
@@ -428,7 +432,12 @@ def http_refusal(status: int, message: str) -> web.Response:
     return _error_response(plain_http_error(status, message))
 
 
-async def _body(request: web.Request, timeout_s: float) -> bytes:
+async def read_body(request: web.Request, timeout_s: float) -> bytes:
+    """A request's body.
+
+    Raises:
+        HTTPException: it is encoded, too long, too slow or broken off.
+    """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType
     if (request.content_length or 0) > request.client_max_size:

@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     BlockHash,
+    Placement,
     Refusal,
     RequestId,
     Role,
@@ -178,6 +179,27 @@ async def test_a_thousand_workers_cost_a_route_little_more_than_forty() -> None:
     few, many = await median_decision_s(40), await median_decision_s(1000)
     assert many < 5 * few
     assert many < 0.05
+
+
+async def test_workers_without_the_adapter_come_last_and_are_not_blamed() -> None:
+    parts = Parts()
+    blamed: list[frozenset[WorkerId]] = []
+    parts.planner.on_query = lambda query, _now: blamed.append(query.avoid)
+    having = {Role.PREFILL: "p2", Role.DECODE: "d1"}
+    for role, names in ((Role.PREFILL, ("p1", "p2", "p3")), (Role.DECODE, ("d1", "d2"))):
+        for name in names:
+            adapters = ("sql@1",) if having[role] == name else ("sql@0",)
+            parts.fleet.register(worker_info(name, role, adapters=adapters), 0.0)
+    for number in range(6):
+        asked = query(
+            request_id=RequestId(f"r{number}"),
+            placement=Placement.DISAGGREGATED,
+            adapter="sql@1",
+        )
+        plan = await parts.router.route(asked, "")
+        assert isinstance(plan, RoutePlan)
+        assert (plan.prefill[0].worker_id, plan.decode[0].worker_id) == ("p2", "d1")
+    assert set(blamed) == {frozenset()}
 
 
 async def test_who_asks_again_is_no_load_of_its_own_and_counts_once() -> None:
