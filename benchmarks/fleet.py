@@ -32,8 +32,7 @@ clients ask one request after the other; p99 is of the times to the last token; 
  scheduler is killed with SIGKILL as soon as the group is in the state that the row says
 - substitute: a decode worker is killed with SIGKILL in a stack in which the way of that row costs
  least; `full capacity` is from the kill until as many as before decode; `substitutes` are workers
- that took the place, its own next life not counted. An empty spare is no way of its own: spares
- have their model loaded
+ that took the place, its own next life not counted
 - restart: two kvmanagers, schedulers, gateways, prefill and decode workers, and Redis with a
  replica and three sentinels; each is ended with SIGTERM and started again, in a random order, under
  eight streams; `done` is until all know of it again

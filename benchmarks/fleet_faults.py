@@ -35,7 +35,7 @@ from tests.waiting import until
 # --- substitutes ---------------------------------------------------------------------------------
 
 LOST = "decode-0"
-WAYS = ("spare", "return", "flip", "slack", "process")
+WAYS = ("spare", "empty", "return", "flip", "slack", "process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Way:
 
 SUBSTITUTES = {
     "spare": Way(("--prefill", "2", "--decode", "2", "--spare", "1")),
+    "empty": Way(("--prefill", "2", "--decode", "2", "--empty-spare", "1")),
     "return": Way(("--prefill", "2", "--decode", "2")),
     "flip": Way(("--prefill", "4", "--decode", "1"), {"KVMESH_PLANNING__ROLES": "apply"}),
     "slack": Way(("--prefill", "1", "--decode", "1"), groups=(("other", 1, 3),)),
@@ -116,7 +117,7 @@ async def _filled(name: str, way: Way, told: Mapping[str, Any], view: LiveFleet)
         "p99 ms before": p99_ms(before),
         "p99 ms": p99_ms(after),
         "full capacity s": round(full_s, 2),
-        "substitutes": int(sum(counts[each] for each in ("spare", "flip", "slack", "process"))),
+        "substitutes": int(sum(counts.values()) - counts["return"]),
         "detail": ", ".join(taken) + f"; loss seen after {seen_s:.2f} s",
         "as meant": bool(counts[name]),
     }

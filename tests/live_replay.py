@@ -32,6 +32,7 @@ from kvmesh.runtime.worker_config import (
     WorkerConfig,
     WorkerSection,
 )
+from kvmesh.runtime.worker_loading import begin
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from services.gateway.config import (
@@ -307,7 +308,8 @@ async def _worker(
     async def build(config: WorkerConfig, context: ServiceContext) -> None:
         runner = GatedRunner(gate)
         context.stack.callback(runner.close)
-        worker = Worker(config, context, runner, WorkerMetrics(CollectorRegistry()))
+        metrics = WorkerMetrics(CollectorRegistry())
+        worker = Worker(config, context, runner, metrics, loading=begin())
         await worker.start()
         made.append(worker)
 

@@ -11,7 +11,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from kvmesh.core.details import ModelDetail
+from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.rpc.convert_detail import model_detail_to_proto
+from kvmesh.rpc.convert_empty import empty_spare_to_proto
 from kvmesh.rpc.convert_worker import fleet_worker_to_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 from services.scheduler.fleet import Fleet, FleetChange, FleetChanges
@@ -30,6 +32,8 @@ class FleetFeed:
         self._messages: dict[tuple[bool, int], WatchFleetResponse] = {}
         self.models: Callable[[], Iterable[ModelDetail]] = tuple
         """Returns the planner's details, for watchers that want details."""
+        self.empty_spares: Callable[[], Iterable[EmptySpare]] = tuple
+        """Returns the workers without a model, for details."""
         self.kvmanager: Callable[[], bool | None] = lambda: None
         """Returns whether the kvmanager is connected, for details; None without a kvmanager."""
 
@@ -91,6 +95,7 @@ class FleetFeed:
                 version=version,
                 models=map(model_detail_to_proto, self.models()) if with_detail else (),
                 kvmanager_connected=self.kvmanager() if with_detail else None,
+                empty_workers=map(empty_spare_to_proto, self.empty_spares()) if with_detail else (),
             )
             changes = self._fleet.changes_since(base) if base else None
             if changes is None:

@@ -163,7 +163,8 @@ class Groups:
                 task.add_done_callback(partial(self._stopped, name))
         if step.state is GroupState.GONE:
             await self._store.remove_group(wish.scenario)
-        if not self._may_start(wish, {each.worker_id for each in kept}, here.keys()):
+        names = {each.worker_id for each in kept if is_member(each)}
+        if not self._may_start(wish, names, here.keys()):
             return frozenset()
         started: set[WorkerId] = set()
         for spec in step.start:

@@ -80,6 +80,9 @@ WORKERS = Gauge(
     "Live workers",
     ("model", "checkpoint", "scenario", "cluster", "role"),
 )
+EMPTY_SPARES = Gauge(
+    "kvmesh_scheduler_empty_spares", "Workers that wait without a model", ("cluster",)
+)
 WORKER_HEALTH = Gauge("kvmesh_scheduler_worker_health", "Live workers by level", ("health",))
 HEALTH_CHANGES = Counter(
     "kvmesh_scheduler_health_changes",

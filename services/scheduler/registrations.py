@@ -16,6 +16,7 @@ from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerId, WorkerInfo
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.rpc.convert_adapters import adapter_report_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
+from kvmesh.rpc.convert_empty import empty_spare_from_proto
 from kvmesh.rpc.convert_worker import role_to_proto, worker_info_from_proto, worker_load_from_proto
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.stream import incoming
@@ -29,6 +30,7 @@ from kvmesh.v1.scheduler_service_pb2 import (
 )
 from services.scheduler import metrics
 from services.scheduler.config import FleetConfig
+from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
 
@@ -58,7 +60,15 @@ class WorkerStream:
 class Registrations:
     """One stream per worker. A newer stream of a worker ends the older one."""
 
-    def __init__(self, fleet: Fleet, feed: FleetFeed, config: FleetConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        feed: FleetFeed,
+        config: FleetConfig,
+        clock: Clock,
+        empties: EmptySpares,
+    ) -> None:
+        self._empties = empties
         self._fleet = fleet
         self._feed = feed
         self._config = config
@@ -100,6 +110,7 @@ class Registrations:
         if stream.is_over:
             return
         stream.is_over = True
+        self._empties.forget(stream.orders)
         if stream.membership is not None:
             self._remove(stream.membership, cause="stream", reason="its stream ended")
             self._forget_orders(stream.membership.worker_id, stream.orders)
@@ -114,6 +125,8 @@ class Registrations:
                 stream.refusal = registered
                 return False
             stream.membership = registered
+        elif kind == "empty" and membership is None:
+            self._empties.note(empty_spare_from_proto(request.empty), stream.orders)
         elif membership is None:
             text = f"{kind} came before the worker's info"
             stream.refusal = Refusal(RefusalReason.INVALID, text)
@@ -161,6 +174,10 @@ class Registrations:
         """Orders a worker to take a role in a scenario's group; False as in `give_role`."""
         given = WorkerRole(role=role_to_proto(role), scenario=scenario, reason=reason)
         return self.order(worker_id, RegisterWorkerResponse(role=given))
+
+    def drain(self, worker_id: WorkerId, reason: str) -> bool:
+        """Orders a worker to leave the fleet. Returns False if it is not connected here."""
+        return self.order(worker_id, RegisterWorkerResponse(drain=WorkerDrain(reason=reason)))
 
     async def expire_leases(self) -> None:
         """Removes silent workers, until cancelled."""

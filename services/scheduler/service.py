@@ -68,8 +68,10 @@ from services.scheduler import metrics
 from services.scheduler.adapters import Adapters, UnknownAdapterError
 from services.scheduler.config import PlanningConfig, SchedulerConfig
 from services.scheduler.decisions import DecisionLog
+from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
+from services.scheduler.group_launcher import GroupLauncher
 from services.scheduler.groups import Groups, NoLauncherError
 from services.scheduler.health import FleetHealth
 from services.scheduler.planner import Planner
@@ -317,7 +319,9 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     await context.direct.start()
     health = FleetHealth(fleet, feed, decisions, clock)
     planner.on_query = health.note_query
-    registrations = Registrations(fleet, feed, config.fleet, clock)
+    empties = EmptySpares(partial(_note_details, fleet, feed))
+    feed.empty_spares = empties.all
+    registrations = Registrations(fleet, feed, config.fleet, clock, empties)
     kept = store or MemoryFleetStore(clock)
     adapters = Adapters(fleet, registrations, kept, owner=owner)
     context.spawn(adapters.run(), "adapters")
@@ -329,13 +333,12 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     changes = substitute_changes(config.planning)
     launcher = _launcher(config, context)
     if launcher is not None:
-        parts = fleet, feed, launcher, kept, decisions, clock
+        groups = GroupLauncher(launcher, fleet, empties, registrations.drain)
+        parts = fleet, feed, groups, kept, decisions, clock
         servicer.groups = Groups(*parts, owner=owner)
-        await servicer.groups.look()  # before the first route
-        _carry_out_scale(config.planning, planner.scale_orders, servicer.groups)
-        context.spawn(servicer.groups.run(), "groups")
+        await _start_groups(config, context, planner, servicer.groups)
     substitutes = Substitutes(
-        fleet, feed, planner, decisions, clock, changes=changes, launcher=launcher
+        fleet, feed, planner, decisions, clock, empties, changes=changes, launcher=launcher
     )
     substitutes.give_place = registrations.give_place
     feed.models = planner.details
@@ -349,6 +352,14 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.spawn(substitutes.run(), "substitutes")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, index, planner, decisions)
+
+
+async def _start_groups(
+    config: SchedulerConfig, context: ServiceContext, planner: Planner, groups: Groups
+) -> None:
+    await groups.look()  # before the first route
+    _carry_out_scale(config.planning, planner.scale_orders, groups)
+    context.spawn(groups.run(), "groups")
 
 
 def _prefix_sources(

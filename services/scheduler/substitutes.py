@@ -1,12 +1,14 @@
 """Fills the places of lost and ejected workers, by `policy/substitute.py`.
 
 Exactly one worker takes a place. When a lost worker is back, as a new process, it becomes a spare
-if a spare took its place. A substitute that was taken from another place goes back. If a process
-was started as the substitute, one of the two is stopped. A launcher kills a worker that hangs when
-its place is taken, or when its own next life is the fastest substitute. The last worker of a role
-stays a member until then. This state is in memory: a restarted scheduler treats a worker that comes
-back as an additional worker.
-Tests: tests/unit/scheduler/test_substitutes.py, tests/e2e/test_substitutes.py.
+if a spare took its place, with or without a model. The next life of an empty spare is empty again.
+A substitute that was taken from another place goes back. If a process was started as the
+substitute, one of the two is stopped. A launcher kills a worker that hangs when its place is taken,
+or when its own next life is the fastest substitute. The last worker of a role stays a member until
+then. This state is in memory: a restarted scheduler treats a worker that comes back as an
+additional worker.
+Tests: tests/unit/scheduler/test_substitutes.py, tests/unit/scheduler/test_empty_substitutes.py,
+tests/e2e/test_substitutes.py.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.empty_spare import Assignment
 from kvmesh.core.health import Health
 from kvmesh.core.launch import Launcher, LaunchError, LaunchSpec
 from kvmesh.core.types import Role, WorkerId, WorkerInfo
@@ -29,6 +32,7 @@ from kvmesh.policy.substitute import START_S, Means, Member, Option, Paces, Plac
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
+from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
 from services.scheduler.planner import Planner
@@ -110,11 +114,13 @@ class Substitutes:
         planner: Planner,
         decisions: DecisionLog,
         clock: Clock,
+        empties: EmptySpares,
         *,
         changes: RoleChanges,
         launcher: Launcher | None = None,
     ) -> None:
         self._launcher = launcher
+        self._empties = empties
         self._fleet = fleet
         self._feed = feed
         self._planner = planner
@@ -183,16 +189,46 @@ class Substitutes:
         found = here.get(loss.info.worker_id)
         hangs = loss.info.worker_id in self._fleet.hanging()
         if found is not None and found.health < Health.DEGRADED and not hangs:
-            self._returned(loss, found, here)
+            if not self._is_loading(loss, here, now):
+                self._returned(loss, found, here)
             return
         loss.hangs = loss.lived and hangs
         if now > loss.at + FORGET_S:
             del self._losses[loss.info.worker_id]
             return
+        if self._is_back_empty(loss):
+            return
         option = loss.option
         if option is not None and self._changes is RoleChanges.APPLY:
             self._watch(loss, option, here, now)
             await self._end_hung(loss, option)
+
+    def _is_loading(self, loss: _Loss, here: Here, now: float) -> bool:
+        """Whether an empty spare still loads the model for the place of a worker that is back."""
+        option = loss.option
+        if option is None or option.means is not Means.EMPTY or option.worker_id in here:
+            return False
+        return self._changes is RoleChanges.APPLY and not _is_late(loss, option, now)
+
+    def _is_back_empty(self, loss: _Loss) -> bool:
+        """Handles a lost worker whose next life is an empty spare.
+
+        Returns whether another worker keeps its place. If one only helps out there, the empty spare
+        loads the model again. If nobody was chosen, it is among those to choose from.
+        """
+        name, option = loss.info.worker_id, loss.option
+        spare = self._empties.find(name)
+        if option is None or spare is None or not spare.is_waiting:
+            return False
+        if option.means is Means.RETURN:
+            loss.option = None
+        elif option.means in (Means.FLIP, Means.SLACK):
+            self._empties.assign(name, Assignment.like(loss.info, "its place has a helper"))
+        elif loss.is_filled:
+            del self._losses[name]
+            self._note(loss, "returned", f"{option.worker_id} has the place", name)
+            return True
+        return False
 
     def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
         """Checks whether the substitute takes the place and stays there."""
@@ -203,7 +239,7 @@ class Substitutes:
             return
         if is_there and taker is not None and _fills(taker.info, loss.info):
             self._filled(loss, option, now)
-        elif loss.is_filled or now > loss.ordered_at + LATE_FACTOR * option.ready_s + LATE_S:
+        elif loss.is_filled or _is_late(loss, option, now):
             loss.failed = (*loss.failed, option.worker_id)
             loss.option, loss.is_filled = None, False
             if option.means is Means.PROCESS:
@@ -243,25 +279,45 @@ class Substitutes:
             for name, each in here.items()
             if name in loads and name not in loss.failed and name not in takers
         ]
-        place = Place(loss.info, self._back_s(loss, now), self._new_s(loss, here))
+        empties = [each for each in self._empties.all() if each.worker_id not in loss.failed]
+        back_s, new_s, load_s = (
+            self._back_s(loss, now),
+            self._new_s(loss, here),
+            _load_s(loss, here),
+        )
+        place = Place(loss.info, back_s, new_s, load_s)
         paces = Paces(self._ready_s, self._planner.pace(loss.info.model).token_s)
-        for option in substitutes(place, members, paces):
-            if option.means is Means.FLIP and not self._planner.may_change_roles:
-                continue
-            chosen: Option | None = option
-            if option.means is Means.PROCESS:
-                chosen = await self._started(loss, option)
-            elif option.means is not Means.RETURN and not self._ordered(loss, option):
-                chosen = None
+        for option in substitutes(place, members, paces, empties):
+            chosen = await self._taken(loss, option)
             if chosen is not None:
-                taker = here.get(chosen.worker_id)
                 loss.option, loss.ordered_at = chosen, now
-                loss.before = None
-                comes = chosen.means is not Means.RETURN and self._changes is RoleChanges.APPLY
-                if taker is not None and comes:
-                    loss.before = taker.info
+                loss.before = self._before(loss, chosen, here)
                 self._note(loss, chosen.means.name.lower(), chosen.reason, chosen.worker_id)
                 return
+
+    async def _taken(self, loss: _Loss, option: Option) -> Option | None:
+        """Orders a substitute. Returns it with its name; None if it cannot take the place."""
+        match option.means:
+            case Means.RETURN:
+                return option
+            case Means.PROCESS:
+                return await self._started(loss, option)
+            case Means.EMPTY:
+                is_ordered = self._assigned(loss, option)
+            case Means.FLIP if not self._planner.may_change_roles:
+                is_ordered = False
+            case _:
+                is_ordered = self._ordered(loss, option)
+        return option if is_ordered else None
+
+    def _before(self, loss: _Loss, option: Option, here: Here) -> WorkerInfo | None:
+        """The role and group to which a substitute is ordered when it is no longer needed."""
+        if self._changes is not RoleChanges.APPLY or option.means is Means.RETURN:
+            return None
+        if option.means is Means.EMPTY:
+            return dataclasses.replace(loss.info, role=Role.SPARE, scenario="")
+        taker = here.get(option.worker_id)
+        return None if taker is None else taker.info
 
     def _new_s(self, loss: _Loss, here: Here) -> float | None:
         """Estimated seconds until a new process serves: the median start time for its model.
@@ -272,8 +328,9 @@ class Substitutes:
         if self._launcher is None or loss.num_started >= MOST_STARTED:
             return None
         infos = [loss.info, *(each.info for each in here.values())]
-        told = [info.start_s for info in infos if info.model == loss.info.model and info.start_s]
-        return max(statistics.median(told), loss.info.start_s) if told else START_S
+        starts = (info.origin.start_s for info in infos if info.model == loss.info.model)
+        told = [start_s for start_s in starts if start_s]
+        return max(statistics.median(told), loss.info.origin.start_s) if told else START_S
 
     async def _started(self, loss: _Loss, option: Option) -> Option | None:
         """Starts a process. Returns the option with its name; None if none was started."""
@@ -293,11 +350,12 @@ class Substitutes:
 
     def _back_s(self, loss: _Loss, now: float) -> float | None:
         """Estimated seconds until the lost worker is back; None if it did not return in time."""
-        if loss.info.worker_id in loss.failed:
+        name = loss.info.worker_id
+        if name in loss.failed or self._empties.find(name) is not None:
             return None
         # A launcher kills a hanging worker, so its next life is expected.
         wakes_up = loss.lived and not (loss.hangs and self._launcher is not None)
-        whole_s = REST_S if wakes_up else loss.info.start_s or START_S
+        whole_s = REST_S if wakes_up else loss.info.origin.start_s or START_S
         away_s = now - loss.at
         # A worker that is late is expected to be late for as long again.
         return whole_s - away_s if away_s < whole_s else away_s
@@ -308,6 +366,12 @@ class Substitutes:
         info = loss.info
         why = f"takes the place of {info.worker_id}: {option.reason}"
         return self.give_place(option.worker_id, info.role, info.scenario, why)
+
+    def _assigned(self, loss: _Loss, option: Option) -> bool:
+        if self._changes is not RoleChanges.APPLY:
+            return True
+        why = f"takes the place of {loss.info.worker_id}: {option.reason}"
+        return self._empties.assign(option.worker_id, Assignment.like(loss.info, why))
 
     def _filled(self, loss: _Loss, option: Option, now: float) -> None:
         loss.is_filled = True
@@ -325,14 +389,17 @@ class Substitutes:
             self._note(loss, "returned", f"{stays} has the place", leaves)
             self._stop(leaves)
             return
-        if option is None or before is None or option.worker_id not in here:
+        is_other = option is not None and option.worker_id in here.keys() - {name}
+        if option is None or before is None or not is_other:
             if found.info.role is Role.SPARE:  # its configuration makes it a spare in its new life
                 self._give(loss, name, info.role, info.scenario, "it is back as a spare")
             else:
                 self._note(loss, "returned", "nobody else is in its place", name)
             return
         taker = option.worker_id
-        if option.means is Means.SPARE and found.info.incarnation != info.incarnation:
+        # An empty spare that came after the lost worker holds no KV, so it makes room.
+        is_first = option.means is Means.SPARE or (option.means is Means.EMPTY and loss.is_filled)
+        if is_first and found.info.incarnation != info.incarnation:
             self._give(loss, name, Role.SPARE, "", f"{taker} took its place")
         else:
             self._give(loss, taker, before.role, before.scenario, f"{name} is back")
@@ -376,3 +443,20 @@ async def _stopped(launcher: Launcher, name: WorkerId) -> None:
 
 def _fills(info: WorkerInfo, lost: WorkerInfo) -> bool:
     return (info.role, info.scenario) == (lost.role, lost.scenario)
+
+
+def _is_late(loss: _Loss, option: Option, now: float) -> bool:
+    return now > loss.ordered_at + LATE_FACTOR * option.ready_s + LATE_S
+
+
+def _load_s(loss: _Loss, here: Here) -> float:
+    """Estimated seconds in which an empty spare loads the lost worker's model.
+
+    The median of those that did. Before, that of all workers of the model, which may have loaded it
+    at the same time.
+    """
+    infos = (loss.info, *(each.info for each in here.values()))
+    origins = [info.origin for info in infos if info.model == loss.info.model]
+    told = [each.load_s for each in origins if each.load_s]
+    as_spares = [each.load_s for each in origins if each.load_s and each.assignment is not None]
+    return statistics.median(as_spares or told) if told else START_S

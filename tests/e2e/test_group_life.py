@@ -23,6 +23,7 @@ from tests.e2e.local_stack import (
     group,
     member,
     running_up,
+    watched,
 )
 from tests.mesh_processes import MODEL_FOLDER, fake_tokens
 from tests.waiting import until
@@ -124,6 +125,30 @@ async def test_a_group_grows_and_shrinks_under_load(tmp_path: Path) -> None:
             assert names((await groups(state))["any"]) == ["decode-0", "prefill-0"]
             await load.more(5)
         assert "decode-1" in workers
+        assert set(load.checkpoints(MODEL_FOLDER)) == {0}
+
+
+@pytest.mark.long
+async def test_a_group_takes_an_empty_spare_and_gives_it_back(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    async with (
+        running_up(tmp_path, *ONE_OF_EACH, "--empty-spare", "1") as told,
+        ApiClient(f"http://{told['http']}") as client,
+        watched(told) as view,
+    ):
+        pid = member(told, "empty-0")["pid"]
+        async with asked(client, "") as load:
+            await group(state, "scale", "any", "--decode", "2")
+            assert names((await groups(state))["any"]) == ["decode-0", "empty-0", "prefill-0"]
+            assert member(read_description(state) or {}, "empty-0")["pid"] == pid
+            await until(lambda: not view.empty_spares, "it has its model")
+            await load.more(10)
+            workers = {answer.decode_worker for _, _, answer in load.answers}
+            await group(state, "scale", "any", "--decode", "1")
+            await until(lambda: [e.is_waiting for e in view.empty_spares] == [True], "it is empty")
+            assert names((await groups(state))["any"]) == ["decode-0", "prefill-0"]
+            await load.more(5)
+        assert "empty-0" in workers
         assert set(load.checkpoints(MODEL_FOLDER)) == {0}
 
 

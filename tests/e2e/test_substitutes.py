@@ -81,6 +81,31 @@ async def test_one_kill_under_load_takes_one_substitute(
         assert await steps(told, *expected) == expected
 
 
+async def test_an_empty_spare_loads_the_model_when_one_is_killed(tmp_path: Path) -> None:
+    async with (
+        running_up(tmp_path, "--engine", "fake", "--empty-spare", "1") as told,
+        ApiClient(f"http://{told['http']}") as client,
+        watched(told) as view,
+    ):
+        await until(lambda: [each.is_waiting for each in view.empty_spares] == [True], "it waits")
+        whole, before = roles(view), decoders(view)
+        assert whole == Counter(prefill=2, decode=2), "it belongs to no group"
+        async with under_load(client) as load:
+            await load.more(20)
+            os.kill(member(told, LOST)["pid"], signal.SIGKILL)
+            began = asyncio.get_running_loop().time()
+            await until(lambda: len(decoders(view) - before) == 1, "its place is taken")
+            print(f"full capacity after {asyncio.get_running_loop().time() - began:.2f} s")
+            await until(lambda: roles(view) == whole + Counter(spare=1), "it is back")
+            await load.more(20)
+        load.check_all_ok()
+        names = {str(each.info.worker_id): each.info.role.value for each in view.workers}
+        assert (names["empty-0"], names[LOST]) == ("decode", "spare")
+        assert not view.empty_spares
+        expected = {"empty": 1, "spare": 0, "return": 0, "flip": 0, "process": 0}
+        assert await steps(told, *expected) == expected
+
+
 @pytest.mark.long
 async def test_a_worker_that_does_not_come_back_is_replaced_by_one_new_process(
     tmp_path: Path,

@@ -27,6 +27,7 @@ from kvmesh.cli.scheduler_flags import add_scheduler_flags
 from kvmesh.cli.screen import terminal
 from kvmesh.core.config import OneLineParser
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.health import Health
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.groups import GroupKey
@@ -101,11 +102,12 @@ def main(argv: Sequence[str]) -> int:
 
 async def _list(access: SchedulerAccess, *, as_json: bool) -> int:
     async with live_fleet(access, "kvmesh fleet") as view:
-        workers = view.workers
+        workers, empties = view.workers, view.empty_spares
     if as_json:
-        print(json.dumps([described(each) for each in workers], indent=2))
+        told = [*map(described, workers), *map(described_empty, empties)]
+        print(json.dumps(told, indent=2))
     else:
-        terminal().print(table_of(workers))
+        terminal().print(table_of(workers, empties))
     return 0
 
 
@@ -199,7 +201,25 @@ def described(worker: FleetWorker) -> dict[str, Any]:
     }
 
 
-def table_of(workers: Sequence[FleetWorker]) -> Table:
+def described_empty(spare: EmptySpare) -> dict[str, Any]:
+    """Returns a worker without a model as JSON values; fields that come with a model are absent."""
+    return {
+        "worker_id": spare.worker_id,
+        "incarnation": spare.incarnation,
+        "role": Role.SPARE.value,
+        "cluster": spare.cluster,
+        "model": "" if spare.assignment is None else spare.assignment.model,
+        "state": state_of_empty(spare),
+        "engine": spare.engine,
+    }
+
+
+def state_of_empty(spare: EmptySpare) -> str:
+    """Returns one word that says whether a worker without a model waits for one."""
+    return "empty" if spare.is_waiting else "loading"
+
+
+def table_of(workers: Sequence[FleetWorker], empties: Sequence[EmptySpare] = ()) -> Table:
     """Returns the workers as a table for the terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("worker", "role", "group", "state"):
@@ -222,4 +242,6 @@ def table_of(workers: Sequence[FleetWorker]) -> Table:
             f"{cached:.0%}",
             str(info.control_endpoint),
         )
+    for spare in empties:
+        table.add_row(spare.worker_id, Role.SPARE.value, "", state_of_empty(spare))
     return table

@@ -20,6 +20,7 @@ from kvmesh.cli.scheduler_flags import DEFAULT_TARGET
 from kvmesh.cli.stack_secrets import find_secret
 from kvmesh.cli.stack_state import local_stack
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.errors import KvMeshError
 from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
 from kvmesh.rpc.fleet import FleetWatch
@@ -84,6 +85,11 @@ class LiveFleet:
     def workers(self) -> tuple[FleetWorker, ...]:
         """All workers, sorted by name."""
         return tuple(sorted(self._watch.workers, key=lambda each: each.info.worker_id))
+
+    @property
+    def empty_spares(self) -> tuple[EmptySpare, ...]:
+        """Workers without a model, sorted by name."""
+        return self._watch.empty_spares
 
     @property
     def fresh(self) -> bool:

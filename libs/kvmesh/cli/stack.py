@@ -75,6 +75,7 @@ class StackOptions:
         num_threads: computing threads of each engine, and of each of its ranks.
         drain_s: seconds that a service may finish its work when it is stopped.
         num_spare: number of spare workers, which replace lost ones.
+        num_empty: number of spares that load a model only then.
         aliases: further names of the model, comma-separated.
         lora: see `read_adapters`; folders are absolute.
         max_loras: number of adapters that each engine of the first model holds at once.
@@ -100,6 +101,7 @@ class StackOptions:
     grpc_port: int = 0
     remote: RemoteOptions | None = None
     num_spare: int = 0
+    num_empty: int = 0
     aliases: str = ""
     lora: str = ""
     max_loras: int = 0
@@ -111,13 +113,14 @@ class StackOptions:
         """Number of engines on this machine."""
         far = 0 if self.remote is None else self.remote.num_prefill
         pairs = (1 + len(self.others)) * (self.num_prefill + self.num_decode)
-        return pairs + self.num_spare + far
+        return pairs + self.num_spare + self.num_empty + far
 
     @property
     def fleets(self) -> tuple[StackOptions, ...]:
         """The options of each model alone; the first has spares, adapters and second cluster."""
         own = replace(self, others=())
-        bare = replace(own, remote=None, num_spare=0, aliases="", lora="", max_loras=0)
+        bare = replace(own, remote=None, num_spare=0, num_empty=0)
+        bare = replace(bare, aliases="", lora="", max_loras=0)
         return (
             own,
             *(
@@ -326,11 +329,18 @@ class _Planner:
             flags["engine.model"] = launch.checkpoint
         return replace(self.service(kind, flags, name)[0], launch=launch)
 
+    def empty_spare(self, name: str, scheduler: Endpoint, kvmanager: Endpoint) -> Member:
+        """Returns a spare of the first cluster that has no model yet."""
+        flags = self.worker_flags(name, scheduler, kvmanager)
+        del flags["engine.model"], flags["engine.model-name"]
+        flags["worker.role"] = Role.SPARE.value
+        return replace(self.service("decode", flags, name)[0], launch=LaunchSpec(Role.SPARE))
+
     def home_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
         """Returns the initial workers of the first cluster.
 
-        Their numbers continue from model to model. Spares load the first model and get no requests
-        until a worker is lost.
+        Their numbers continue from model to model. Spares load the first model, or none yet, and
+        get no requests until a worker is lost.
         """
         members: list[Member] = []
         for number, fleet in enumerate(self.options.fleets):
@@ -348,6 +358,8 @@ class _Planner:
         spare = LaunchSpec(Role.SPARE)
         for index in range(self.options.num_spare):
             members.append(self.worker(f"spare-{index}", spare, scheduler, kvmanager))
+        for index in range(self.options.num_empty):
+            members.append(self.empty_spare(f"empty-{index}", scheduler, kvmanager))
         return members
 
     def offload_flags(self) -> dict[str, object]:

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.fleet import described, state_of
+from kvmesh.cli.fleet import described, described_empty, state_of, state_of_empty
 from kvmesh.cli.https import trust
 from kvmesh.cli.probes import http_get
 from kvmesh.cli.scheduler_access import (
@@ -33,6 +33,7 @@ from kvmesh.cli.top_flags import parser
 from kvmesh.console.sampler import Sampler, WorkerRates, per_second
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.types import Role
 
 _BAR = 20
@@ -82,6 +83,7 @@ class Frame:
         gateway: rates of the gateway; None if it does not answer.
         fresh: whether a scheduler is connected.
         kvmanager_connected: whether the scheduler reaches its kvmanager; None: not known.
+        empties: workers without a model.
     """
 
     workers: tuple[FleetWorker, ...]
@@ -89,6 +91,7 @@ class Frame:
     gateway: GatewayRates | None
     fresh: bool
     kvmanager_connected: bool | None = None
+    empties: tuple[EmptySpare, ...] = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,7 +161,8 @@ class Camera:
             self._before = (now, totals)
         rates = {str(name): each for name, each in self._sampler.worker_rates.items()}
         view = self._view
-        return Frame(workers, rates, gateway, view.fresh, view.kvmanager_connected)
+        connected = view.kvmanager_connected
+        return Frame(workers, rates, gateway, view.fresh, connected, view.empty_spares)
 
     async def _scrape(self) -> str | None:
         metrics = f"{self._url}/metrics"
@@ -256,6 +260,9 @@ def _workers(frame: Frame, *, with_bars: bool) -> Table:
             f"{rates.prefill_tokens_s:.0f}",
             f"{rates.decode_tokens_s:.0f}",
         )
+    for spare in frame.empties:
+        name = Text(spare.worker_id, style=_ROLE_STYLES["spare"])
+        table.add_row(name, Text(state_of_empty(spare), style="yellow"))
     return table
 
 
@@ -293,5 +300,6 @@ def as_json(frame: Frame) -> dict[str, Any]:
             }
             for worker in frame.workers
             for rates in (frame.rates.get(worker.info.worker_id, WorkerRates()),)
-        ],
+        ]
+        + [described_empty(spare) for spare in frame.empties],
     }

@@ -116,6 +116,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         if arguments.remote
         else None,
         num_spare=arguments.spare,
+        num_empty=arguments.empty_spare,
         aliases=arguments.aliases,
         lora=_adapters(arguments.lora, arguments.engine),
         max_loras=_places(arguments.max_loras, arguments.engine),

@@ -36,17 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "was wrong before any process was started",
     )
     _add_model_flags(made)
-    text = "prefill workers; 0: those of --decode are hybrid and do both"
-    add_flag(made, "--prefill", 2, text, kind=count)
-    add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
-    text = "workers that wait for the place of one that is lost"
-    add_flag(made, "--spare", 0, text, kind=count)
-    text = "prefill workers of a second cluster behind a paced link; 0: one cluster"
-    add_flag(made, "--remote", 0, text, kind=count)
-    text = "megabits per second that leave the second cluster"
-    add_flag(made, "--link-mbit", 200, text, kind=positive_int)
-    text = "uncached tokens above which prompts go to the second cluster at first"
-    add_flag(made, "--threshold", 512, text, kind=positive_int)
+    _add_worker_flags(made)
     add_flag(made, "--host", "127.0.0.1", "address of the HTTP API")
     add_flag(made, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
     text = "port of the gRPC API; 0: the one after --port, or the next free one"
@@ -79,6 +69,22 @@ def parser() -> argparse.ArgumentParser:
     text = "end with the first process that ends or hangs; implied by --run"
     add_switch(made, "--no-restart", text)
     return made
+
+
+def _add_worker_flags(made: argparse.ArgumentParser) -> None:
+    text = "prefill workers; 0: those of --decode are hybrid and do both"
+    add_flag(made, "--prefill", 2, text, kind=count)
+    add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
+    text = "workers that wait for the place of one that is lost"
+    add_flag(made, "--spare", 0, text, kind=count)
+    text = "spares that load a model only when one is to be replaced"
+    add_flag(made, "--empty-spare", 0, text, kind=count)
+    text = "prefill workers of a second cluster behind a paced link; 0: one cluster"
+    add_flag(made, "--remote", 0, text, kind=count)
+    text = "megabits per second that leave the second cluster"
+    add_flag(made, "--link-mbit", 200, text, kind=positive_int)
+    text = "uncached tokens above which prompts go to the second cluster at first"
+    add_flag(made, "--threshold", 512, text, kind=positive_int)
 
 
 def _add_model_flags(made: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
+from kvmesh.core.empty_spare import Origin
 from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.kv_formats import KV_DTYPE_BYTES, OWN_ENGINE, OWN_ORDER
 from kvmesh.core.pace import NO_LIMIT_S, PaceRoom
@@ -283,8 +284,7 @@ class Reservation:
         num_blocks: number of blocks to write, in order, after the cached ones.
         lease_ms: milliseconds after which the reservation ends without renewal.
         host_route: route for senders on the same host; None: by network only.
-        run_lengths: lengths of the runs of consecutive ids among the blocks to write, to which the
-            sender aligns its own runs (FlowKV 3.3); empty: not given.
+        run_lengths: lengths of the runs of consecutive ids to write (FlowKV 3.3); empty: not given.
     """
 
     reservation_id: int
@@ -308,7 +308,7 @@ class WorkerInfo:
         scenario: scenario that its P/D group serves; empty: any.
         publishes: whether it publishes its blocks to a kvmanager; if not, no prefix is found there.
         missing_native: native libraries that it runs without, which makes it slower.
-        start_s: seconds from the start of its process until it could serve; 0: not reported.
+        origin: how it came to its model.
         pair_share: see `ModelRunner.pair_share`.
         adapters: ids of the LoRA adapters that it serves (core/adapters.py).
         embeds: whether it computes embeddings.
@@ -329,7 +329,7 @@ class WorkerInfo:
     scenario: str = ""
     publishes: bool = True
     missing_native: tuple[str, ...] = ()
-    start_s: float = 0.0
+    origin: Origin = Origin()
     pair_share: float = 0.0
     adapters: tuple[str, ...] = ()
     embeds: bool = False

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.details import WorkerDetail
+from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.health import Health
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.groups import GroupKey
@@ -33,6 +34,7 @@ class Means(enum.Enum):
 
     SPARE = "a spare that has the model"
     RETURN = "its own return"
+    EMPTY = "an empty spare that loads the model"
     FLIP = "a worker of the other role"
     SLACK = "a worker of another group"
     PROCESS = "a new process"
@@ -76,11 +78,13 @@ class Place:
         info: the lost worker.
         back_s: seconds until it returns by itself; None: it does not return.
         new_s: seconds until a new process would serve; None: no process can be started.
+        load_s: seconds in which an empty spare would load the model and serve.
     """
 
     info: WorkerInfo
     back_s: float | None = None
     new_s: float | None = None
+    load_s: float = START_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +132,20 @@ class Option:
         return f"{self.means.value} costs {self.cost_s:.2f} s ({told or 'nothing is missed'})"
 
 
-def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[Option]:
+def substitutes(
+    place: Place,
+    members: Sequence[Member],
+    paces: Paces,
+    empties: Iterable[EmptySpare] = (),
+) -> list[Option]:
     """Returns all ways to fill a place, cheapest first; empty if there is none.
 
     Args:
         members: all live workers; ill, draining and cordoned ones are skipped.
+        empties: workers without a model.
     """
     info = place.info
-    able = [
-        each
-        for each in members
-        if each.info.worker_id != info.worker_id
-        and each.health is Health.OK
-        and not (each.load.draining or each.detail.cordoned)
-        and each.info.layout == info.layout
-        and (each.info.model, each.info.cluster) == (info.model, info.cluster)
-    ]
+    able = [each for each in members if _is_able(each, info)]
     need = _need(_side(able, GroupKey.of(info), info.role))
     away_s = HORIZON_S if place.back_s is None else place.back_s
     order = list(Means)
@@ -162,6 +164,11 @@ def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[O
     found = [option(Means.SPARE, each) for each in able if each.info.role is Role.SPARE]
     if place.back_s is not None:
         found.append(Option(Means.RETURN, info.worker_id, away_s, need * away_s))
+    found += [
+        Option(Means.EMPTY, each.worker_id, place.load_s, need * place.load_s)
+        for each in empties
+        if each.can_be_like(info)
+    ]
     if place.new_s is not None:
         found.append(Option(Means.PROCESS, WorkerId(""), place.new_s, need * place.new_s))
     for means, side in _givers(able, info):
@@ -181,6 +188,18 @@ def substitutes(place: Place, members: Sequence[Member], paces: Paces) -> list[O
             busy.get(each.worker_id, 0.0),
             each.worker_id,
         ),
+    )
+
+
+def _is_able(member: Member, lost: WorkerInfo) -> bool:
+    """Whether a worker with a model is well, and could work in the lost worker's group."""
+    info = member.info
+    return (
+        info.worker_id != lost.worker_id
+        and member.health is Health.OK
+        and not (member.load.draining or member.detail.cordoned)
+        and info.layout == lost.layout
+        and (info.model, info.cluster) == (lost.model, lost.cluster)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.empty_spare import Assignment, Origin
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.health import Health
 from kvmesh.core.pace import PaceRoom, StepPace
@@ -67,7 +68,8 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         scenario=info.scenario,
         unpublished=not info.publishes,
         missing_native=info.missing_native,
-        start_s=info.start_s,
+        start_s=info.origin.start_s,
+        origin=_origin_to_proto(info.origin),
         pair_share=info.pair_share,
         adapters=info.adapters,
         embeds=info.embeds,
@@ -98,10 +100,63 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         scenario=message.scenario,
         publishes=not message.unpublished,
         missing_native=tuple(message.missing_native),
-        start_s=message.start_s,
+        origin=_origin_from_proto(message),
         pair_share=message.pair_share,
         adapters=tuple(message.adapters),
         embeds=message.embeds,
+    )
+
+
+def _origin_to_proto(origin: Origin) -> types_pb2.WorkerOrigin:
+    assignment = origin.assignment
+    return types_pb2.WorkerOrigin(
+        checkpoint=origin.checkpoint,
+        load_s=origin.load_s,
+        assignment=None if assignment is None else assignment_to_proto(assignment),
+    )
+
+
+def _origin_from_proto(message: types_pb2.WorkerInfo) -> Origin:
+    origin = message.origin
+    told = origin.HasField("assignment")
+    assignment = assignment_from_proto(origin.assignment) if told else None
+    return Origin(origin.checkpoint, message.start_s, origin.load_s, assignment)
+
+
+def assignment_to_proto(assignment: Assignment) -> types_pb2.WorkerAssignment:
+    """Assignment as a message."""
+    return types_pb2.WorkerAssignment(
+        role=_ROLES[assignment.role],
+        scenario=assignment.scenario,
+        model=assignment.model,
+        checkpoint=assignment.checkpoint,
+        dtype=assignment.dtype,
+        block_size=assignment.block_size,
+        max_model_len=assignment.max_model_len,
+        group_checkpoint=assignment.group_checkpoint,
+        reason=assignment.reason,
+    )
+
+
+def assignment_from_proto(message: types_pb2.WorkerAssignment) -> Assignment:
+    """Assignment from a message.
+
+    Raises:
+        ProtocolError: an unknown role, or blocks without a size.
+    """
+    role = role_from_proto(message.role)
+    if role is None or not message.block_size:
+        raise ProtocolError("bad_assignment", f"role {message.role}, {message.block_size} a block")
+    return Assignment(
+        role,
+        message.scenario,
+        message.model,
+        message.checkpoint,
+        message.dtype,
+        message.block_size,
+        message.max_model_len,
+        message.group_checkpoint if message.HasField("group_checkpoint") else None,
+        message.reason,
     )
 
 

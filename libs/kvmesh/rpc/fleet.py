@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from kvmesh.core.details import FleetWorker, ModelDetail
+from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Refusal, RoutePlan, RouteQuery
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.rpc.convert_detail import model_detail_from_proto
+from kvmesh.rpc.convert_empty import empty_spare_from_proto
 from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
 from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient
@@ -51,6 +53,7 @@ class FleetWatch:
         refusal: why a scheduler refused this watcher at the last try; empty if it did not.
         fresh: whether a scheduler is connected and `workers` is its view.
         models: the planner's details of models; empty unless details are asked for.
+        empty_spares: workers without a model; empty unless details are asked for.
         kvmanager_connected: whether the scheduler reaches its kvmanager; None if it has none, or
             does not report it.
     """
@@ -71,6 +74,7 @@ class FleetWatch:
         self._refusal_callbacks: list[Callable[[], None]] = []
         self.workers: tuple[FleetWorker, ...] = ()
         self.models: tuple[ModelDetail, ...] = ()
+        self.empty_spares: tuple[EmptySpare, ...] = ()
         self.kvmanager_connected: bool | None = None
         self.refusal = ""
         self.fresh = False
@@ -105,6 +109,7 @@ class FleetWatch:
             try:
                 async for message in call:
                     self.models = tuple(map(model_detail_from_proto, message.models))
+                    self.empty_spares = tuple(map(empty_spare_from_proto, message.empty_workers))
                     self.kvmanager_connected = (
                         message.kvmanager_connected
                         if message.HasField("kvmanager_connected")

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pool import CopyResult, PoolOrder, PoolReport
-from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.core.types import BlockHash, WorkerId, WorkerInfo
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_pool import (
     copy_result_to_proto,
@@ -74,6 +74,13 @@ class PublisherFacts:
     cluster: str
     namespace: str
     block_size: int
+
+    @classmethod
+    def of(cls, info: WorkerInfo) -> PublisherFacts:
+        """Returns those of a worker."""
+        layout = info.layout
+        name = layout.model_fingerprint
+        return cls(info.worker_id, info.incarnation, info.cluster, name, layout.block_size)
 
 
 class PoolEnd(Protocol):

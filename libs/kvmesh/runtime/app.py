@@ -28,7 +28,7 @@ from kvmesh.core.config import load_config, option, secret
 from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.core.mesh_secret import load_secret
 from kvmesh.core.open_files import raise_open_files
-from kvmesh.rpc.callers import RpcNames, check_callers
+from kvmesh.rpc.callers import RpcNames, RunningServer, check_callers
 from kvmesh.rpc.channels import MeshAccess, TlsConfig, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.reflection import SERVICE_NAME, ReflectionServicer
@@ -39,6 +39,8 @@ from kvmesh.telemetry.logs import configure_logging, event_logger, logs_for_peop
 from kvmesh.telemetry.tracing import Allowance, configure_tracing
 
 if TYPE_CHECKING:
+    from google.protobuf.descriptor import FileDescriptor
+
     from kvmesh.runtime.admin import AdminPort
 
 log = event_logger(__name__)
@@ -129,6 +131,7 @@ class ServiceContext:
         self.access = mesh_access(config)
         self._callers = _known_callers(config)
         self._is_open = _is_open(config, self.access)
+        self._is_started = False
         self._rpcs = RpcNames()
         self._public = RpcNames()
         self.server: grpc.aio.Server = make_server(
@@ -190,16 +193,23 @@ class ServiceContext:
     def add_servicer(
         self, add: Callable[[ServicerT, Any], None], servicer: ServicerT, *, public: bool = False
     ) -> None:
-        """Adds a servicer to the server; call it before `build` returns.
+        """Adds a servicer to the server; call it before `build` returns, or `announce` it there.
 
         Args:
             add: the function that gRPC generates, such as `add_SchedulerServiceServicer_to_server`.
             public: callers do not need the mesh's secret.
         """
-        add(servicer, self.server)
+        add(servicer, RunningServer(self.server) if self._is_started else self.server)
         if public:
             add(servicer, self._public)
         add(servicer, self._rpcs)
+
+    def announce(self, *files: FileDescriptor) -> None:
+        """Names the services of proto files that are added while the server runs."""
+        for file in files:
+            for service in file.services_by_name.values():
+                self._rpcs.services.add(service.full_name)
+                self._rpcs.names.update(service.methods_by_name)
 
     def complete_server(self) -> None:
         """Lets reflection list all servicers, and checks the callers' rules.
@@ -220,6 +230,12 @@ class ServiceContext:
                 "anybody_may_call",
                 hint="set server.secret_file, or mTLS with server.tls.*, for all services",
             )
+
+    async def start(self) -> None:
+        """Starts the server, and reports that the service serves."""
+        self._is_started = True
+        await self.server.start()
+        await self.set_serving(True)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs a background task for the life of the service. Its crash ends the service."""
@@ -313,8 +329,7 @@ async def serving(
             # Pushed again, so that streams and tasks end before the objects that they use are
             # closed.
             stack.push_async_callback(context.close)
-            await context.server.start()
-            await context.set_serving(True)
+            await context.start()
         log.info("serving", address=f"{config.server.host}:{context.port}")
         yield context
 

@@ -12,8 +12,6 @@ import os
 import time
 from functools import partial
 
-import psutil
-
 from kvmesh.core.block_names import DISK, HOST
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.details import WorkerDetail
@@ -47,11 +45,12 @@ from kvmesh.runtime.worker_adapters import WorkerAdapters, started_adapters
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import WorkerConfig, parse_role
 from kvmesh.runtime.worker_detail import worker_detail
+from kvmesh.runtime.worker_loading import Loading, begin
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import make_pool, start_fetcher
 from kvmesh.runtime.worker_queries import answer_queries, start_queries
-from kvmesh.runtime.worker_runner import find_folder, load_runner
+from kvmesh.runtime.worker_runner import find_folder, load_runner, preload
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.runtime.worker_tiers import TierParts, make_outside, make_tiers, start_tiers
@@ -74,8 +73,11 @@ class Worker:
         runner: ModelRunner,
         metrics: WorkerMetrics,
         structures: StructureCompiler | None = None,
+        *,
+        loading: Loading,
     ) -> None:
         self._config = config
+        self._loading = loading
         self._context = context
         self._runner = runner
         self._metrics = metrics
@@ -247,6 +249,8 @@ class Worker:
 
     def _describe(self, data_endpoint: Endpoint) -> WorkerInfo:
         section, spec = self._config.worker, self._runner.spec
+        levels = native_levels(self._config.engine)
+        self._metrics.show_native(levels)
         return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -262,8 +266,8 @@ class Worker:
             num_blocks=self._runner.kv.num_blocks,
             scenario=section.scenario,
             publishes=bool(section.kvmanager_target),
-            missing_native=self._missing_native(),
-            start_s=time.time() - psutil.Process().create_time(),
+            missing_native=tuple(sorted(name for name, level in levels.items() if not level)),
+            origin=self._loading.origin(self._config.engine.model, time.time()),
             pair_share=self._runner.pair_share,
             adapters=spec.adapters,
             embeds=spec.embedding is not None,
@@ -278,15 +282,15 @@ class Worker:
             on_change=self._have_adapters,
         )
         orders = self._ordered_to_cordon, self._ordered_to_be, self._adapters.wish
-        targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
-            [target for target in targets if target],
+            section.schedulers,
             self._info,
             self.report,
             self._ordered_to_drain,
             self._context.access,
             operator=OperatorHooks(self.detail, *orders),
         )
+        self.wait_registered = self._registration.wait_registered
         self._adapters.on_report = self._registration.report_adapters
         self._context.spawn(self._registration.run(), "registration")
         self._context.spawn(self._adapters.run(), "adapters")
@@ -303,13 +307,7 @@ class Worker:
             )
             self._publisher = BlockPublisher(
                 section.kvmanager_target,
-                PublisherFacts(
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    cluster=section.cluster,
-                    namespace=spec.layout.model_fingerprint,
-                    block_size=spec.layout.block_size,
-                ),
+                PublisherFacts.of(self._info),
                 take_events=self.core.pool.take_events,
                 held_hashes=self.core.pool.told_names,
                 access=self._context.access,
@@ -319,11 +317,6 @@ class Worker:
             self._context.spawn(self._publisher.run(), "publisher")
             self._context.spawn(self.copies.run(), "pool copies")
         self._kv_events = start_kv_events(self._context, self._config, self.core)
-
-    def _missing_native(self) -> tuple[str, ...]:
-        levels = native_levels(self._config.engine)
-        self._metrics.show_native(levels)
-        return tuple(sorted(name for name, level in levels.items() if not level))
 
     def _notify(self) -> None:
         self._registration.notify()
@@ -354,10 +347,12 @@ class Worker:
             self._context.spawn(self._leave(), "ordered drain")
 
     async def _leave(self) -> None:
-        """Leaves the mesh. The process stays, until the process that started it ends it."""
+        """Leaves the mesh. The process stays until it is ended, unless it was an empty spare."""
         await self._drain()
         await self._context.set_serving(False)
         log.info("left_the_fleet")
+        if self._loading.assignment is not None:
+            self._context.stop.set()  # its next life is an empty spare again
 
     def _ordered_to_cordon(self, cordoned: bool, reason: str) -> None:
         log.info("cordon_ordered", cordoned=cordoned, reason=reason)
@@ -475,18 +470,23 @@ class Worker:
 
 
 async def build_worker(
-    config: WorkerConfig, context: ServiceContext, metrics: WorkerMetrics | None = None
+    config: WorkerConfig,
+    context: ServiceContext,
+    metrics: WorkerMetrics | None = None,
+    loading: Loading | None = None,
 ) -> Worker:
-    """Loads the model and builds a worker; the `build` of both services."""
+    """Loads the model and builds a worker; `loading`: of an empty spare, else it begins here."""
     log.info("loading_model", model=config.engine.model, device=config.engine.device)
     folder = await asyncio.to_thread(find_folder, config.engine)
+    await asyncio.to_thread(preload, config.engine)
+    loading = loading or begin()
     runner = await asyncio.to_thread(load_runner, config.engine, folder)
     context.stack.callback(runner.close)
     structures = await asyncio.to_thread(load_structures, folder, runner.spec)
     if structures is not None:
         context.stack.callback(structures.close)
     metrics = metrics or WorkerMetrics()
-    worker = Worker(config, context, runner, metrics, structures)
+    worker = Worker(config, context, runner, metrics, structures, loading=loading)
     await worker.start()
     metrics.registry.register(EngineCollector(worker.core, runner.spec.name, worker.load))
     log.info(

@@ -55,6 +55,12 @@ class WorkerSection:
     )
     transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
 
+    @property
+    def schedulers(self) -> list[str]:
+        """`host:port` of every scheduler."""
+        targets = (target.strip() for target in self.scheduler_targets.split(","))
+        return [target for target in targets if target]
+
 
 def parse_role(word: str) -> Role:
     """Returns the role that a config names.
@@ -75,7 +81,9 @@ class EngineSection:
     """The engine."""
 
     kind: str = option("kvmesh", "kvmesh, vllm, or fake (deterministic, computes nothing)")
-    model: str = option("", "checkpoint folder, or org/name on the Hugging Face hub")
+    model: str = option(
+        "", "checkpoint folder, or org/name on the Hugging Face hub; a spare without one is empty"
+    )
     model_name: str = option(
         "", "name under which the model is served; default: folder name, or org/name"
     )

@@ -84,6 +84,16 @@ def find_folder(config: EngineSection) -> Path | None:
     return folder
 
 
+def preload(config: EngineSection) -> None:
+    """Imports what the engine needs for any model. Takes seconds: call it in a thread."""
+    if config.kind != "kvmesh":
+        return  # vLLM is imported by a process for each model
+    if not environment("OMP_WAIT_POLICY"):
+        default_environment({"GOMP_SPINCOUNT": _LOOKS})
+    # Only a worker with the real engine imports torch, which is expensive.
+    import kvmesh.engine.runner  # noqa: F401, PLC0415
+
+
 def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunner:
     """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
 
@@ -103,9 +113,7 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         log.warning("more_threads_than_cores", threads=threads, cores=cores)
     if config.kind == "vllm":
         return _load_vllm(config, folder, name)
-    if not environment("OMP_WAIT_POLICY"):
-        default_environment({"GOMP_SPINCOUNT": _LOOKS})
-    # Only a worker with the real engine imports torch, which is expensive.
+    preload(config)
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
     static_batch = static_batch_of(config)

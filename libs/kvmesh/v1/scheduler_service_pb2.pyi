@@ -534,6 +534,7 @@ class WatchFleetResponse(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     KVMANAGER_CONNECTED_FIELD_NUMBER: _builtins.int
+    EMPTY_WORKERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change."""
     base_version: _builtins.int
@@ -552,6 +553,10 @@ class WatchFleetResponse(_message.Message):
     def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """With a `base_version`, ids of workers that are no longer there."""
 
+    @_builtins.property
+    def empty_workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmptyWorker]:
+        """Workers without a model, for people; empty unless asked for."""
+
     def __init__(
         self,
         *,
@@ -561,10 +566,11 @@ class WatchFleetResponse(_message.Message):
         base_version: _builtins.int = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
         kvmanager_connected: _builtins.bool | None = ...,
+        empty_workers: _abc.Iterable[Global___EmptyWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected", "kvmanager_connected", b"kvmanager_connected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected", "base_version", b"base_version", "gone", b"gone", "kvmanager_connected", b"kvmanager_connected", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected", "base_version", b"base_version", "empty_workers", b"empty_workers", "gone", b"gone", "kvmanager_connected", b"kvmanager_connected", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kvmanager_connected: _TypeAlias = _typing.Literal["kvmanager_connected"]  # noqa: Y015
     _WhichOneofArgType__kvmanager_connected: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected"]  # noqa: Y015
@@ -616,6 +622,7 @@ class RegisterWorkerRequest(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    EMPTY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """Registration."""
@@ -640,6 +647,10 @@ class RegisterWorkerRequest(_message.Message):
     def adapters(self) -> Global___AdapterReport:
         """Wishes for adapters were carried out; what it has now is in the info before."""
 
+    @_builtins.property
+    def empty(self) -> Global___EmptyWorker:
+        """Instead of `info`: it has no model yet. Sent again when it begins to load one."""
+
     def __init__(
         self,
         *,
@@ -649,12 +660,13 @@ class RegisterWorkerRequest(_message.Message):
         detail: Global___WorkerDetail | None = ...,
         alive: Global___WorkerAlive | None = ...,
         adapters: Global___AdapterReport | None = ...,
+        empty: Global___EmptyWorker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive", "adapters"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive", "adapters", "empty"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -710,6 +722,7 @@ class RegisterWorkerResponse(_message.Message):
     CORDON_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___WorkerAccepted:
         """Registered; report at this interval."""
@@ -730,6 +743,10 @@ class RegisterWorkerResponse(_message.Message):
     def adapters(self) -> Global___AdapterWishes:
         """Have these adapters beside those of its start."""
 
+    @_builtins.property
+    def assignment(self) -> _types_pb2.WorkerAssignment:
+        """Load a model and register with it; for an empty worker."""
+
     def __init__(
         self,
         *,
@@ -738,16 +755,57 @@ class RegisterWorkerResponse(_message.Message):
         cordon: Global___WorkerCordon | None = ...,
         role: Global___WorkerRole | None = ...,
         adapters: Global___AdapterWishes | None = ...,
+        assignment: _types_pb2.WorkerAssignment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "assignment", b"assignment", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "assignment", b"assignment", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role", "adapters"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role", "adapters", "assignment"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
 Global___RegisterWorkerResponse: _TypeAlias = RegisterWorkerResponse  # noqa: Y015
+
+@_typing.final
+class EmptyWorker(_message.Message):
+    """A worker that has started without a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which worker."""
+    incarnation: _builtins.int
+    """Which life of it."""
+    cluster: _builtins.str
+    """Where it is."""
+    engine: _builtins.str
+    """Kind of its engine: kvmesh, vllm or fake."""
+    @_builtins.property
+    def assignment(self) -> _types_pb2.WorkerAssignment:
+        """What it loads; unset: it waits."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        cluster: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        assignment: _types_pb2.WorkerAssignment | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "cluster", b"cluster", "engine", b"engine", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmptyWorker: _TypeAlias = EmptyWorker  # noqa: Y015
 
 @_typing.final
 class WorkerAccepted(_message.Message):

@@ -782,6 +782,7 @@ class WorkerInfo(_message.Message):
     PAIR_SHARE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -832,6 +833,10 @@ class WorkerInfo(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids (NAME@CONTENT) of LoRA adapters that it has loaded; clients use their names as models."""
 
+    @_builtins.property
+    def origin(self) -> Global___WorkerOrigin:
+        """How it came to its model."""
+
     def __init__(
         self,
         *,
@@ -854,14 +859,105 @@ class WorkerInfo(_message.Message):
         pair_share: _builtins.float = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         embeds: _builtins.bool = ...,
+        origin: Global___WorkerOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "origin", b"origin", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class WorkerOrigin(_message.Message):
+    """How a worker came to its model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Folder or name of its checkpoint, as its machine sees it."""
+    load_s: _builtins.float
+    """Seconds for which it loaded the model; 0: not known."""
+    @_builtins.property
+    def assignment(self) -> Global___WorkerAssignment:
+        """What it was assigned as an empty spare, and its next life is one again; unset: it was none."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+        load_s: _builtins.float = ...,
+        assignment: Global___WorkerAssignment | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "checkpoint", b"checkpoint", "load_s", b"load_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerOrigin: _TypeAlias = WorkerOrigin  # noqa: Y015
+
+@_typing.final
+class WorkerAssignment(_message.Message):
+    """What an empty worker is to become."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    GROUP_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """What routes are to use it for."""
+    scenario: _builtins.str
+    """Scenario whose group it joins."""
+    model: _builtins.str
+    """Name under which its model is served."""
+    checkpoint: _builtins.str
+    """Folder or name of the checkpoint, as its machine sees it."""
+    dtype: _builtins.str
+    """Type of the model's values."""
+    block_size: _builtins.int
+    """Token positions per KV block."""
+    max_model_len: _builtins.int
+    """Longest sequence in tokens."""
+    group_checkpoint: _builtins.str
+    """Set if its group is to have one worker more: the checkpoint as the group's wish names it. Unset
+    if it takes a lost worker's place.
+    """
+    reason: _builtins.str
+    """Why, for logs."""
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+        scenario: _builtins.str = ...,
+        model: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        max_model_len: _builtins.int = ...,
+        group_checkpoint: _builtins.str | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_checkpoint", b"_group_checkpoint", "group_checkpoint", b"group_checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_checkpoint", b"_group_checkpoint", "block_size", b"block_size", "checkpoint", b"checkpoint", "dtype", b"dtype", "group_checkpoint", b"group_checkpoint", "max_model_len", b"max_model_len", "model", b"model", "reason", b"reason", "role", b"role", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group_checkpoint: _TypeAlias = _typing.Literal["group_checkpoint"]  # noqa: Y015
+    _WhichOneofArgType__group_checkpoint: _TypeAlias = _typing.Literal["_group_checkpoint", b"_group_checkpoint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_checkpoint) -> _WhichOneofReturnType__group_checkpoint | None: ...
+
+Global___WorkerAssignment: _TypeAlias = WorkerAssignment  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):

@@ -98,6 +98,15 @@ def test_each_model_has_workers_and_the_gateway_has_all_models() -> None:
     assert _flags(_member(plan, "gateway"))["--model.others"] == "b=/models/b,bee=/models/b"
 
 
+def test_an_empty_spare_has_no_model() -> None:
+    flags = _flags(_member(_plan(replace(OPTIONS, num_empty=1)), "empty-0"))
+    assert flags["--worker.role"] == "spare"
+    assert "--engine.model" not in flags
+    of_others = _flags(_member(_plan(), "decode-0"))
+    assert flags["--engine.kind"] == of_others["--engine.kind"]
+    assert flags["--engine.num-blocks"] == of_others["--engine.num-blocks"]
+
+
 def _flags_if_any(member: Member) -> dict[str, str]:
     return {} if member.spec.name == "redis" else _flags(member)
 

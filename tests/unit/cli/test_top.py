@@ -9,7 +9,8 @@ from rich.console import Console
 from kvmesh.cli.top import Frame, as_json, bar, gateway_rates, gateway_totals, picture
 from kvmesh.console.sampler import WorkerRates
 from kvmesh.core.details import WorkerDetail
-from kvmesh.core.types import FinishReason, Role
+from kvmesh.core.empty_spare import Assignment, EmptySpare
+from kvmesh.core.types import FinishReason, Role, WorkerId
 from services.gateway.metrics import GatewayMetrics
 from tests.unit.console.examples import fleet_worker
 
@@ -123,3 +124,15 @@ def test_json_has_the_same() -> None:
 )
 def test_a_bar_is_always_whole(used: float, cached: float, drawn: str) -> None:
     assert bar(used, cached).plain == drawn
+
+
+def test_spares_without_a_model_are_shown() -> None:
+    like = Assignment.like(fleet_worker("d0", Role.DECODE).info, "why")
+    waits = EmptySpare(WorkerId("e0"), 1, "east", "fake")
+    loads = dataclasses.replace(waits, worker_id=WorkerId("e1"), assignment=like)
+    frame = Frame((fleet_worker("p0"),), {}, None, fresh=True, empties=(waits, loads))
+    lines = [line.split() for line in shown(frame).splitlines()]
+    assert ["e0", "empty"] in lines
+    assert ["e1", "loading"] in lines
+    told = [(each["worker_id"], each["state"]) for each in as_json(frame)["workers"]]
+    assert told[1:] == [("e0", "empty"), ("e1", "loading")]

@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "redis_url": "",
     "remote": 0,
     "spare": 0,
+    "empty_spare": 0,
     "link_mbit": 200,
     "threshold": 512,
     "aliases": "",

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.core.details import WorkerDetail
+from kvmesh.core.empty_spare import EmptySpare, Origin
 from kvmesh.core.health import Health
-from kvmesh.core.types import Role, WorkerLoad
+from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.substitute import Means, Member, Paces, Place, substitutes
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
@@ -43,6 +44,31 @@ BUSY = (
 def test_a_spare_costs_least() -> None:
     assert first(*BUSY, member("s", Role.SPARE)) == (Means.SPARE, "s")
     assert first(member("s", Role.SPARE)) == (Means.SPARE, "s"), "also where nobody is left"
+
+
+def empty(name: str, cluster: str = "east") -> EmptySpare:
+    return EmptySpare(WorkerId(name), 1, cluster, "kvmesh")
+
+
+def order(place: Place, *members: Member) -> list[Means]:
+    return [each.means for each in substitutes(place, members, PACES, [empty("e")])]
+
+
+def test_an_empty_spare_costs_what_its_load_takes() -> None:
+    lost = dataclasses.replace(LOST, origin=Origin("/m"))
+    place = Place(lost, back_s=5.0, new_s=6.0, load_s=2.0)
+    spare, idle = member("s", Role.SPARE), [member(f"p{n}", Role.PREFILL) for n in range(2)]
+    loaded_first = [Means.SPARE, Means.EMPTY, Means.RETURN, Means.PROCESS]
+    assert order(place, *BUSY[:2], spare) == loaded_first
+    slow = dataclasses.replace(place, load_s=5.5)
+    assert order(slow, *BUSY[:2]) == [Means.RETURN, Means.EMPTY, Means.PROCESS]
+    same = dataclasses.replace(place, load_s=5.0)
+    assert order(same, *BUSY[:2])[0] is Means.RETURN, "the spare is kept where it gains nothing"
+    gone = dataclasses.replace(slow, back_s=None)
+    assert order(gone, *BUSY[:2], *idle)[0] is Means.EMPTY, "nobody helps for 300 s"
+    best = substitutes(place, BUSY[:2], PACES, [empty("w", "west"), empty("b"), empty("a")])[0]
+    assert (best.worker_id, best.cost_s) == ("a", 2.0)
+    assert best.reason == "an empty spare that loads the model costs 2.00 s (missed 2.00 s)"
 
 
 def test_where_all_are_busy_its_own_return_is_awaited() -> None:

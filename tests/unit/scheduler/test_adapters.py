@@ -16,6 +16,7 @@ from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import scheduler_service_pb2 as pb
 from services.scheduler.adapters import AdapterError, Adapters, UnknownAdapterError
 from services.scheduler.config import FleetConfig
+from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
 from services.scheduler.registrations import Registrations, WorkerStream
@@ -71,7 +72,9 @@ class Scheduler:
     def __init__(self, store: MemoryFleetStore, name: str = "one") -> None:
         clock = ManualClock()
         self.fleet = Fleet(1e9)
-        self.registrations = Registrations(self.fleet, FleetFeed(self.fleet), FleetConfig(), clock)
+        self.registrations = Registrations(
+            self.fleet, FleetFeed(self.fleet), FleetConfig(), clock, EmptySpares()
+        )
         self.adapters = Adapters(self.fleet, self.registrations, store, owner=name)
 
 

@@ -10,6 +10,7 @@ from kvmesh.rpc.convert_worker import worker_info_to_proto
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig
+from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.registrations import Orders, Registrations, WorkerStream
@@ -22,7 +23,9 @@ LEASE_S = 3.0
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_closing_service_does_not_take_its_workers_for_lost(closes: bool) -> None:
     parts = Parts()
-    registrations = Registrations(parts.fleet, FleetFeed(parts.fleet), FleetConfig(), parts.clock)
+    registrations = Registrations(
+        parts.fleet, FleetFeed(parts.fleet), FleetConfig(), parts.clock, EmptySpares()
+    )
     stream_ends = asyncio.Event()
 
     async def requests() -> AsyncIterator[RegisterWorkerRequest]:
@@ -51,7 +54,9 @@ async def test_a_scheduler_that_stood_still_reads_first_what_workers_said_meanwh
 ) -> None:
     parts = Parts(Fleet(LEASE_S))
     config = FleetConfig(lease_s=LEASE_S)
-    registrations = Registrations(parts.fleet, FleetFeed(parts.fleet), config, parts.clock)
+    registrations = Registrations(
+        parts.fleet, FleetFeed(parts.fleet), config, parts.clock, EmptySpares()
+    )
     assert isinstance(parts.fleet.register(worker_info("p"), parts.clock.now()), Membership)
     pauses = iter((10 * LEASE_S, LEASE_S / 6))
     left: list[int] = []

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
+from kvmesh.core.empty_spare import Origin
 from kvmesh.core.health import Health
 from kvmesh.core.launch import Launched, Launcher, LaunchError, LaunchSpec
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.health import REST_S, HealthReason, Verdict
+from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Membership
 from services.scheduler.role_orders import RoleChanges
@@ -69,12 +71,14 @@ class Places(Parts):
     ) -> None:
         super().__init__()
         feed = FleetFeed(self.fleet)
+        self.empties = EmptySpares()
         self.substitutes = Substitutes(
             self.fleet,
             feed,
             self.planner,
             self.decisions,
             self.clock,
+            self.empties,
             changes=changes,
             launcher=launcher,
         )
@@ -87,7 +91,7 @@ class Places(Parts):
             self.come(name, role)
 
     def come(self, name: str, role: Role, incarnation: int = 1) -> None:
-        self.take(worker_info(name, role, incarnation=incarnation, start_s=START_S))
+        self.take(worker_info(name, role, incarnation=incarnation, origin=Origin(start_s=START_S)))
 
     def take(self, info: WorkerInfo, load: WorkerLoad = IDLE) -> None:
         member = self.fleet.register(info, self.clock.now())
@@ -358,7 +362,7 @@ async def test_a_worker_that_hangs_is_killed_at_once_where_its_next_life_is_soon
 async def test_a_process_is_not_started_beside_one_that_starts_as_soon() -> None:
     starter = Starter({"d0": LaunchSpec(Role.DECODE)})
     parts = Places({"p0": Role.PREFILL, "d0": Role.DECODE}, launcher=starter)
-    slow = worker_info("d0", Role.DECODE, incarnation=2, start_s=1.2 * START_S)
+    slow = worker_info("d0", Role.DECODE, incarnation=2, origin=Origin(start_s=1.2 * START_S))
     parts.take(slow)
     await parts.look()
     parts.lose("d0")
