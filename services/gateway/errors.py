@@ -45,6 +45,7 @@ _QUOTA_WORDS = {
     Quota.REQUESTS: "requests per minute",
     Quota.TOKENS: "tokens per minute",
     Quota.CONCURRENCY: "requests at once",
+    Quota.GROUP: "requests at once in this group, its share",
 }
 
 
@@ -53,6 +54,7 @@ class QuotaError(StageRefusedError):
 
     Attributes:
         quota: the quota that is used up.
+        used_up: the limit and when to try again.
     """
 
     def __init__(self, refusal: QuotaRefusal) -> None:
@@ -62,6 +64,7 @@ class QuotaError(StageRefusedError):
             Refusal(RefusalReason.QUOTA, message, retry_after_ms=retry_after_ms), Stage.GATEWAY
         )
         self.quota = refusal.quota
+        self.used_up = refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from services.gateway.api.model_checks import (
     choice_sampling,
 )
 from services.gateway.api.openai import ApiCall
-from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.errors import QuotaError, Stage, StageRefusedError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.choice import Caller, Choice, Delivered, going_on
 from services.gateway.request.delivery import Delivery, Sink, together
@@ -126,6 +126,25 @@ class Frontend:
         self._mesh.metrics.of_group(served.group).refused(refused.refusal.reason.value)
         raise refused
 
+    async def _join_group(self, caller: Caller) -> None:
+        """Counts a call in its group.
+
+        Raises:
+            QuotaError: the tenant's other calls hold its share of the group.
+        """
+        served = self._mesh.router.served(caller.scenario, 0.0)
+        if caller.ticket is None or served is None:
+            return
+        group, metrics = served.group, self._mesh.metrics
+        try:
+            name = f"{group.model}/{group.checkpoint}/{group.scenario}"
+            await caller.ticket.join(name, served.num_slots)
+        except QuotaError as error:
+            metrics.refused(error.refusal.reason.value, error.stage.value)
+            metrics.of_group(group).refused(error.refusal.reason.value)
+            metrics.over_quota(caller.tenant, error.quota)
+            raise
+
     def _makers(
         self, call: ApiCall, caller: Caller, delivered: Delivered | None, adapter: str
     ) -> tuple[tuple[str, str], ...]:
@@ -172,7 +191,7 @@ class Frontend:
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
-            StageRefusedError: too many requests wait for this one to be served in time.
+            StageRefusedError: so many requests wait, or the tenant has its share of the group.
             GoneError: the delivered part does not belong to this call.
         """
         caller, adapter = self._in_group(call, caller), self.served.adapter(call.model)
@@ -180,6 +199,7 @@ class Frontend:
         check_call(call, self.limits, self.tokenizer.vocab_size)
         if call.priority >= 0 and delivered is None:  # priority < 0 passes the crowd
             self._check_crowd(caller, call.n * len(call.prompts))
+        await self._join_group(caller)
         seed = call.seed if delivered is None else delivered.seed
         if seed is None:
             seed = self._mesh.rng.getrandbits(64)
@@ -219,9 +239,8 @@ class Frontend:
                     embedding=call.embedding,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
-        if delivered is not None:
-            return going_on(choices, delivered, self.tokenizer.vocab_size)
-        return choices
+        vocab_size = self.tokenizer.vocab_size
+        return choices if delivered is None else going_on(choices, delivered, vocab_size)
 
     async def run(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
         """Generates a call's choices, each into its sink. Cancelling this coroutine ends them.

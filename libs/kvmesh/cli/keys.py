@@ -40,7 +40,7 @@ KEY_BYTES = 32
 # In the order of the fields of TenantLimits.
 _COLUMNS = (
     *("requests/min", "tokens/min", "at once", "priority", "weight"),
-    *("TTFT ms", "TPOT ms", "ITL ms"),
+    *("TTFT ms", "TPOT ms", "ITL ms", "share of a group"),
 )
 
 Change = Callable[[Directory], Directory]
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         ("ttft-ms", int, "longest wait for workers, where a request names none; 0: the gateway's"),
         ("tpot-ms", int, "longest mean time per token, likewise"),
         ("itl-ms", int, "longest time between two tokens, likewise"),
+        ("group-share", float, "largest share of a group's decode slots; 0 is no limit"),
     ):
         add_flag(parser, f"--{name}", None, text, kind=kind)
     return parser

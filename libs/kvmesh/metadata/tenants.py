@@ -141,7 +141,7 @@ def _limits(name: str, given: Any) -> TenantLimits:
     if not isinstance(given, dict) or set(given) - set(_LIMITS):
         raise DirectoryError(f"tenant {name!r}: an object with any of {', '.join(_LIMITS)}")
     for field_name, value in given.items():
-        kinds = (int, float) if field_name == "weight" else (int,)
+        kinds = (int, float) if field_name in ("weight", "group_share") else (int,)
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise DirectoryError(f"tenant {name!r}: {field_name} must be a number, got {value!r}")
     return TenantLimits(**given)
@@ -157,6 +157,9 @@ def _check_limits(name: str, limits: TenantLimits) -> None:
         if not 0 <= value <= MAX_LIMIT_MS:
             text = f"{field_name} must be 0 to {MAX_LIMIT_MS}, got {value}"
             raise DirectoryError(f"tenant {name!r}: {text}")
+    if not 0 <= limits.group_share <= 1:
+        text = f"group_share must be 0 to 1, got {limits.group_share}"
+        raise DirectoryError(f"tenant {name!r}: {text}")
     if not (math.isfinite(limits.weight) and limits.weight > 0):
         raise DirectoryError(f"tenant {name!r}: weight must be more than 0, got {limits.weight}")
 

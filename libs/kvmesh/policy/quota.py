@@ -20,6 +20,7 @@ class Quota(enum.Enum):
     REQUESTS = "requests_per_min"
     TOKENS = "tokens_per_min"
     CONCURRENCY = "max_concurrent"
+    GROUP = "group_share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class TenantLimits:
         ttft_ms: longest wait for workers, for requests that name none; 0: as the gateway's.
         tpot_ms: longest mean time per token, likewise.
         itl_ms: longest time between two tokens, likewise.
+        group_share: largest share of a group's decode slots that its requests may hold at once, in
+            each group by itself.
     """
 
     requests_per_min: int = 0
@@ -43,10 +46,11 @@ class TenantLimits:
     ttft_ms: int = 0
     tpot_ms: int = 0
     itl_ms: int = 0
+    group_share: float = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether the tenant has no limit."""
+        """Whether the tenant has no limit over all groups."""
         return not (self.requests_per_min or self.tokens_per_min or self.max_concurrent)
 
 
@@ -73,6 +77,17 @@ class Tenant:
         """
         space = self.namespace
         return f"{len(space)}:{space}:{cache_salt}" if space or cache_salt else ""
+
+    def in_group(self, group: str, num_slots: int) -> Tenant:
+        """Returns the tenant as usage is counted in one group; at least one request may run.
+
+        Args:
+            group: name of the group.
+            num_slots: decode slots of the group now.
+        """
+        most = max(int(self.limits.group_share * num_slots), 1)
+        # No tenant of the directory has a name with this sign.
+        return Tenant(f"{self.name}@{group}", TenantLimits(max_concurrent=most))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class Served:
             during a reload, the one that most workers have.
         embeds: all these workers compute embeddings.
         engines: names of their engines.
+        num_slots: requests that those of them which accept new ones may decode at once.
     """
 
     group: GroupKey
@@ -96,6 +97,7 @@ class Served:
     adapters: Mapping[str, str] = field(default_factory=dict)
     embeds: bool = False
     engines: frozenset[str] = frozenset()
+    num_slots: int = 0
 
 
 def served_by_label(workers: tuple[FleetWorker, ...], model: str) -> dict[str, list[Served]]:
@@ -130,7 +132,12 @@ def _by_checkpoint(workers: list[FleetWorker], model: str, label: str) -> list[S
         embeds = all(each.info.embeds for each in members)
         engines = frozenset(each.info.layout.engine for each in members)
         num_awake = awake if is_able else 0
-        found.append(Served(group, facts, num_awake, adapters, embeds, engines))
+        slots = sum(
+            each.info.decode_slots
+            for each in members
+            if each.info.role is not Role.PREFILL and not each.load.draining
+        )
+        found.append(Served(group, facts, num_awake, adapters, embeds, engines, slots))
     return found
 
 

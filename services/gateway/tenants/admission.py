@@ -8,11 +8,12 @@ Tests: tests/unit/gateway/tenants/test_admission.py, tests/integration/test_gate
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvmesh.core.types import Refusal, RefusalReason
-from kvmesh.policy.quota import QuotaRefusal, Rate, Tenant, TenantUsage, charge, check_usage
+from kvmesh.policy.quota import Quota, QuotaRefusal, Rate, Tenant, TenantUsage, charge, check_usage
 from services.gateway.errors import QuotaError, Stage, StageRefusedError
 
 DRAIN_RETRY_MS = 1000
@@ -40,16 +41,43 @@ class Ticket:
 
     Attributes:
         tenant: the caller's tenant.
+        in_group: the tenant as the request is counted in its group; None: it is in none yet.
         num_tokens: prompt and generated tokens charged so far.
 
     Args:
         use: called with all charges; None if no limit applies.
+        join: see the method.
     """
 
-    def __init__(self, tenant: Tenant, use: Callable[[Tenant, int], None] | None) -> None:
+    def __init__(
+        self,
+        tenant: Tenant,
+        use: Callable[[Tenant, int], None] | None,
+        join: Callable[[Tenant], Awaitable[None]],
+    ) -> None:
         self.tenant = tenant
+        self.in_group: Tenant | None = None
         self.num_tokens = 0
         self._use = use
+        self._join = join
+
+    async def join(self, group: str, num_slots: int) -> None:
+        """Counts the request in the group that is to serve it, until it leaves.
+
+        Args:
+            num_slots: decode slots of the group now.
+
+        Raises:
+            QuotaError: the tenant's other requests hold its share of the group.
+        """
+        if not self.tenant.limits.group_share or self.in_group is not None:
+            return
+        tenant = self.tenant.in_group(group, num_slots)
+        try:
+            await self._join(tenant)
+        except QuotaError as error:
+            raise QuotaError(dataclasses.replace(error.used_up, quota=Quota.GROUP)) from error
+        self.in_group = tenant
 
     def charge(self, num_tokens: int) -> None:
         """Counts tokens that were computed for the request."""
@@ -95,6 +123,18 @@ class Admission:
             message = "this gateway is draining; another one will take the request"
             refusal = Refusal(RefusalReason.DRAINING, message, retry_after_ms=DRAIN_RETRY_MS)
             raise StageRefusedError(refusal, Stage.GATEWAY)
+        self._num_open += 1
+        self._idle.clear()
+        is_in = False
+        try:
+            await self._enter(tenant)
+            is_in = True
+        finally:
+            if not is_in:
+                self._ended()
+        return Ticket(tenant, None if tenant.limits.is_open else self._use, self._enter)
+
+    async def _enter(self, tenant: Tenant) -> None:
         usage = self._count(tenant)
         if self._shared is not None and not tenant.limits.is_open:
             is_in = False
@@ -107,11 +147,13 @@ class Admission:
             finally:
                 if not is_in:
                     self._release(usage, tenant)
-        return Ticket(tenant, None if tenant.limits.is_open else self._use)
 
     def leave(self, ticket: Ticket) -> None:
         """Ends an admitted request."""
-        self._release(self._usage[ticket.tenant.name], ticket.tenant)
+        for tenant in (ticket.in_group, ticket.tenant):
+            if tenant is not None:
+                self._release(self._usage[tenant.name], tenant)
+        self._ended()
 
     async def drain(self) -> None:
         """Refuses new requests and waits until all admitted ones have finished."""
@@ -127,8 +169,6 @@ class Admission:
             if no is not None:
                 raise QuotaError(no)
         usage.num_open += 1
-        self._num_open += 1
-        self._idle.clear()
         self._charge_request(usage, tenant, 1)
         return usage
 
@@ -147,15 +187,17 @@ class Admission:
 
     def _release(self, usage: TenantUsage, tenant: Tenant) -> None:
         usage.num_open -= 1
-        self._num_open -= 1
-        if self._num_open == 0:
-            self._idle.set()
         if self._shared is not None and not tenant.limits.is_open:
             self._shared.used(tenant, usage.num_open, 0)
         if usage.num_open == 0 and tenant.limits.is_open:
             del self._usage[tenant.name]
         elif len(self._usage) > MAX_IDLE_TENANTS:
             self._forget_idle()
+
+    def _ended(self) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._idle.set()
 
     def _forget_idle(self) -> None:
         now = self._clock()

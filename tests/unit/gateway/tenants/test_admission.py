@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from services.gateway.errors import QuotaError, StageRefusedError, answer_for
 from services.gateway.tenants.admission import MAX_IDLE_TENANTS, Admission, Ticket
 
 
-def tenant(name: str, **limits: int) -> Tenant:
+def tenant(name: str, **limits: Any) -> Tenant:
     return Tenant(name, TenantLimits(**limits))
 
 
@@ -71,6 +72,33 @@ async def test_concurrency_is_per_tenant_and_given_back() -> None:
     assert limits.num_open == 0
     async with place(limits, a):
         assert limits.num_open == 1
+
+
+async def test_a_share_of_one_group_is_no_share_of_another() -> None:
+    shared = Shared()
+    for limits, _ in (admission(), admission(shared)):
+        a, b = tenant("a", group_share=0.25), tenant("b", group_share=0.25)
+        async with place(limits, a) as first, place(limits, a) as second, place(limits, b) as other:
+            await first.join("doc", 7)  # a quarter of which is one, and a half
+            with pytest.raises(QuotaError, match="1 requests at once in this group") as caught:
+                await second.join("doc", 7)
+            assert caught.value.quota is Quota.GROUP
+            assert answer_for(caught.value).headers["x-kvmesh-quota"] == "group_share"
+            await other.join("doc", 7)
+            await second.join("doc", 8)
+            assert limits.num_open == 3
+            async with place(limits, a) as third:
+                await third.join("chat", 1)
+        assert limits.num_open == 0
+        async with place(limits, a) as again:
+            await again.join("doc", 1)
+    assert shared.acquired, "gateways count it together"
+    shared.answer = QuotaRefusal(Quota.CONCURRENCY, 1, 1.0)
+    async with place(limits, tenant("a", group_share=0.25)) as ticket:
+        with pytest.raises(QuotaError) as caught:
+            await ticket.join("doc", 4)
+        assert caught.value.quota is Quota.GROUP
+    assert limits.num_open == 0
 
 
 async def test_requests_per_minute() -> None:
