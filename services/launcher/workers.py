@@ -174,7 +174,7 @@ class KubernetesWorkers:
             if self._clock.now() >= until:
                 raise LaunchError(
                     f"{pod.deployment} is one smaller, but Kubernetes has not ended {pod.name}"
-                    f" within {LEAVE_S:g} s; does its controller manager run?"
+                    f" within {LEAVE_S:g} s; is its controller manager there, and 1.22 or newer?"
                 )
             await asyncio.sleep(POLL_S)
 

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from kvmesh.core.config import load_config
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.launch import Launched, LaunchError, LaunchSpec
 from kvmesh.core.types import Role, WorkerId
-from kvmesh.rpc.channels import MeshAccess
-from kvmesh.rpc.launcher import RemoteLauncher
-from kvmesh.runtime.app import serving
 from services.launcher import workers as workers_module
 from services.launcher.cluster import Cluster, Scale, open_cluster
-from services.launcher.config import KubernetesConfig, LauncherConfig
+from services.launcher.config import KubernetesConfig
 from services.launcher.pods import Pod, in_the_way
-from services.launcher.service import build
 from tests.kubernetes.api_server import ASSETS
 from tests.kubernetes.stage import (
     COST,
@@ -35,6 +29,7 @@ from tests.kubernetes.stage import (
     Stage,
     cluster,
     deployments_path,
+    launcher,
     pods_path,
     scale_path,
 )
@@ -48,24 +43,6 @@ CHAT = LaunchSpec(Role.DECODE, "chat", "/models/two")
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
     async with cluster(request.param, tmp_path) as found:
         yield found
-
-
-@asynccontextmanager
-async def launcher(
-    stage: Stage, folder: Path, token: str = LAUNCHER
-) -> AsyncIterator[RemoteLauncher]:
-    """The launcher's service, configured as by the chart."""
-    ours = ("KVMESH_KUBERNETES__DEPLOYMENTS", "KVMESH_KUBERNETES__MODEL")
-    environ = {name: stage.environment[name] for name in ours}
-    environ["KVMESH_KUBERNETES__NAMESPACE"] = NAMESPACE
-    environ["KVMESH_KUBERNETES__KUBECONFIG"] = str(stage.api(token).kubeconfig(folder))
-    config = load_config(LauncherConfig, environ=environ)
-    async with serving("launcher", config, build) as context:
-        remote = RemoteLauncher(f"127.0.0.1:{context.port}", MeshAccess())
-        try:
-            yield remote
-        finally:
-            await remote.close()
 
 
 def scale_of(deployment: str, replicas: int, **metadata: str) -> Object:

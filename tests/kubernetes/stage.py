@@ -19,7 +19,13 @@ from typing import Any
 import aiohttp
 import yaml
 
+from kvmesh.core.config import load_config
+from kvmesh.rpc.channels import MeshAccess
+from kvmesh.rpc.launcher import RemoteLauncher
+from kvmesh.runtime.app import serving
 from scripts.render_manifests import render
+from services.launcher.config import LauncherConfig
+from services.launcher.service import build
 from tests.kubernetes.api_server import api_server
 from tests.kubernetes.twin import kubernetes_twin
 
@@ -30,7 +36,10 @@ USERS = {
     LAUNCHER: f"system:serviceaccount:{NAMESPACE}:kvmesh-launcher",
     STRANGER: f"system:serviceaccount:{NAMESPACE}:default",
 }
-GROUPS = [{"name": "chat", "scenario": "chat", "checkpoint": "/models/two"}]
+GROUPS = [
+    {"name": "chat", "scenario": "chat", "checkpoint": "/models/two"},
+    {"name": "next", "checkpoint": "/models/three"},
+]
 DEPLOYMENT_LABEL = "kvmesh/deployment"
 COST = "controller.kubernetes.io/pod-deletion-cost"
 
@@ -252,3 +261,21 @@ async def _staged(url: str, certificate: Path | None) -> AsyncIterator[Stage]:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@asynccontextmanager
+async def launcher(
+    stage: Stage, folder: Path, token: str = LAUNCHER
+) -> AsyncIterator[RemoteLauncher]:
+    """The launcher's service, configured as by the chart."""
+    ours = ("KVMESH_KUBERNETES__DEPLOYMENTS", "KVMESH_KUBERNETES__MODEL")
+    environ = {name: stage.environment[name] for name in ours}
+    environ["KVMESH_KUBERNETES__NAMESPACE"] = NAMESPACE
+    environ["KVMESH_KUBERNETES__KUBECONFIG"] = str(stage.api(token).kubeconfig(folder))
+    config = load_config(LauncherConfig, environ=environ)
+    async with serving("launcher", config, build) as context:
+        remote = RemoteLauncher(f"127.0.0.1:{context.port}", MeshAccess())
+        try:
+            yield remote
+        finally:
+            await remote.close()
