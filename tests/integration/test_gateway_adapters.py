@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -9,7 +10,9 @@ import pytest
 
 from services.gateway.config import HttpConfig
 from tests.integration.gateway_fake_worker import MODEL
-from tests.integration.gateway_stack import CHAT, TWO_PAIRS, gateway_stack
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack
+from tests.integration.test_gateway_resume import TEXT, events_of, post, stacks, written
+from tests.redis_server import redis_process
 
 OPEN = HttpConfig(port=0, adapter_changes=True)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -82,3 +85,47 @@ async def test_the_routes_are_closed_unless_opened(tmp_path: Path) -> None:
         for path in (LOAD, UNLOAD):
             status, _ = await said(session, path, lora_name="sql", lora_path="/a")
             assert status == 404
+
+
+async def have(stack: Stack, *adapters: str) -> None:
+    """All workers have these adapters from now on."""
+    for worker in stack.mesh.workers.values():
+        worker.info = replace(worker.info, adapters=adapters)
+    seen = stack.mesh.fleet_seen
+    stack.mesh.changed.set()
+    await stack.mesh.until(lambda: stack.mesh.fleet_seen > seen)
+    await stack.mesh.until(
+        lambda: list(stack.gateway.entrance.frontends[0].served.adapters.values()) == [*adapters]
+    )
+
+
+async def test_a_stream_goes_on_elsewhere_with_the_weights_that_it_began_with(
+    tmp_path: Path,
+) -> None:
+    body = {**TEXT, "model": "sql"}
+    with redis_process(tmp_path) as redis:
+        async with stacks(tmp_path, redis, limits={"ttft_deadline_ms": 500}) as (one, other):
+            await have(one, "sql@1")
+            await have(other, "sql@2")
+            _, raw, _ = await post(one, "completions", body)
+            events = events_of(raw)
+            await written(one)
+            for again in (body, None):  # from the id alone, and from the journal
+                status, raw, _ = await post(other, "completions", again, events[9].last_id)
+                assert status == 200, raw
+                assert [each.data for each in events_of(raw)] == [each.data for each in events[10:]]
+                assert other.mesh.workers["p1"].specs[-1].adapter == "sql@1"
+            await post(other, "completions", body)
+            assert other.mesh.workers["p1"].specs[-1].adapter == "sql@2", "a new stream"
+
+
+async def test_a_stream_of_an_adapter_is_not_one_of_the_model(tmp_path: Path) -> None:
+    with redis_process(tmp_path) as redis:
+        async with stacks(tmp_path, redis) as (one, other):
+            for each in (one, other):
+                await have(each, "py@1", "sql@1")
+            _, raw, _ = await post(one, "completions", {**TEXT, "model": "sql"})
+            last_id = events_of(raw)[9].last_id
+            for name in (MODEL, "py"):
+                status, raw, _ = await post(other, "completions", {**TEXT, "model": name}, last_id)
+                assert status in (400, 410), raw
