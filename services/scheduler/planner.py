@@ -190,6 +190,7 @@ class Planner:
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         self.demand.prune(models.keys(), now)
         self._scale = {key: each for key, each in self._scale.items() if key.model in models}
+        self.scale_orders.keep(self._scale.keys())
         if self.role_orders.num_recommended:
             here = {each.info.worker_id for workers in models.values() for each in workers}
             self.role_orders.keep(here)

@@ -12,7 +12,7 @@ from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.role_loop import RoleCycle
 from kvmesh.policy.role_switch import ScaleSignal, scale_signal
-from kvmesh.policy.slot_use import slot_signal, slot_use
+from kvmesh.policy.slot_use import SlotMeter, slot_signal
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
@@ -42,9 +42,14 @@ class ScaleOrders:
 
     def __init__(self, decisions: DecisionLog) -> None:
         self._decisions = decisions
+        self._meters: dict[GroupKey, SlotMeter] = {}
         self.changes = RoleChanges.RECOMMEND
         self.by = BY_LOAD
         self.scale_group: ScaleGroup | None = None
+
+    def keep(self, groups: Collection[GroupKey]) -> None:
+        """Forgets the readings of groups that are gone."""
+        self._meters = {key: each for key, each in self._meters.items() if key in groups}
 
     def signal(
         self, work: RoleWork, cycle: RoleCycle, before: ScaleSignal, now: float
@@ -55,7 +60,8 @@ class ScaleOrders:
             before: the last one; `STEADY` at first.
         """
         if self.by == BY_SLOTS:
-            return slot_signal(slot_use(work.members), before, now)
+            meter = self._meters.setdefault(work.group, SlotMeter())
+            return slot_signal(meter.observe(work.members, now), before, now)
         return scale_signal(cycle.fleet, cycle.regime, before, now)
 
     async def follow(

@@ -10,10 +10,12 @@ bounds its autoscalers. Tests: tests/unit/policy/test_slot_use.py.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.summary_statistics import mean
 from kvmesh.core.types import Role
 from kvmesh.policy.role_switch import STEADY, ScaleReason, ScaleSignal
 
@@ -55,9 +57,29 @@ def slot_use(workers: Iterable[FleetWorker]) -> dict[Role, SideUse]:
             shares[info.role].append(load.prefill_active / max(info.prefill_slots, 1))
         elif info.role is Role.DECODE:
             shares[info.role].append(load.decode_running / max(info.decode_slots, 1))
-    return {
-        role: SideUse(len(each), sum(each) / len(each)) for role, each in shares.items() if each
-    }
+    return {role: SideUse(len(each), mean(each)) for role, each in shares.items() if each}
+
+
+class SlotMeter:
+    """The use of a group's slots, averaged over a window as autoscalers' metrics are.
+
+    Requests that end together empty many slots for a moment, which must not end a signal.
+    """
+
+    def __init__(self, window_s: float = 30.0) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, dict[Role, SideUse]]] = deque()
+
+    def observe(self, workers: Iterable[FleetWorker], now: float) -> dict[Role, SideUse]:
+        """Adds a reading; returns the numbers of workers now, and their mean shares."""
+        use = slot_use(workers)
+        self._seen.append((now, use))
+        while self._seen[0][0] < now - self._window_s:
+            self._seen.popleft()
+        return {
+            role: SideUse(each.num, mean([u[role].share for _, u in self._seen if role in u]))
+            for role, each in use.items()
+        }
 
 
 def slot_signal(

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.role_switch import STEADY, ScaleReason, ScaleSignal
-from kvmesh.policy.slot_use import SideUse, SlotLimits, slot_signal, slot_use
+from kvmesh.policy.slot_use import SideUse, SlotLimits, SlotMeter, slot_signal, slot_use
 from tests.unit.policy.fleet_examples import worker_info
 
 LIMITS = SlotLimits()
@@ -31,6 +33,20 @@ def test_use_is_the_mean_share_of_slots_by_role() -> None:
         Role.DECODE: SideUse(1, 8 / slots[1]),
     }
     assert slot_use(workers[:1]).keys() == {Role.PREFILL}
+
+
+def test_a_meter_tells_the_mean_of_half_a_minute() -> None:
+    info, meter = worker_info("d", Role.DECODE), SlotMeter()
+
+    def seen(running: int, now: float) -> float:
+        worker = FleetWorker(info, WorkerLoad(decode_running=running))
+        return meter.observe([worker], now)[Role.DECODE].share
+
+    assert seen(8, 0.0) == 1.0
+    assert seen(0, 10.0) == 0.5, "a moment in which many end"
+    assert seen(8, 30.0) == pytest.approx(2 / 3)
+    assert seen(8, 41.0) == 1.0, "what is older does not count"
+    assert meter.observe([], 42.0) == {}
 
 
 def test_more_workers_are_wanted_after_half_a_minute_above_the_target() -> None:
