@@ -81,9 +81,12 @@ async def test_one_kill_under_load_takes_one_substitute(
         assert await steps(told, *expected) == expected
 
 
-async def test_an_empty_spare_loads_the_model_when_one_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["fake", pytest.param("kvmesh", marks=pytest.mark.long)])
+async def test_an_empty_spare_loads_the_model_when_one_is_killed(
+    tmp_path: Path, engine: str
+) -> None:
     async with (
-        running_up(tmp_path, "--engine", "fake", "--empty-spare", "1") as told,
+        running_up(tmp_path, "--engine", engine, "--empty-spare", "1") as told,
         ApiClient(f"http://{told['http']}") as client,
         watched(told) as view,
     ):
@@ -94,11 +97,13 @@ async def test_an_empty_spare_loads_the_model_when_one_is_killed(tmp_path: Path)
             await load.more(20)
             os.kill(member(told, LOST)["pid"], signal.SIGKILL)
             began = asyncio.get_running_loop().time()
-            await until(lambda: len(decoders(view) - before) == 1, "its place is taken")
+            await until(lambda: len(decoders(view) - before) == 1, "its place is taken", 60)
             print(f"full capacity after {asyncio.get_running_loop().time() - began:.2f} s")
-            await until(lambda: roles(view) == whole + Counter(spare=1), "it is back")
+            await until(lambda: roles(view) == whole + Counter(spare=1), "it is back", 60)
             await load.more(20)
-        load.check_all_ok()
+        if engine == "fake":
+            load.check_all_ok()
+        assert all(answer.ok for _, _, answer in load.answers)
         names = {str(each.info.worker_id): each.info.role.value for each in view.workers}
         assert (names["empty-0"], names[LOST]) == ("decode", "spare")
         assert not view.empty_spares

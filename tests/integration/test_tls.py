@@ -181,8 +181,9 @@ async def test_a_caller_of_an_rpc_that_is_not_there_ends_the_start(
     server = ServerConfig(
         tls=_files(tmp_path, "scheduler"), callers=f"gateway,decode:RegisterWorker,{mistyped}"
     )
-    rpcs = "ApplyGroup, ListGroups, OrderWorker, RegisterWorker, Route, ServerReflectionInfo"
-    named = f"'{mistyped}'.*: {rpcs}, WatchFleet$"
+    rpcs = "ApplyGroup, ListAdapters, ListGroups, LoadAdapter, OrderWorker, RegisterWorker, "
+    rpcs += "RemoveAdapter, Route, ServerReflectionInfo, WatchFleet"
+    named = f"'{mistyped}'.*: {rpcs}$"
     with pytest.raises(ConfigError, match=named):
         async with serving("scheduler", SchedulerConfig(server=server), build_scheduler):
             pass
