@@ -132,13 +132,16 @@ class Frontend:
         Raises:
             QuotaError: the tenant's other calls hold its share of the group.
         """
+        ticket = caller.ticket
+        if ticket is None or not ticket.joins_group:  # nearly always: spares them the search below
+            return
         served = self._mesh.router.served(caller.scenario, 0.0)
-        if caller.ticket is None or served is None:
+        if served is None:
             return
         group, metrics = served.group, self._mesh.metrics
         try:
             name = f"{group.model}/{group.checkpoint}/{group.scenario}"
-            await caller.ticket.join(name, served.num_slots)
+            await ticket.join(name, served.num_slots)
         except QuotaError as error:
             metrics.refused(error.refusal.reason.value, error.stage.value)
             metrics.of_group(group).refused(error.refusal.reason.value)

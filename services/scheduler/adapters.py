@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -171,8 +171,7 @@ class Adapters:
             raise AdapterError(f"{name} is the name of a model: give the adapter another one")
         if not 0 < len(folder) <= MAX_FOLDER_CHARS:
             raise AdapterError(f"a folder's path has 1 to {MAX_FOLDER_CHARS} characters")
-        async with self._changing:
-            book = await self._owned()
+        async with self._owned() as book:
             if len(book.wishes) >= MAX_ADAPTERS and (model, name) not in book.wishes:
                 raise AdapterError(f"{MAX_ADAPTERS} adapters are loaded: remove one")
             before = book.wishes.get((model, name))
@@ -181,8 +180,7 @@ class Adapters:
         await self._answered(model)
         view = self._view(model, name)
         if view.holders and all(each.problem for each in view.holders):
-            async with self._changing:
-                book = await self._owned()
+            async with self._owned() as book:
                 if book.wishes.get((model, name)) == wish:
                     await self._put(book.changed(model, name, before))
             told = {each.problem for each in view.holders}
@@ -210,8 +208,8 @@ class Adapters:
         if len(having) > 1:
             raise AdapterError(f"{name} is an adapter of {', '.join(sorted(having))}: name one")
         (model,) = having
-        async with self._changing:
-            await self._put((await self._owned()).changed(model, name, None))
+        async with self._owned() as book:
+            await self._put(book.changed(model, name, None))
         await self._answered(model)
         left = [each.worker_id for each in self._view(model, name).holders if each.adapter]
         if left:
@@ -291,20 +289,25 @@ class Adapters:
 
     # --- the store ------------------------------------------------------------------------------
 
-    async def _owned(self) -> _Book:
-        """The newest book, which no other scheduler changes meanwhile.
+    @contextlib.asynccontextmanager
+    async def _owned(self) -> AsyncIterator[_Book]:
+        """Provides the newest book, which no other scheduler changes meanwhile.
 
         Raises:
             AdapterError: another scheduler is changing it.
         """
-        if not await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S):
-            raise AdapterError("another scheduler changes adapters now: try again")
-        self._take(_Book.read(await self._store.adapters()))
-        return self._book
+        async with self._changing:
+            if not await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S):
+                raise AdapterError("another scheduler changes adapters now: try again")
+            try:
+                self._take(_Book.read(await self._store.adapters()))
+                yield self._book
+            finally:
+                with contextlib.suppress(StoreUnavailableError):  # it ends by itself soon
+                    await self._store.release_lease(LEASE, self._owner)
 
     async def _put(self, book: _Book) -> None:
         await self._store.put_adapters(book.stored())
-        await self._store.release_lease(LEASE, self._owner)
         self._take(book)
 
     def _take(self, book: _Book) -> None:

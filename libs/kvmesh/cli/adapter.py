@@ -34,7 +34,6 @@ from kvmesh.v1.scheduler_service_pb2 import (
     LoadAdapterRequest,
     RemoveAdapterRequest,
 )
-from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 _EPILOG = """\
 An adapter is a model of the API: clients name it in `model`. Workers need places for adapters
@@ -108,12 +107,7 @@ def _named(text: str) -> tuple[str, str]:
 
 async def _load(access: SchedulerAccess, name: str, folder: str, model: str) -> int:
     request = LoadAdapterRequest(name=name, folder=folder, model=model)
-    answer = await ask_scheduler(
-        access,
-        lambda channel: SchedulerServiceStub(channel).LoadAdapter(
-            request, timeout=access.timeout_s, wait_for_ready=True
-        ),
-    )
+    answer = await ask_scheduler(access, lambda stub: stub.LoadAdapter, request, access.timeout_s)
     view = answer.adapter
     without = [each for each in view.holders if each.problem or not each.answered]
     for each in without:
@@ -125,24 +119,14 @@ async def _load(access: SchedulerAccess, name: str, folder: str, model: str) -> 
 
 async def _remove(access: SchedulerAccess, name: str, model: str) -> int:
     request = RemoveAdapterRequest(name=name, model=model)
-    await ask_scheduler(
-        access,
-        lambda channel: SchedulerServiceStub(channel).RemoveAdapter(
-            request, timeout=access.timeout_s, wait_for_ready=True
-        ),
-    )
+    await ask_scheduler(access, lambda stub: stub.RemoveAdapter, request, access.timeout_s)
     print(f"{name}: removed")
     return 0
 
 
 async def _list(access: SchedulerAccess, *, as_json: bool) -> int:
     request = ListAdaptersRequest()
-    answer = await ask_scheduler(
-        access,
-        lambda channel: SchedulerServiceStub(channel).ListAdapters(
-            request, timeout=access.timeout_s, wait_for_ready=True
-        ),
-    )
+    answer = await ask_scheduler(access, lambda stub: stub.ListAdapters, request, access.timeout_s)
     views = list(answer.adapters)
     if as_json:
         print(json.dumps([described(each) for each in views], indent=2))

@@ -39,7 +39,6 @@ from kvmesh.v1.scheduler_service_pb2 import (
     GroupWorker,
     ListGroupsRequest,
 )
-from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 ANY = "any"
 """Name of the group without a scenario."""
@@ -190,12 +189,7 @@ async def _change(
 
 
 async def _apply(access: SchedulerAccess, request: ApplyGroupRequest) -> None:
-    await ask_scheduler(
-        access,
-        lambda channel: SchedulerServiceStub(channel).ApplyGroup(
-            request, timeout=ANSWER_S, wait_for_ready=True
-        ),
-    )
+    await ask_scheduler(access, lambda stub: stub.ApplyGroup, request, ANSWER_S)
 
 
 def _find(views: Sequence[GroupView], name: str) -> GroupWish:
@@ -261,12 +255,7 @@ def _is_done(wish: GroupWish, view: GroupView | None) -> bool:
 
 async def _views(access: SchedulerAccess) -> list[GroupView]:
     request = ListGroupsRequest()
-    answer = await ask_scheduler(
-        access,
-        lambda channel: SchedulerServiceStub(channel).ListGroups(
-            request, timeout=ANSWER_S, wait_for_ready=True
-        ),
-    )
+    answer = await ask_scheduler(access, lambda stub: stub.ListGroups, request, ANSWER_S)
     return list(answer.groups)
 
 

@@ -12,9 +12,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvmesh.cli.scheduler_flags import DEFAULT_TARGET
 from kvmesh.cli.stack_secrets import find_secret
@@ -27,6 +28,9 @@ from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+if TYPE_CHECKING:  # the name that a stub of an asyncio channel has for type checkers
+    from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
 
 AnswerT = TypeVar("AnswerT")
 
@@ -181,9 +185,15 @@ def _tls_hint(tls: TlsConfig) -> str:
 
 
 async def ask_scheduler(
-    access: SchedulerAccess, call: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
+    access: SchedulerAccess,
+    method: Callable[[SchedulerServiceAsyncStub], Callable[..., Awaitable[AnswerT]]],
+    request: Message,
+    timeout_s: float,
 ) -> AnswerT:
     """Returns the answer of the first scheduler that has one; all share their wishes.
+
+    Args:
+        method: the stub's method to call, as `lambda stub: stub.ListGroups`.
 
     Raises:
         NoAnswerError: no scheduler answers, or all refuse.
@@ -192,7 +202,8 @@ async def ask_scheduler(
     for target in access.targets:
         async with open_channel(target, access.mesh) as channel:
             try:
-                return await call(channel)
+                ask = method(SchedulerServiceStub(channel))
+                return await ask(request, timeout=timeout_s, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
                 failure = f"{target}: {error.details()}"
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

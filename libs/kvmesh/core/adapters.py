@@ -46,7 +46,7 @@ class AdapterWishes:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What came of the wishes on a worker.
+    """Which of the wishes a worker has carried out, and why others failed.
 
     Attributes:
         version: of the wishes that it has carried out.

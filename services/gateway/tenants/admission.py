@@ -61,6 +61,11 @@ class Ticket:
         self._use = use
         self._join = join
 
+    @property
+    def joins_group(self) -> bool:
+        """Whether its tenant may use a share of a group only, and it is in none yet."""
+        return self.tenant.limits.group_share > 0 and self.in_group is None
+
     async def join(self, group: str, num_slots: int) -> None:
         """Counts the request in the group that is to serve it, until it leaves.
 
@@ -70,7 +75,7 @@ class Ticket:
         Raises:
             QuotaError: the tenant's other requests hold its share of the group.
         """
-        if not self.tenant.limits.group_share or self.in_group is not None:
+        if not self.joins_group:
             return
         tenant = self.tenant.in_group(group, num_slots)
         try:

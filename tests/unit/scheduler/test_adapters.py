@@ -213,3 +213,4 @@ async def test_a_damaged_store_is_told_and_not_overwritten() -> None:
     with pytest.raises(AdapterError, match="damaged"):
         await made.adapters.load("", "sql", "/a")
     assert await store.adapters() == b"\xff\xff"
+    assert await store.acquire_lease("adapters", "another", 5.0), "given back after a failed change"
