@@ -28,6 +28,8 @@ async def test_adapters_are_loaded_and_unloaded_with_vllms_words(tmp_path: Path)
         gateway_stack(tmp_path, TWO_PAIRS, http=OPEN) as stack,
         aiohttp.ClientSession(stack.url) as session,
     ):
+        async with session.get("/openapi.json") as response:
+            assert {LOAD, UNLOAD} <= set((await response.json())["paths"])
         sql = {"lora_name": "sql", "lora_path": "/a"}
         assert await said(session, LOAD, **sql) == (
             200,

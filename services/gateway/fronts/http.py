@@ -278,7 +278,8 @@ class HttpFront:
 
     async def openapi(self, _request: web.Request) -> web.StreamResponse:
         """GET /openapi.json."""
-        return web.json_response(openapi_page(version("kvmesh")), dumps=dumps)
+        page = openapi_page(version("kvmesh"), adapter_changes=self._config.adapter_changes)
+        return web.json_response(page, dumps=dumps)
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """GET /health: the process is alive."""

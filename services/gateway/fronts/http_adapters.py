@@ -13,21 +13,20 @@ from typing import TypeVar
 
 import grpc
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError, LostError, ModelNotFoundError
 from kvmesh.rpc.channels import MeshAccess, open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.v1.scheduler_service_pb2 import LoadAdapterRequest, RemoveAdapterRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from services.gateway.api.adapters import LoadBody, UnloadBody
 from services.gateway.api.schema import parse_body
 from services.gateway.config import HttpConfig
 from services.gateway.entrance import Entrance, model_of
 from services.gateway.frontend import Frontend
 from services.gateway.fronts.calls import parse_json
 from services.gateway.fronts.http import authorization_of, read_body
-
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+from services.gateway.fronts.openapi import LOAD, UNLOAD
 
 ANSWER_S = 90.0
 """Maximum seconds for a scheduler's answer; workers load the adapter meanwhile."""
@@ -38,24 +37,6 @@ SEEN_S = 5.0
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 AnswerT = TypeVar("AnswerT")
-
-
-class LoadBody(BaseModel):
-    """POST /v1/load_lora_adapter."""
-
-    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
-
-    lora_name: str = Field(min_length=1)
-    lora_path: str = Field(min_length=1)
-    load_inplace: bool = False
-
-
-class UnloadBody(BaseModel):
-    """POST /v1/unload_lora_adapter."""
-
-    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
-
-    lora_name: str = Field(min_length=1)
 
 
 class AdapterRoutes:

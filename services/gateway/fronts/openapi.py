@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.api.adapters import LoadBody, UnloadBody
 from services.gateway.api.anthropic_api import CountBody, MessagesBody
 from services.gateway.api.embeddings import EmbeddingBody
 from services.gateway.api.responses_api import ResponsesBody
@@ -27,6 +28,14 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/detokenize": (DetokenizeBody, "Text of token ids."),
 }
 """POST routes: the model of their body, and their description."""
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+ADAPTER_BODIES: dict[str, tuple[type[BaseModel], str]] = {
+    LOAD: (LoadBody, "Loads a LoRA adapter on the workers of a model."),
+    UNLOAD: (UnloadBody, "Removes a LoRA adapter."),
+}
+"""The same, of routes that `http.adapter_changes` opens; their answer is a text."""
 
 PLAIN: dict[str, str] = {
     "/v1/models": "The models that are served.",
@@ -70,15 +79,18 @@ _ERROR: dict[str, Any] = {
 }
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
-def openapi_page(version: str) -> dict[str, Any]:
+def openapi_page(version: str, *, adapter_changes: bool = False) -> dict[str, Any]:
     """The page as OpenAPI 3.1.
 
     Args:
         version: version of the gateway.
+        adapter_changes: whether the routes that load and remove adapters are open.
     """
-    models = [(model, "validation") for model, _ in BODIES.values()]
+    bodies = {**BODIES, **(ADAPTER_BODIES if adapter_changes else {})}
+    models = [(model, "validation") for model, _ in bodies.values()]
     _, definitions = models_json_schema(
         models,  # type: ignore[arg-type]
         ref_template="#/components/schemas/{model}",
@@ -88,7 +100,7 @@ def openapi_page(version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "KVMesh", "version": version},
         "paths": {
-            **{path: {"post": _post(path)} for path in BODIES},
+            **{path: {"post": _post(path, *body)} for path, body in bodies.items()},
             **{path: {"get": _get(text, path)} for path, text in PLAIN.items()},
         },
         "components": {
@@ -99,10 +111,9 @@ def openapi_page(version: str) -> dict[str, Any]:
     }
 
 
-def _post(path: str) -> dict[str, Any]:
-    model, summary = BODIES[path]
+def _post(path: str, model: type[BaseModel], summary: str) -> dict[str, Any]:
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    content: dict[str, Any] = dict(_OBJECT)
+    content: dict[str, Any] = dict(_TEXT if path in ADAPTER_BODIES else _OBJECT)
     if path in _STREAMS:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
