@@ -47,6 +47,17 @@ VALUES: dict[str, dict[str, Any]] = {
         },
     },
     "vllm": {"engine": {"kind": "vllm", "blockSize": 32}},
+    "adapters": {
+        "engine": {
+            "kind": "vllm",
+            "blockSize": 32,
+            "tensorParallel": 2,
+            "lora": "sql=/models/sql,chat=/models/chat",
+            "maxLoras": 4,
+            "maxLoraRank": 64,
+        },
+        "model": {"claim": "checkpoints"},
+    },
     "launched": {
         "launcher": {
             "enabled": True,

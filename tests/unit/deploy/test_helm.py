@@ -30,6 +30,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "/engine/kind": {"engine": {"kind": "vlm"}},
     "/engine/blockSize": {"engine": {"kind": "vllm"}},
     "/engine/device": {"engine": {"kind": "vllm", "blockSize": 32, "device": "cuda"}},
+    "/engine/tensorParallel": {"engine": {"tensorParallel": 2}},
+    "/engine/lora": {"engine": {"lora": "sql=/models/sql"}},
+    "/engine/maxLoras": {"engine": {"maxLoras": 1}},
     "/image/registry": {"image": {"registry": "registry.example"}},
     "/tls/secret": {"launcher": {"enabled": True}, "tls": {"secret": "certificates"}},
     "/decode/autoscaling/enabled": {
