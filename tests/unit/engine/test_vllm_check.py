@@ -11,6 +11,8 @@ import pytest
 
 from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.engine import vllm_check as check
+from kvmesh.runtime.worker_config import EngineSection
+from kvmesh.runtime.worker_runner import find_folder
 from tests.unit.engine.tiny_checkpoint import CONFIG, write_checkpoint
 
 
@@ -108,6 +110,22 @@ def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:
     assert model.kv_bytes("auto", 10) == 2 * 7 * 4 * 64 * 10 * 2
     assert model.kv_bytes("float32", 10) == 2 * model.kv_bytes("auto", 10)
     assert check.stop_tokens(folder) == {5, 6, 7}
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq", "fp8", "unheard-of"])
+def test_no_quantization_is_refused_and_what_was_not_run_is_said(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which methods there are, vLLM knows."""
+    folder = write_checkpoint(
+        tmp_path, head_dim=32, quantization_config={"quant_method": method, "bits": 4}
+    )
+    monkeypatch.setattr(check, "installation_problems", list)
+    engine = EngineSection(kind="vllm", model=str(folder), block_size=32)
+    assert find_folder(engine) == folder
+    model = check.read_vllm_model(folder)
+    assert model.quantized == method
+    assert (method in check.not_run(model)) == (method in {"fp8", "unheard-of"})
 
 
 def test_a_folder_that_is_not_whole_is_named(tmp_path: Path) -> None:
