@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
@@ -76,15 +77,18 @@ def emitted(
         num_blocks: that it may use; 0 for all.
     """
     blocks = num_blocks or runner.kv.num_blocks
-    core = EngineCore(runner.spec, blocks, BatchLimits(max_tokens=max_tokens), growth_tokens=0)
+    # Those that were added after the start are not in the runner's own spec.
+    adapters = tuple({spec.adapter for spec in specs} - {""})
+    spec = replace(runner.spec, adapters=adapters)
+    core = EngineCore(spec, blocks, BatchLimits(max_tokens=max_tokens), growth_tokens=0)
     found: list[list[Emission]] = [[] for _ in specs]
     waiting, admitted = list(specs), 0
     while admitted < len(waiting) or core.has_work:
         while admitted < len(waiting):
             line = core.admit_decode(waiting[admitted])
             if not isinstance(line, Line):
+                assert core.has_work, line
                 break
-
             line.on_emission = found[admitted].append
             core.run(line)
             admitted += 1

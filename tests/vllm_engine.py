@@ -42,7 +42,7 @@ def write_adapter(
     layers: int,
     rank: int = 4,
 ) -> Path:
-    """A random LoRA adapter of all layers' queries and values, as PEFT writes one.
+    """A random LoRA adapter of all layers' queries, values and outputs, as PEFT writes one.
 
     Args:
         hidden, queries, values: widths of the model and of what its projections give.
@@ -50,18 +50,20 @@ def write_adapter(
     folder.mkdir(parents=True)
     draw = torch.Generator().manual_seed(seed)
     weights = {}
+    # Several ranks share the first two by what they give, and the last one by what it takes.
+    sizes = {"q_proj": (hidden, queries), "v_proj": (hidden, values), "o_proj": (queries, hidden)}
     for layer in range(layers):
-        for name, width in (("q_proj", queries), ("v_proj", values)):
+        for name, (taken, given) in sizes.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=draw)
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, rank, generator=draw)
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, taken, generator=draw)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(given, rank, generator=draw)
     save_file(weights, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2,
-        "target_modules": ["q_proj", "v_proj"],
+        "target_modules": list(sizes),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

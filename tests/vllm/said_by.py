@@ -1,6 +1,8 @@
 """What an engine of some ranks says, as JSON: vLLM has one number of ranks in a process.
 
-python -m tests.vllm.said_by NUM_RANKS sockets|memory
+python -m tests.vllm.said_by NUM_RANKS sockets|memory [ADAPTER ADAPTER]
+
+With two folders of adapters, the first one is loaded at start and the other one later.
 """
 
 from __future__ import annotations
@@ -8,9 +10,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvmesh.core.types import SamplingParams
+from kvmesh.engine.adapters import read_adapter
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk
 from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER
@@ -26,9 +31,9 @@ _DRAWN = SamplingParams(
 _SCORED = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=2)
 
 
-def said_by(num_ranks: int, wait: str = "sockets") -> dict[str, Any]:
+def said_by(num_ranks: int, wait: str = "sockets", adapters: Sequence[Path] = ()) -> dict[str, Any]:
     """Runs it in a process of its own."""
-    argv = [sys.executable, "-m", __name__, str(num_ranks), wait]
+    argv = [sys.executable, "-m", __name__, str(num_ranks), wait, *map(str, adapters)]
     done = subprocess.run(argv, stdout=subprocess.PIPE, check=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -36,11 +41,23 @@ def said_by(num_ranks: int, wait: str = "sockets") -> dict[str, Any]:
 
 def main() -> None:
     """Prints all of it."""
-    num_ranks, wait = int(sys.argv[1]), sys.argv[2]
+    num_ranks, wait, *adapters = sys.argv[1:]
     runner = load_vllm(
-        MODEL_FOLDER, num_blocks=200, dtype="float32", ranks=num_ranks, spin=wait == "memory"
+        MODEL_FOLDER,
+        num_blocks=200,
+        dtype="float32",
+        ranks=int(num_ranks),
+        spin=wait == "memory",
+        lora=f"first={adapters[0]}" if adapters else "",
+        max_adapters=len(adapters),
     )
-    said = {
+    said = _by_adapters(runner, Path(adapters[1])) if adapters else _by_model(runner)
+    runner.close()
+    print(json.dumps(said))
+
+
+def _by_model(runner: ModelRunner) -> dict[str, Any]:
+    return {
         "greedy": generated(runner, PROMPTS, GREEDY),
         "drawn": generated(runner, PROMPTS, _DRAWN),
         "chunked": generated(runner, PROMPTS[:4], _DRAWN, max_tokens=96, num_blocks=40),
@@ -48,8 +65,24 @@ def main() -> None:
         "scores": _scores(runner, PROMPTS[1]),
         "pool": _means(runner),
     }
-    runner.close()
-    print(json.dumps(said))
+
+
+def _by_adapters(runner: ModelRunner, other: Path) -> dict[str, Any]:
+    """With and without them in the same steps; then after the second one made way for the first."""
+    places, (first,) = runner.adapter_places, runner.spec.adapters
+    assert places is not None
+    second = read_adapter("second", other)
+    places.add(second)
+    names = ["", first, second.id]
+    asked = [(prompt, name) for prompt in PROMPTS for name in names]
+    found = generated(
+        runner, [each for each, _ in asked], GREEDY, adapters=[name for _, name in asked]
+    )
+    places.remove(second.id)
+    places.remove(first)
+    places.add(second)
+    again = generated(runner, PROMPTS, GREEDY, adapters=[second.id] * len(PROMPTS))
+    return {**{str(n): found[n :: len(names)] for n in range(len(names))}, "again": again}
 
 
 def _scores(runner: ModelRunner, prompt: list[int]) -> list[float]:

@@ -16,7 +16,7 @@ from tests.mesh_processes import MODEL_FOLDER, running_mesh
 from tests.vllm.oracle import VllmAlone, some_prompts
 from tests.vllm.said_by import GREEDY, PROMPTS, said_by
 from tests.vllm.streams import Load, undisturbed
-from tests.vllm_engine import BLOCK_SIZE
+from tests.vllm_engine import BLOCK_SIZE, write_adapter
 from tests.waiting import until
 
 VLLM = {"engine.block-size": BLOCK_SIZE, "engine.num-blocks": 400}
@@ -45,6 +45,18 @@ def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str) -> Non
     # Each head's KV is where an engine of one rank has it.
     assert len(two["pool"]) == len(one_rank["pool"])
     assert two["pool"] == pytest.approx(one_rank["pool"], abs=1e-4)
+
+
+def test_adapters_say_on_two_ranks_what_they_say_on_one(tmp_path: Path) -> None:
+    """One of them is there from the start, and one is loaded between two steps."""
+    adapters = [
+        write_adapter(tmp_path / str(seed), seed, hidden=256, queries=256, values=128, layers=6)
+        for seed in range(2)
+    ]
+    one = said_by(1, adapters=adapters)
+    assert len({str(one[name]) for name in ("0", "1", "2")}) == 3
+    assert one["again"] == one["2"]
+    assert said_by(2, adapters=adapters) == one
 
 
 async def test_workers_of_any_number_of_ranks_share_kv_and_outlive_a_lost_rank(
