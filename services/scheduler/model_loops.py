@@ -7,14 +7,15 @@ Tests: tests/unit/scheduler/test_planner.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
+from kvmesh.core.details import ANSWER, COPY, GET, TCP, FleetWorker
 from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, RouteQuery, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload
+from kvmesh.policy.congestion import CongestionMeter, LinkCounts, LinkName
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import OffloadState, Threshold
@@ -81,6 +82,7 @@ class ModelLoops:
         self._roles: dict[GroupKey, RoleLoop] = {}
         self._sent: dict[Life, int] = {}
         self._sending = SendingMeter()
+        self._signs = CongestionMeter()
         self._read: dict[tuple[WorkerId, int, WorkerId, str], int] = {}
         self._groups = GroupLoops()
         self._paths = PathMeter()
@@ -163,12 +165,24 @@ class ModelLoops:
                 if each.reported
             }
         )
+        with_signs = self._signs.observe(self._leaving_links(workers, far))
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
         measured = ThresholdReading(
-            sent, waiting, demand.remote, demand.local, len(far), len(near), sending
+            sent, waiting, demand.remote, demand.local, len(far), len(near), sending, with_signs
         )
         return self._offload.cycle(measured, elapsed_s)
+
+    def _leaving_links(
+        self, workers: Sequence[FleetWorker], far: Sequence[FleetWorker]
+    ) -> Iterator[tuple[LinkName, LinkCounts]]:
+        """Yields what senders of the remote cluster tell of their TCP links to local workers."""
+        home = {each.info.worker_id for each in self._home(workers)}
+        for worker in far:
+            for link in worker.detail.links:
+                if link.channel == TCP and link.peer in home:
+                    name = LinkName(worker.info.worker_id, worker.info.incarnation, link.peer)
+                    yield name, LinkCounts(link.bytes_total, link.retransmits, link.rtt_s)
 
     def _take_sent(self, far: Sequence[FleetWorker]) -> int:
         before, sent = self._sent, 0

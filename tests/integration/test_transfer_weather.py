@@ -10,6 +10,10 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.core.errors import LostError
+from kvmesh.core.types import WorkerId
+from kvmesh.policy.congestion import CongestionMeter, LinkCounts, LinkName
+from kvmesh.policy.offload import AdjustReason, Threshold
+from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum
@@ -137,3 +141,60 @@ async def test_a_slow_link_is_no_stall() -> None:
             await pair.pool.put(pair.reservation, whole(160))
             assert pair.sent.resumed == 0
             assert pair.target.content(0, 160) == pair.source.read_view(0, 160)
+
+
+@contextlib.asynccontextmanager
+async def others_sending(link: PacketLink) -> AsyncIterator[None]:
+    """Four connections of somebody else, from the near end to the far one, that never stop."""
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            pass
+        writer.close()
+
+    async def send(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    with link.far():
+        server = await asyncio.start_server(take, FAR, 0)
+    port = server.sockets[0].getsockname()[1]
+    async with asyncio.TaskGroup() as group, server:
+        with link.near():
+            writers = [(await asyncio.open_connection(FAR, port))[1] for _ in range(4)]
+        tasks = [group.create_task(send(writer)) for writer in writers]
+        yield
+        for task, writer in zip(tasks, writers, strict=True):
+            task.cancel()
+            writer.transport.abort()
+
+
+async def test_others_on_the_link_are_noticed_although_nothing_of_ours_waits() -> None:
+    """Only the round trips show it: all that was asked for has arrived in each cycle."""
+    bandwidth, loop = 100e6 / 8, asyncio.get_running_loop()
+    meter, name = CongestionMeter(), LinkName(WorkerId("far"), 1, WorkerId("home"))
+    with_signs, without = (ThresholdLoop(Threshold(512, 512), bandwidth) for _ in range(2))
+    with packet_link(Weather(rate="100mbit")) as link:
+        async with pair_over(link) as pair:
+
+            async def cycle(num_blocks: int = 32) -> tuple[AdjustReason, AdjustReason]:
+                started, before = loop.time(), pair.sent.bytes
+                await pair.pool.put(pair.reservation, whole(num_blocks))
+                elapsed_s, now = loop.time() - started, pair.sent
+                sent = now.bytes - before
+                counts = LinkCounts(now.bytes, now.retransmits, now.rtt_s)
+                signs = meter.observe([(name, counts)])
+                reading = ThresholdReading(sent, 0, 0, 0, 1, 1, sending=1.0)
+                without.cycle(reading, elapsed_s)
+                with_signs.cycle(replace(reading, with_signs=signs), elapsed_s)
+                return with_signs.threshold.reason, without.threshold.reason
+
+            await pair.pool.put(pair.reservation, whole(1))  # opens the connections
+            for num_blocks in (1, 1, 32):
+                await cycle(num_blocks)
+            async with others_sending(link):
+                found = [await cycle() for _ in range(6)]
+    assert AdjustReason.LINK_FULL in {with_them for with_them, _ in found}
+    # The first one may have had the link to itself for a while.
+    assert {alone for _, alone in found[1:]} <= {AdjustReason.CALM, AdjustReason.RECOVERING}

@@ -22,6 +22,9 @@ class ModelDetail:
     threshold_tokens: float | None = None
 
 
+TCP = "tcp"
+"""Channel name of a link that is TCP connections: it alone has a budget and retransmits."""
+
 GET = "get"
 """Channel name of a link's reads, whichever transport carried them."""
 

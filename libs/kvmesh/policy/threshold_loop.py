@@ -14,6 +14,14 @@ from kvmesh.policy.offload import AdjustLimits, LinkState, Threshold, adjust_thr
 
 _LIMITS = AdjustLimits()
 
+SIGN_CYCLES = 2
+"""Number of cycles in a row with signs on most bytes that count as a full link."""
+
+SLOW = 0.7
+"""Fraction of the configured bandwidth, while KV is in flight, below which signs count. A burst of
+our own that fills the link for a moment shows them too, at its full speed.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ThresholdReading:
@@ -25,6 +33,8 @@ class ThresholdReading:
         remote_waiting, local_waiting: requests that wait for prefill in each cluster.
         num_remote, num_local: instances that prefill in each cluster.
         sending: fraction of the cycle with KV in flight out of the offload cluster, 0..1.
+        with_signs: fraction of the sent bytes on links with first signs of a full link, see
+            `congestion.py`; None if nothing was sent.
     """
 
     sent_bytes: int
@@ -34,6 +44,7 @@ class ThresholdReading:
     num_remote: int
     num_local: int
     sending: float = 0.0
+    with_signs: float | None = None
 
 
 class ThresholdLoop:
@@ -50,6 +61,7 @@ class ThresholdLoop:
     def __init__(self, start: Threshold, egress_bytes_per_s: float) -> None:
         self.threshold = start
         self._way_out = EgressMeter(egress_bytes_per_s)
+        self._num_signs = 0
         self._capacity_sum = 0.0
         self._num_cycles = 0
         self._utilisation = 1.0  # until it is measured
@@ -73,6 +85,8 @@ class ThresholdLoop:
         self._utilisation = self._way_out.observe(
             reading.sent_bytes, reading.leaving_bytes, elapsed_s, reading.sending
         )
+        if self._has_signs(reading, elapsed_s):
+            self._utilisation = 1.0
         self._capacity_sum += self._way_out.capacity
         self._num_cycles += 1
         before = self.threshold
@@ -86,6 +100,16 @@ class ThresholdLoop:
             _LIMITS,
         )
         return self.threshold.tokens != before.tokens
+
+    def _has_signs(self, reading: ThresholdReading, elapsed_s: float) -> bool:
+        """Whether TCP shows that the link is full, although little of our KV may wait."""
+        if not reading.sent_bytes and not reading.leaving_bytes:
+            self._num_signs = 0
+        elif reading.with_signs is not None:
+            full_speed = self._way_out.configured * reading.sending * elapsed_s
+            is_slow = reading.sent_bytes < SLOW * full_speed
+            self._num_signs = self._num_signs + 1 if is_slow and reading.with_signs > 0.5 else 0
+        return self._num_signs >= SIGN_CYCLES
 
     def take_capacity(self) -> float:
         """Returns the mean capacity of the egress link since the last call, in bytes per second.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvmesh.core.details import LinkDetail, WorkerDetail
+from kvmesh.core.details import TCP, LinkDetail, WorkerDetail
 from kvmesh.engine.core import EngineCore
 from kvmesh.transfer.meters import LinkKey, LinkMeter
-
-TCP = "tcp"
-"""The kind of channel that has a budget."""
 
 
 def worker_detail(

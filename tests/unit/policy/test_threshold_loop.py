@@ -58,3 +58,34 @@ def test_the_way_out_has_room_when_it_was_seen_to() -> None:
     assert made.has_room
     made.cycle(carries(95, 0), 1.0)
     assert not made.has_room
+
+
+def shares(sent: int, with_signs: float | None, sending: float = 1.0) -> ThresholdReading:
+    return ThresholdReading(sent, 0, 0, 0, 1, 2, sending, with_signs)
+
+
+def test_signs_of_a_full_link_count_before_kv_waits() -> None:
+    made = loop()
+    assert not made.cycle(shares(40, 1.0), 1.0), "one cycle may be chance"
+    assert not made.cycle(shares(40, None), 1.0), "no report came in between"
+    assert made.cycle(shares(40, 0.6), 1.0)
+    assert made.threshold.reason is AdjustReason.LINK_FULL
+    assert not made.has_room
+    assert made.cycle(shares(40, 0.4), 1.0)
+    assert made.has_room, "most bytes go without signs again"
+
+
+def test_signs_of_a_burst_at_full_speed_do_not_count() -> None:
+    made = loop()
+    for _ in range(5):
+        assert not made.cycle(shares(20, 1.0, sending=0.2), 1.0), "20 bytes in 0.2 s"
+    assert made.has_room
+
+
+def test_signs_end_with_the_traffic() -> None:
+    made = loop()
+    for _ in range(3):
+        made.cycle(shares(40, 1.0), 1.0)
+    assert not made.has_room
+    made.cycle(CALM, 1.0)
+    assert made.has_room
