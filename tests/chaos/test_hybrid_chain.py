@@ -84,12 +84,19 @@ async def mesh_of(checkpoint: Checkpoint, folder: Path) -> AsyncIterator[tuple[M
         yield mesh, client
 
 
-async def ask(client: ApiClient, checkpoint: Checkpoint, salt: str) -> Answer:
-    """The same prompt again; each salt has a cache of its own."""
+async def ask(client: ApiClient, checkpoint: Checkpoint, salt: str, lost: str = "first") -> Answer:
+    """The same prompt again; each salt has a cache of its own.
+
+    Args:
+        lost: which worker is lost meanwhile, if one is. Without the first one the last one computes
+            all; without the last one the attempt moves to the other, which may have its part.
+    """
     (prompt,), (expected,) = checkpoint.prompts, checkpoint.expected
     answer = await client.complete(prompt, max_tokens=NEW_TOKENS, ignore_eos=True, cache_salt=salt)
     assert answer.token_ids == expected
-    assert answer.headers["x-kvmesh-decision"].startswith("chain; prefill=prefill-")
+    reason, worker, *_ = answer.headers["x-kvmesh-decision"].split("; ")
+    assert reason in ({"chain"} if lost == "first" else {"load", "prefix"})
+    assert worker.startswith("prefill=prefill-")
     return answer
 
 
@@ -149,7 +156,7 @@ async def test_a_worker_that_dies_in_a_layer_costs_time(
     async with mesh_of(checkpoint, tmp_path) as (mesh, client):
         for layer in layers:
             make_ill(mesh, f"kill {which} {layer}")
-            await ask(client, checkpoint, f"killed-{layer}")
+            await ask(client, checkpoint, f"killed-{layer}", which)
             (dead,) = (mesh[name] for name in PREFILL if not mesh[name].running)
             await mesh.idle()
             make_well(mesh)
@@ -172,7 +179,7 @@ async def test_a_worker_that_hangs_in_a_layer_is_not_waited_for(
 ) -> None:
     async with mesh_of(checkpoint, tmp_path) as (mesh, client):
         make_ill(mesh, f"stop {which} {layer}")
-        await ask(client, checkpoint, "stopped")
+        await ask(client, checkpoint, "stopped", which)
         make_well(mesh)
         (halted,) = (mesh[name] for name in PREFILL if is_stopped(mesh[name]))
         halted.signal(signal.SIGCONT)
