@@ -90,6 +90,18 @@ class Cost:
         """Returns the position before which so much work lies: the inverse of `work`."""
         return 2 * work / (1 + math.sqrt(1 + 2 * self.pair_share * work))
 
+    def carried(self, end: int, held: int) -> float:
+        """Returns the position up to which KV travels for as long as the positions from there to
+        `end` are computed.
+
+        Args:
+            held: leading positions whose KV does not travel.
+        """
+        # travel * (position - held) = work(end) - work(position)
+        linear = 1 + self.travel_share
+        work = self.work(end) + self.travel_share * held
+        return 2 * work / (linear + math.sqrt(linear * linear + 2 * self.pair_share * work))
+
     def between(self, first: float, end: float) -> float:
         """Returns the work of the positions from `first` to `end`."""
         return self.work(end) - self.work(first)
@@ -150,19 +162,24 @@ def part_ends(
     return ends
 
 
-def cut(cost: Cost, first: int, end: int, num_parts: int, block_size: int) -> list[int]:
+def cut(cost: Cost, head: Head, end: int, num_parts: int, block_size: int) -> list[int]:
     """Returns positions at block boundaries that divide a prompt into parts of equal work.
 
-    Args:
-        first: first position to compute, a block boundary; all positions before it are cached.
+    Where the link is the bottleneck, the last part begins earlier: it computes for as long as the
+    KV before it travels, and the other parts are equal.
 
     Returns:
-        `num_parts` + 1 positions, `first` and `end` among them; fewer where parts would be empty.
+        `num_parts` + 1 positions, `head.first` and `end` among them; fewer where parts would be
+        empty.
     """
-    before, whole = cost.work(first), cost.work(end)
-    cuts = [first]
+    before, whole = cost.work(head.first), cost.work(end)
+    others = num_parts - 1
+    work = (whole - before) * others / num_parts
+    if others:
+        work = min(work, cost.work(cost.carried(end, head.held)) - before)
+    cuts = [head.first]
     for part in range(1, num_parts):
-        position = cost.position(before + (whole - before) * part / num_parts)
+        position = cost.position(max(before + work * part / others, 0.0))
         aligned = round(position / block_size) * block_size
         if cuts[-1] < aligned < end - block_size:
             cuts.append(aligned)
@@ -183,7 +200,7 @@ def divisions(
         return
     best, least = alone
     for num_parts in range(2, min(num_workers, MAX_WORKERS) + 1):
-        cuts = cut(cost, head.first, end, num_parts, block_size)
+        cuts = cut(cost, head, end, num_parts, block_size)
         if max(stop - begin for begin, stop in pairwise(cuts)) <= MAX_PART_TOKENS:
             tokens = cost.of_chain(cuts, head)
             if tokens > MOST_OF_SHORTER * least:

@@ -43,9 +43,9 @@ COST = Cost(pair_share=2e-4, travel_share=0.05, overhead_tokens=64.0, num_layers
 def test_parts_are_of_equal_work_within_a_block(
     num_cached: int, length: int, num_parts: int, pair_share: float
 ) -> None:
-    cost = replace(COST, pair_share=pair_share)
+    cost = replace(COST, pair_share=pair_share, travel_share=0.0)
     first, end = num_cached * SIZE, num_cached * SIZE + length
-    cuts = cut(cost, first, end, num_parts, SIZE)
+    cuts = cut(cost, cost.head(first, end), end, num_parts, SIZE)
     assert cuts[0] == first
     assert cuts[-1] == end
     assert cuts == sorted(set(cuts))
@@ -58,12 +58,13 @@ def test_parts_are_of_equal_work_within_a_block(
 
 
 def test_the_first_of_two_parts_is_the_longer_one() -> None:
-    (_, middle, _) = cut(COST, 0, 8192, 2, SIZE)
+    (_, middle, _) = cut(COST, COST.head(0, 8192), 8192, 2, SIZE)
     assert 0.59 < middle / 8192 < 0.66
 
 
 def test_more_workers_are_sooner_until_they_are_not_worth_it() -> None:
-    costs = [COST.of_chain(cut(COST, 0, 32_768, parts, SIZE)) for parts in (1, 2, 3, 4)]
+    head = COST.head(0, 32_768)
+    costs = [COST.of_chain(cut(COST, head, 32_768, parts, SIZE)) for parts in (1, 2, 3, 4)]
     assert costs == sorted(costs, reverse=True)
     assert COST.of_chain([0, 32_768]) / costs[1] == pytest.approx(1.84, abs=0.1)
     assert len(best(0, 32_768, 3)) == 4
@@ -84,8 +85,36 @@ def test_a_short_rest_and_a_thin_link_are_left_to_one_worker() -> None:
     assert len(best(0, 131_072, 2)) == 3
     assert best(0, 200_000, 2) == [0, 200_000], "parts would be too long"
     assert len(best(0, 90_000, 8)) > 6
-    thin = replace(COST, travel_share=3.0)
+    thin = replace(COST, travel_share=4.0)
     assert best(0, 8192, 4, thin) == [0, 8192]
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.floats(0.1, 3.0), st.integers(2, 5))
+def test_no_other_cut_is_sooner_over_any_link(
+    num_cached: int, num_held: int, travel_share: float, num_parts: int
+) -> None:
+    """Compared with moving all inner cuts together, a block or more to either side."""
+    cost = replace(COST, travel_share=travel_share, overhead_tokens=0.0, num_layers=10_000)
+    end = 16_384
+    head = replace(cost.head(num_cached * SIZE, end), held=min(num_held, num_cached) * SIZE)
+    cuts = cut(cost, head, end, num_parts, SIZE)
+    if len(cuts) == 2:
+        return
+    found = cost.of_chain(cuts, head)
+    block = (1 + travel_share) * SIZE * (1 + cost.pair_share * end)
+    for by in (-4096, -256, -SIZE, SIZE, 256, 4096):
+        moved = [head.first, *(each + by for each in cuts[1:-1]), end]
+        if moved == sorted(set(moved)):
+            assert found <= cost.of_chain(moved, head) + block
+
+
+def test_a_thin_link_moves_the_last_cut_forward_until_it_is_no_bottleneck() -> None:
+    thin = replace(COST, travel_share=2.0)
+    (_, middle, _) = best(0, 8192, 2, thin)
+    (_, equal, _) = best(0, 8192, 2)
+    assert middle < equal
+    assert thin.travel_share * middle == pytest.approx(thin.between(middle, 8192), rel=0.01)
+    assert thin.of_chain([0, middle, 8192]) < 0.9 * thin.of_chain([0, equal, 8192])
 
 
 def test_what_the_last_worker_has_does_not_travel_to_it() -> None:
@@ -95,8 +124,8 @@ def test_what_the_last_worker_has_does_not_travel_to_it() -> None:
 
 
 def test_a_chain_begins_when_its_prefix_is_there() -> None:
-    cuts = cut(COST, 4096, 32_768, 3, SIZE)
     head = COST.head(4096, 32_768)
+    cuts = cut(COST, head, 32_768, 3, SIZE)
     soon = COST.of_chain(cuts, head)
     assert COST.of_chain(cuts, replace(head, before=500.0)) == pytest.approx(soon + 500.0)
 
