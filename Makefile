@@ -251,7 +251,7 @@ bench-tiers: setup ## first tokens behind prefixes that a worker has evicted, fr
 	$(PY) -m benchmarks.tiers $(ARGS)
 
 .PHONY: bench-chain
-bench-chain: setup ## first tokens of prompts that one worker computes, or several together, live and simulated; writes bench/results/prompt_chain.*
+bench-chain: setup ## first tokens of prompts that one worker computes, or several together, live and simulated; writes bench/results/prompt_chain*
 	$(PY) -m benchmarks.prompt_chain $(ARGS)
 
 .PHONY: bench-fetch-links

@@ -5,8 +5,8 @@
 Real worker processes with random models, one engine thread each: a Llama, and a hybrid whose layers
 are convolutions but for every fourth. What one worker computes alone and what it computes together
 with the other one come in turns, so a machine that becomes slower slows both. A prompt is cut where
-routes cut it. Then eight simulated workers by load, up to more than they can do
-(`policies_chains.py`). Tests: tests/unit/benchmarks/test_prompt_chain.py.
+routes cut it. Then, in virtual time and in files of its own, eight workers by load, up to more than
+they can do (`policies_chains.py`). Tests: tests/unit/benchmarks/test_prompt_chain.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.fetch_workers import Address, asking, worker_process
 from benchmarks.policies_chains import LOADS, PROMPT_TOKENS, label, prompt_chains
 from benchmarks.policies_experiments import Rows
 from benchmarks.random_checkpoints import random_model, write_checkpoint
-from benchmarks.result import Row, Target, spread
+from benchmarks.result import Row, Target, document, save, spread
 from benchmarks.worker_bench import checkpoint, parser_of, publish
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.kv_plan import plan_kv
@@ -157,23 +156,45 @@ def simulated(size: float, seed: int) -> tuple[list[Row], list[Target]]:
     for load in LOADS:
         one, several = (found[label(load, chains=chains)] for chains in (False, True))
         row: Row = {
-            "model": SIMULATED,
             "tokens": PROMPT_TOKENS,
             "load": load,
-            "alone_ms": spread([1e3 * one["TTFT p50"]], 1),
-            "together_ms": spread([1e3 * several["TTFT p50"]], 1),
+            "alone_ms": round(1e3 * one["TTFT p50"]),
+            "together_ms": round(1e3 * several["TTFT p50"]),
+            "times_sooner": round(one["TTFT p50"] / several["TTFT p50"], 3),
             "goodput": round(several["goodput/s"] / one["goodput/s"], 4),
         }
-        row["times_sooner"] = round(times_sooner(row), 3)
         sys.stdout.write(f"{row}\n")
         rows.append(row)
-    verdict = experiment.judge(found)
-    named = [replace(each, name=f"{SIMULATED}, {each.name}") for each in verdict.targets]
-    return rows, named
+    return rows, list(experiment.judge(found).targets)
+
+
+def publish_live(models: Sequence[str], options: argparse.Namespace) -> None:
+    """Measures real workers."""
+    rows = [row for name in models for row in rows_of(name, options)]
+    about = [
+        f"llama: random, of {options.shape}; lfm2: random, {HYBRID_LAYERS} layers, hidden size 768",
+        f"{options.dtype}, one engine thread for each worker; KV goes over {options.channels}",
+        "alone: on the last worker; together: the first one computes what is before the cut",
+        "times are from the request on the last worker's stream to the first token",
+        "every prompt is new",
+    ]
+    publish(rows, targets(rows, models), options, about)
+
+
+def publish_simulated(options: argparse.Namespace) -> None:
+    """Writes what is the same on every machine, beside what is measured."""
+    about = [
+        "medians, on eight prefill workers of `tokenlake`; means of two seeds",
+        "load: share of what they can do",
+        "goodput: share of that with one worker for each prompt",
+    ]
+    path = options.save.with_stem(f"{options.save.stem}_{SIMULATED}")
+    save(document(*simulated(options.size, options.seed), options.seed, about), path)
+    sys.stdout.write(f"{path}\n")
 
 
 def main() -> None:
-    """Measures and writes bench/results/prompt_chain.*."""
+    """Measures and writes bench/results/prompt_chain*."""
     parser = parser_of(__doc__, "prompt_chain")
     parser.add_argument("--channels", default="shm")
     parser.add_argument("--cut-at", type=float, default=0.0, help="share of the prompt; 0: by cost")
@@ -181,22 +202,10 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of live prompts")
     parser.add_argument("--size", type=float, default=1.0, help="factor on simulated requests")
     options = parser.parse_args()
-    models = [name for name in MODELS if name in options.parts]
-    rows = [row for name in models for row in rows_of(name, options)]
-    goals = targets(rows, models)
+    if models := [name for name in MODELS if name in options.parts]:
+        publish_live(models, options)
     if SIMULATED in options.parts:
-        modelled, more = simulated(options.size, options.seed)
-        rows, goals = rows + modelled, goals + more
-    about = [
-        f"llama: random, of {options.shape}; lfm2: random, {HYBRID_LAYERS} layers, hidden size 768",
-        f"{options.dtype}, one engine thread for each worker; KV goes over {options.channels}",
-        "alone: on the last worker; together: the first one computes what is before the cut",
-        "times are from the request on the last worker's stream to the first token",
-        "every prompt is new",
-        "simulated: medians, on eight prefill workers of `tokenlake`",
-        "load: share of what they can do; goodput: share of that with one worker for each prompt",
-    ]
-    publish(rows, goals, options, about)
+        publish_simulated(options)
 
 
 if __name__ == "__main__":

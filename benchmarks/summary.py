@@ -38,6 +38,7 @@ VERBS = {
     "prefix_fetch": "bench-fetch",
     "prefix_links": "bench-fetch-links",
     "prompt_chain": "bench-chain",
+    "prompt_chain_simulated": "bench-chain",
     "route_path": "bench-routing",
 }
 """Verbs of the Makefile that are not named as their results are."""

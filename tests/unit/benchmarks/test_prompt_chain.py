@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
 from benchmarks.policies_chains import LOADS
-from benchmarks.prompt_chain import LENGTHS, MODELS, simulated, targets
+from benchmarks.prompt_chain import LENGTHS, MODELS, main, simulated, targets
 from benchmarks.result import Row
 
 
@@ -34,4 +39,15 @@ def test_the_simulated_workers_are_part_of_the_result() -> None:
     assert [row["load"] for row in rows] == list(LOADS)
     assert rows[0]["times_sooner"] > 4
     assert len(goals) == 2 * len(LOADS)
-    assert all(each.name.startswith("simulated, load ") for each in goals)
+    assert all(each.name.startswith("load ") for each in goals)
+
+
+def test_what_is_simulated_has_files_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = tmp_path / "prompt_chain.json"
+    arguments = ["--parts", "simulated", "--size", "0.01", "--save", str(save)]
+    monkeypatch.setattr(sys, "argv", ["prompt_chain", *arguments])
+    main()
+    names = {each.name for each in tmp_path.iterdir()}
+    assert names == {"prompt_chain_simulated.json", "prompt_chain_simulated.md"}
