@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.details import ANSWER, COPY, GET, LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, COPY, GET, TCP, LinkDetail, WorkerDetail
 from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
     RequestId,
@@ -201,6 +201,19 @@ class TestThreshold:
             mesh.report("far", sent_bytes_total=sent, **IDLE)
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
+
+    @pytest.mark.parametrize("receiver", ["p", "elsewhere"])
+    async def test_round_trips_that_grow_on_the_way_home_raise_it(self, receiver: str) -> None:
+        mesh = self.mesh()
+        for second, rtt_s in enumerate((0.02, 0.06, 0.06)):
+            sent = 300_000 * second
+            link = LinkDetail(WorkerId(receiver), TCP, bytes_total=sent, rtt_s=rtt_s)
+            mesh.fleet.note_detail(mesh.members["far"], WorkerDetail(links=(link,)))
+            mesh.report("far", sent_bytes_total=sent, sending_s_total=float(second), **IDLE)
+            await mesh.second()
+        is_home = receiver == "p"
+        assert mesh.planner.offload("m").link_has_room is not is_home
+        assert (mesh.planner.offload("m").threshold_tokens > 1000) is is_home
 
     async def test_what_was_sent_before_the_scheduler_began_is_not_of_this_second(self) -> None:
         mesh = self.mesh()
