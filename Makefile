@@ -159,8 +159,9 @@ up-vllm: $(VLLM_VENV)/.made ## the same with vLLM as its engine, in .venv-vllm
 e2e-vllm: $(VLLM_VENV)/.tests ## tests of vLLM below our scheduler: runner, whole mesh, kill loops
 	OMP_NUM_THREADS=1 GRPC_VERBOSITY=ERROR $(VLLM_PY) -m pytest -q -W default -k vllm $(ARGS) tests/contract/test_runner_contract.py tests/vllm
 
-bench-vllm: $(VLLM_VENV)/.made ## our scheduler over vLLM against vllm.LLM, on one thread; writes bench/results/vllm.*
-	$(VLLM_PY) -m benchmarks.vllm $(ARGS)
+bench-vllm: $(VLLM_VENV)/.made ## a mesh over vLLM against vllm.LLM in one process and against vllm serve; writes bench/results/vllm.* and vllm_serve.*
+	$(VLLM_PY) -m benchmarks.vllm
+	$(VLLM_PY) -m benchmarks.vllm_serve
 
 .PHONY: dist
 dist: setup ## wheel and sdist, in dist/

@@ -75,6 +75,11 @@ class Process:
         """Its number."""
         return self._process.pid
 
+    @property
+    def log_end(self) -> str:
+        """What it logged last."""
+        return self._log_path.read_text(errors="replace")[-2000:]
+
     async def line(self) -> str:
         """As `next_line`, while the event loop goes on."""
         return await asyncio.to_thread(self.next_line)
@@ -88,7 +93,7 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended:\n{self._log_path.read_text()[-2000:]}")
+            raise RuntimeError(f"{self.name} ended:\n{self.log_end}")
         return line.decode().strip()
 
     def tell(self, order: Mapping[str, object]) -> None:
@@ -102,13 +107,13 @@ class Process:
         self._process.kill()
         self._process.wait()
 
-    def stop(self) -> None:
-        """Ends it, at once if it does not listen."""
+    def stop(self, patience_s: float = _STOP_S) -> None:
+        """Ends it, as a crash would if it does not listen for so long."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.terminate()
         try:
-            self._process.wait(_STOP_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self.kill()
         if self._process.stdout is not None:

@@ -40,6 +40,7 @@ VERBS = {
     "prompt_chain": "bench-chain",
     "prompt_chain_simulated": "bench-chain",
     "route_path": "bench-routing",
+    "vllm_serve": "bench-vllm",
 }
 """Verbs of the Makefile that are not named as their results are."""
 

@@ -1,6 +1,6 @@
 """Our scheduler over vLLM against vLLM's own loop, on one thread of a CPU.
 
-    .venv-vllm/bin/python -m benchmarks.vllm [--shape 110M] [--dtype float32] [--rounds 5]
+    .venv-vllm/bin/python -m benchmarks.vllm [--shape 110M] [--dtype bfloat16] [--rounds 5]
 
 Both are in this process and take turns on the same prompts: `vllm.LLM`'s engine, step by step, and
 `EngineCore` over `VllmRunner`. Time is the processor time of the thread that computes, which a busy
@@ -229,7 +229,7 @@ def main() -> None:
     """Measures and writes bench/results/vllm.*."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="110M", choices=tuple(SHAPES))
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=RESULTS / "vllm.json")
