@@ -79,9 +79,14 @@ def load_vllm(
     lora: str = "",
     max_adapters: int = 0,
     ranks: int = 1,
+    stages: int = 1,
     spin: bool = False,
 ) -> VllmRunner:
-    """The runner, each rank on one thread."""
+    """The runner, each rank on one thread.
+
+    Args:
+        ranks: of all stages.
+    """
     default_environment(engine_environment(1))
     from kvmesh.engine.vllm_messages import EngineRequest
     from kvmesh.engine.vllm_runner import VllmRunner
@@ -98,6 +103,7 @@ def load_vllm(
         max_adapters=max_adapters,
         max_adapter_rank=16 if max_adapters else 0,
         num_ranks=ranks,
+        num_stages=stages,
         spin=spin,
     )
     return VllmRunner.load(request, "tiny")

@@ -1,6 +1,6 @@
 """What an engine of some ranks says, as JSON: vLLM has one number of ranks in a process.
 
-python -m tests.vllm.said_by NUM_RANKS sockets|memory [ADAPTER ADAPTER]
+python -m tests.vllm.said_by NUM_RANKS NUM_STAGES sockets|memory [ADAPTER ADAPTER]
 
 With two folders of adapters, the first one is loaded at start and the other one later.
 """
@@ -31,9 +31,11 @@ _DRAWN = SamplingParams(
 _SCORED = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=2)
 
 
-def said_by(num_ranks: int, wait: str = "sockets", adapters: Sequence[Path] = ()) -> dict[str, Any]:
+def said_by(
+    num_ranks: int, wait: str = "sockets", *, stages: int = 1, adapters: Sequence[Path] = ()
+) -> dict[str, Any]:
     """Runs it in a process of its own."""
-    argv = [sys.executable, "-m", __name__, str(num_ranks), wait, *map(str, adapters)]
+    argv = [sys.executable, "-m", __name__, str(num_ranks), str(stages), wait, *map(str, adapters)]
     done = subprocess.run(argv, stdout=subprocess.PIPE, check=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -41,12 +43,13 @@ def said_by(num_ranks: int, wait: str = "sockets", adapters: Sequence[Path] = ()
 
 def main() -> None:
     """Prints all of it."""
-    num_ranks, wait, *adapters = sys.argv[1:]
+    num_ranks, stages, wait, *adapters = sys.argv[1:]
     runner = load_vllm(
         MODEL_FOLDER,
         num_blocks=200,
         dtype="float32",
         ranks=int(num_ranks),
+        stages=int(stages),
         spin=wait == "memory",
         lora=f"first={adapters[0]}" if adapters else "",
         max_adapters=len(adapters),

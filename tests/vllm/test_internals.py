@@ -19,14 +19,15 @@ class Message:
 
 
 def test_vllm_wants_what_we_give_it() -> None:
-    internals = import_module("kvmesh.engine.vllm_internals")
-    assert internals.unknown_fields() == []
+    output = import_module("kvmesh.engine.vllm_output")
+    assert output.unknown_fields() == []
 
 
 def test_a_field_that_is_required_or_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    internals = import_module("kvmesh.engine.vllm_internals")
+    output = import_module("kvmesh.engine.vllm_output")
     given = ((Message, frozenset({"known", "gone"})),)
-    assert internals.unknown_fields(given) == ["Message.gone", "Message.new_and_required"]
+    assert output.unknown_fields(given) == ["Message.gone", "Message.new_and_required"]
+    internals = import_module("kvmesh.engine.vllm_internals")
     monkeypatch.setattr(internals, "unknown_fields", lambda: ["Message.new_and_required"])
     with pytest.raises(ConfigError, match=r"Message\.new_and_required"):
         internals.VllmExecutor(None)

@@ -21,6 +21,7 @@ from tests.waiting import until
 
 VLLM = {"engine.block-size": BLOCK_SIZE, "engine.num-blocks": 400}
 TWO_RANKS = {**VLLM, "engine.tensor-parallel": 2}
+TWO_STAGES = {**VLLM, "engine.pipeline-parallel": 2}
 ENDS_S = 3.0
 
 
@@ -35,14 +36,15 @@ def test_one_rank_says_what_vllm_says(one_rank: dict[str, Any]) -> None:
     assert one_rank["greedy"] == alone.greedy(PROMPTS, GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize("wait", ["sockets", "memory"])
-def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str) -> None:
-    two = said_by(2, wait)
+@pytest.mark.parametrize(("wait", "stages"), [("sockets", 1), ("memory", 1), ("sockets", 2)])
+def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str, stages: int) -> None:
+    """They share each layer by heads, or have half of the layers each."""
+    two = said_by(2, wait, stages=stages)
     for name in ("greedy", "drawn", "chunked"):
         assert two[name] == one_rank[name], name
     assert one_rank["chunked"] == one_rank["drawn"][:4]
     assert two["scores"] == pytest.approx(one_rank["scores"], abs=1e-4)
-    # Each head's KV is where an engine of one rank has it.
+    # The KV of each head and layer is where an engine of one rank has it.
     assert len(two["pool"]) == len(one_rank["pool"])
     assert two["pool"] == pytest.approx(one_rank["pool"], abs=1e-4)
 
@@ -64,7 +66,7 @@ async def test_workers_of_any_number_of_ranks_share_kv_and_outlive_a_lost_rank(
 ) -> None:
     """A decode worker dies twice: first a rank of it, then its leader in the middle of a step."""
     prompts = some_prompts(16, 200, seed=5)
-    flags = {"prefill-0": TWO_RANKS, "prefill-1": VLLM, "decode-0": TWO_RANKS, "decode-1": VLLM}
+    flags = {"prefill-0": TWO_STAGES, "prefill-1": VLLM, "decode-0": TWO_RANKS, "decode-1": VLLM}
     async with (
         running_mesh(tmp_path, 2, 2, engine="vllm", flags=flags) as mesh,
         ApiClient(mesh.url) as client,

@@ -121,11 +121,12 @@ def _vllm_needs(options: StackOptions) -> tuple[list[str], int]:
         model,
         device=options.device,
         block_size=options.block_size,
-        num_ranks=options.tensor_parallel,
+        tensor_parallel=options.tensor_parallel,
+        num_stages=options.pipeline_parallel,
     )
     weights = model.weight_bytes if options.device == "cpu" else 0
     kv = model.kv_bytes(options.dtype, options.num_blocks * options.block_size)
-    base_bytes = options.tensor_parallel * VLLM_BASE_BYTES
+    base_bytes = options.num_ranks * VLLM_BASE_BYTES
     engine_bytes = base_bytes + weights + (kv if options.device == "cpu" else 0)
     return [f"--engine vllm: {problem}" for problem in found], engine_bytes
 

@@ -79,7 +79,8 @@ class StackOptions:
         aliases: further names of the model, comma-separated.
         lora: see `read_adapters`; folders are absolute.
         max_loras: number of adapters that each engine of the first model holds at once.
-        tensor_parallel: number of ranks of each engine.
+        tensor_parallel: number of ranks of each engine that share a layer.
+        pipeline_parallel: number of parts of its layers.
     """
 
     model: Path
@@ -106,7 +107,13 @@ class StackOptions:
     lora: str = ""
     max_loras: int = 0
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     others: tuple[OtherModel, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of each engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_workers(self) -> int:
@@ -299,6 +306,7 @@ class _Planner:
             "engine.lora": options.lora,
             "engine.max-loras": options.max_loras,
             "engine.tensor-parallel": options.tensor_parallel,
+            "engine.pipeline-parallel": options.pipeline_parallel,
             "engine.dtype": options.dtype,
             "engine.device": options.device,
             "engine.num-blocks": options.num_blocks,

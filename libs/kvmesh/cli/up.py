@@ -106,7 +106,8 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         num_threads=engine_threads(
             cores,
             ((1 + len(others)) * (arguments.prefill + arguments.decode) + arguments.remote)
-            * arguments.tensor_parallel,
+            * arguments.tensor_parallel
+            * arguments.pipeline_parallel,
         ),
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
@@ -120,7 +121,8 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         aliases=arguments.aliases,
         lora=_adapters(arguments.lora, arguments.engine),
         max_loras=_places(arguments.max_loras, arguments.engine),
-        tensor_parallel=_ranks(arguments.tensor_parallel, arguments.engine),
+        tensor_parallel=_ranks(arguments, "--tensor-parallel"),
+        pipeline_parallel=_ranks(arguments, "--pipeline-parallel"),
         others=others,
     )
 
@@ -154,9 +156,10 @@ def _places(count: int, engine: str) -> int:
     return count
 
 
-def _ranks(count: int, engine: str) -> int:
-    if count > 1 and engine != "vllm":
-        raise ConfigError("--tensor-parallel: engines of several ranks are those of --engine vllm")
+def _ranks(arguments: argparse.Namespace, flag: str) -> int:
+    count: int = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+    if count > 1 and arguments.engine != "vllm":
+        raise ConfigError(f"{flag}: engines of several ranks are those of --engine vllm")
     return count
 
 

@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     add_flag(made, "--engine", "kvmesh", "what computes", choices=("kvmesh", "vllm", "fake"))
     text = "processes that share each layer of a worker's model; engine vllm"
     add_flag(made, "--tensor-parallel", 1, text, kind=positive_int, metavar="N")
+    text = "parts that the layers are divided into, each with as many processes; engine vllm"
+    add_flag(made, "--pipeline-parallel", 1, text, kind=positive_int, metavar="N")
     dtypes = ("auto", "float32", "float16", "bfloat16")
     add_flag(made, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
     add_flag(made, "--device", "cpu", "cpu, cuda or cuda:N")

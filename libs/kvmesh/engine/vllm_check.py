@@ -20,7 +20,7 @@ from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.weight_files import find_weight_files, identity_of
 
 MINOR = "0.31"
-"""The vLLM release that `vllm_internals` was written for."""
+"""The vLLM release that `vllm_internals` and `vllm_output` were written for."""
 
 BLOCK_SIZE = 32
 """vLLM's CPU kernels need a multiple of this number of positions per block."""
@@ -185,12 +185,18 @@ def not_run(model: VllmModel) -> str:
 
 
 def model_problems(
-    model: VllmModel, *, device: str, block_size: int, num_ranks: int = 1
+    model: VllmModel,
+    *,
+    device: str,
+    block_size: int,
+    tensor_parallel: int = 1,
+    num_stages: int = 1,
 ) -> list[str]:
     """Why vLLM cannot serve a model so, each with its remedy; empty if it may.
 
     Args:
-        num_ranks: processes that share its heads.
+        tensor_parallel: processes that share the heads of a layer.
+        num_stages: parts that its layers are divided into.
     """
     if device != "cpu":
         return [
@@ -208,15 +214,27 @@ def model_problems(
             f"blocks of {block_size} positions are no multiple of {BLOCK_SIZE}, as vLLM on a CPU "
             f"wants them: set the block size to {BLOCK_SIZE}"
         )
-    if model.num_kv_heads % num_ranks:
+    if model.num_kv_heads % tensor_parallel:
         problems.append(
-            f"{model.num_kv_heads} KV heads are not to be shared by {num_ranks} ranks: tensor "
-            "parallelism is a divisor of their number"
+            f"{model.num_kv_heads} KV heads are not to be shared by {tensor_parallel} ranks: "
+            "tensor parallelism is a divisor of their number"
+        )
+    if model.num_layers and num_stages > model.num_layers:
+        problems.append(
+            f"{model.num_layers} layers are not to be divided into {num_stages} parts: pipeline "
+            "parallelism is at most their number"
         )
     return problems
 
 
-def require_vllm(folder: Path, *, device: str, block_size: int, num_ranks: int = 1) -> None:
+def require_vllm(
+    folder: Path,
+    *,
+    device: str,
+    block_size: int,
+    tensor_parallel: int = 1,
+    num_stages: int = 1,
+) -> None:
     """Refuses early what would fail late.
 
     Raises:
@@ -225,7 +243,11 @@ def require_vllm(folder: Path, *, device: str, block_size: int, num_ranks: int =
     """
     problems = installation_problems()
     problems += model_problems(
-        read_vllm_model(folder), device=device, block_size=block_size, num_ranks=num_ranks
+        read_vllm_model(folder),
+        device=device,
+        block_size=block_size,
+        tensor_parallel=tensor_parallel,
+        num_stages=num_stages,
     )
     if problems:
         raise ConfigError(f"engine.kind vllm: {'; '.join(problems)}")

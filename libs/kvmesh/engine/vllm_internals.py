@@ -1,17 +1,15 @@
-"""Tells vLLM's executor what to compute. Only this and `vllm_pooling` use vLLM's internals.
+"""Tells vLLM's executor what to compute. This, `vllm_output` and `vllm_pooling` use its internals.
 
-vLLM's scheduler and block manager stay unused. The messages built here by hand change with vLLM's
-releases, so one minor version is pinned (`vllm_check.MINOR`), and `unknown_fields` names the fields
-that an installed release expects and that we do not fill.
+vLLM's scheduler and block manager stay unused. Internals change with vLLM's releases, so one minor
+version is pinned (`vllm_check.MINOR`).
 
-Tests: tests/vllm/test_internals.py.
+Tests: tests/vllm/test_equality.py, tests/vllm/test_ranks.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +17,15 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmSampling
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.pool.metadata import PoolingMetadata
 
 from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.engine.adapters import Adapter, check_width
@@ -36,14 +33,14 @@ from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.protocol import EmbeddingSpec
 from kvmesh.engine.vllm_messages import (
     EngineRequest,
-    NewSequence,
     Place,
     VllmStep,
     adding_message,
     removing_message,
     step_message,
 )
-from kvmesh.engine.vllm_pooling import POOLED, Pooling
+from kvmesh.engine.vllm_output import scheduler_output, unknown_fields
+from kvmesh.engine.vllm_pooling import Pooling
 from kvmesh.engine.vllm_ranks import Ranks
 
 ORDER = "BHLNC"
@@ -51,71 +48,6 @@ ORDER = "BHLNC"
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum LoRA ranks that vLLM can be configured for."""
-
-_NEW = frozenset(
-    {
-        "req_id",
-        "prompt_token_ids",
-        "mm_features",
-        "sampling_params",
-        "pooling_params",
-        "block_ids",
-        "num_computed_tokens",
-        "lora_request",
-    }
-)
-_STEP = frozenset(
-    {
-        "scheduled_new_reqs",
-        "scheduled_cached_reqs",
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "scheduled_spec_decode_tokens",
-        "scheduled_encoder_inputs",
-        "num_common_prefix_blocks",
-        "finished_req_ids",
-        "free_encoder_mm_hashes",
-    }
-)
-_GOING_ON = frozenset(
-    {
-        "req_ids",
-        "resumed_req_ids",
-        "new_token_ids",
-        "all_token_ids",
-        "new_block_ids",
-        "num_computed_tokens",
-        "num_output_tokens",
-    }
-)
-_CHOSEN = frozenset({"sampled_token_ids", "logprobs_tensors"})
-
-GIVEN: tuple[tuple[type, frozenset[str]], ...] = (
-    (NewRequestData, _NEW),
-    (CachedRequestData, _GOING_ON),
-    (SchedulerOutput, _STEP),
-    (SamplerOutput, _CHOSEN),
-    (PoolingMetadata, POOLED),
-)
-"""vLLM's message classes that we build, and the fields of each that we fill."""
-
-
-def unknown_fields(given: Iterable[tuple[type, frozenset[str]]] = GIVEN) -> list[str]:
-    """Required fields of vLLM's messages that we do not fill, and fields we fill that do not exist.
-
-    Returns:
-        Each as `Class.field`; empty for the version that this module was written for.
-    """
-    found = []
-    for kind, filled in given:
-        fields = {field.name: field for field in dataclasses.fields(kind)}
-        missing = {
-            name
-            for name, field in fields.items()
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        } - filled
-        found += [f"{kind.__name__}.{name}" for name in sorted(missing | filled - fields.keys())]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +116,7 @@ class VllmExecutor:
         if unknown:
             raise ConfigError(f"this vLLM wants what we do not give it: {', '.join(unknown)}")
         _allow_order_on_cpu()
-        self._num_ranks = request.num_ranks
+        self._request = request
         self._ranks: Ranks | None = None
         if request.num_ranks > 1 and place is None:
             self._ranks = Ranks(request)
@@ -215,8 +147,17 @@ class VllmExecutor:
         self._sampling = VllmSampling(temperature=0.0, max_tokens=1, ignore_eos=True)
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
-        # Every rank has the whole hidden states; rank 0 answers.
-        self._pooling = None if self._rank else Pooling.of(config, arguments)
+        if not get_pp_group().is_first_rank:
+            # vLLM makes the place for what the stage before sends in a warm-up, which is left out.
+            self._runner.intermediate_tensors = self._runner.model.make_empty_intermediate_tensors(
+                batch_size=request.max_tokens,
+                dtype=config.model_config.dtype,
+                device=self._runner.device,
+            )
+        self._first_layer, self._num_layers = _layers(config, len(self._runner.kv_caches))
+        # Every rank of the last stage has the whole hidden states; rank 0 answers.
+        alone = not self._rank and request.num_stages == 1
+        self._pooling = Pooling.of(config, arguments) if alone else None
 
     def facts(self) -> ModelFacts:
         """Properties of the loaded model.
@@ -233,8 +174,11 @@ class VllmExecutor:
         caches: list[Tensor] = self._runner.kv_caches
         _, heads, block_size, content = caches[0].shape
         block_bytes = caches[0].stride(0) * caches[0].element_size()
-        used = len(caches) * heads * block_size * content * caches[0].element_size()
-        if used != block_bytes or len({each.untyped_storage().data_ptr() for each in caches}) != 1:
+        layer_bytes = heads * block_size * content * caches[0].element_size()
+        if (
+            len(caches) * layer_bytes != block_bytes
+            or len({each.untyped_storage().data_ptr() for each in caches}) != 1
+        ):
             raise ConfigError("this model's KV blocks are not one range of bytes each")
         attention = self._runner.attn_groups[0][0]
         return ModelFacts(
@@ -242,10 +186,10 @@ class VllmExecutor:
             max_model_len=self._max_model_len,
             kv_dtype=str(caches[0].dtype).removeprefix("torch."),
             block_size=block_size,
-            num_layers=len(caches),
-            num_kv_heads=heads * self._num_ranks,
+            num_layers=self._num_layers,
+            num_kv_heads=heads * self._request.tensor_parallel,
             content=content,
-            block_bytes=block_bytes * self._num_ranks,
+            block_bytes=layer_bytes * self._num_layers * self._request.tensor_parallel,
             code=_kernel_code(attention),
             embedding=None if self._pooling is None else self._pooling.spec,
         )
@@ -261,16 +205,21 @@ class VllmExecutor:
             self._ranks.share(pool.fd, pool.view.nbytes)
 
     def move_cache(self, memory: memoryview) -> None:
-        """Moves this rank's KV cache into its part of each block of a pool."""
+        """Moves this rank's KV cache into its part of each block of a pool.
+
+        A block is [heads of all ranks][layers of all stages][positions][content].
+        """
         flat = torch.frombuffer(memory, dtype=torch.int8)
         caches: list[Tensor] = self._runner.kv_caches
-        cached = caches[0].untyped_storage().nbytes()
-        assert memory.nbytes == self._num_ranks * cached, "of another size"
-        for cache in caches:
-            part, *inner = cache.stride()
-            start = self._rank * part + cache.storage_offset()
-            stride = (self._num_ranks * part, *inner)
-            cache.set_(flat.untyped_storage(), start, cache.size(), stride)
+        blocks, heads, positions, content = caches[0].shape
+        layer = positions * content
+        head = self._num_layers * layer
+        block = self._request.tensor_parallel * heads * head
+        assert memory.nbytes == blocks * block * caches[0].element_size(), "of another size"
+        first_head = self._rank % self._request.tensor_parallel * heads
+        for index, cache in enumerate(caches):
+            start = first_head * head + (self._first_layer + index) * layer
+            cache.set_(flat.untyped_storage(), start, cache.size(), (block, head, content, 1))
 
     def change_adapters(self, change: Adapter | str) -> None:
         """Loads an adapter on all ranks, or removes one by its id.
@@ -338,7 +287,7 @@ class VllmExecutor:
             self._ranks.tell(message)
 
     def _compute(self, step: VllmStep) -> None:
-        output = _scheduler_output(step, self._sampling, self._adapters)
+        output = scheduler_output(step, self._sampling, self._adapters)
         told = self._executor.execute_model(output)
         assert told is None, "vLLM's runner sampled by itself"
 
@@ -359,9 +308,34 @@ class VllmExecutor:
         return made[:, : self._vocab_size]
 
     def _logits_of(self, begin: int, end: int) -> Tensor | None:
-        hidden = self._runner.execute_model_state.hidden_states[begin:end]
-        made: Tensor | None = self._runner.model.compute_logits(hidden)
+        stages = get_pp_group()
+        made: Tensor | None = None
+        if stages.is_last_rank:
+            hidden = self._runner.execute_model_state.hidden_states[begin:end]
+            made = self._runner.model.compute_logits(hidden)
+        if stages.world_size > 1:
+            # As vLLM does with those of the last positions: the leader is in the first stage.
+            told = {} if made is None else {"logits": made.contiguous()}
+            heard = stages.broadcast_tensor_dict(told, src=stages.world_size - 1)
+            made = heard.get("logits")
         return made
+
+
+def _layers(config: VllmConfig, num_here: int) -> tuple[int, int]:
+    """The first layer whose KV is in this process, and the number of layers of all stages.
+
+    Raises:
+        ConfigError: some layers of a model that is divided have no KV of their own.
+    """
+    if config.parallel_config.pipeline_parallel_size == 1:
+        return 0, num_here
+    first, end = config.model_config.get_layers_start_end_indices(config.parallel_config)
+    if end - first != num_here:
+        raise ConfigError(
+            f"layers {first} to {end - 1} of this model keep {num_here} caches, so it is not to be "
+            "divided: set engine.pipeline_parallel 1"
+        )
+    return first, int(config.model_config.get_total_num_hidden_layers())
 
 
 def _executor_class(config: VllmConfig, place: Place | None) -> type[Executor]:
@@ -399,7 +373,8 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         async_scheduling=False,
         enforce_eager=True,
         disable_log_stats=True,
-        tensor_parallel_size=request.num_ranks,
+        tensor_parallel_size=request.tensor_parallel,
+        pipeline_parallel_size=request.num_stages,
         distributed_executor_backend="uni" if request.num_ranks == 1 else "external_launcher",
         **_lora_arguments(request),
     )
@@ -453,47 +428,3 @@ def _kernel_code(attention: Any) -> str:
     """Name of the attention kernel; on a CPU, of the instruction set, which orders the keys."""
     builder = attention.get_metadata_builder()
     return str(getattr(builder, "isa", attention.backend.get_name()))
-
-
-def _scheduler_output(
-    step: VllmStep, sampling: VllmSampling, adapters: Mapping[str, LoRARequest]
-) -> SchedulerOutput:
-    known = CachedRequestData(
-        req_ids=[each.name for each in step.known],
-        resumed_req_ids=set(),
-        new_token_ids=[[] for _ in step.known],
-        all_token_ids={},
-        new_block_ids=[(each.more_blocks,) if each.more_blocks else None for each in step.known],
-        num_computed_tokens=[each.start for each in step.known],
-        num_output_tokens=[each.num_sampled for each in step.known],
-    )
-    return SchedulerOutput(
-        scheduled_new_reqs=[
-            # An adapter that is not loaded is an error: without it the KV would be wrong.
-            _new_request(each, sampling, adapters[each.adapter] if each.adapter else None)
-            for each in step.new
-        ],
-        scheduled_cached_reqs=known,
-        num_scheduled_tokens=step.num_tokens,
-        total_num_scheduled_tokens=sum(step.num_tokens.values()),
-        scheduled_spec_decode_tokens={},
-        scheduled_encoder_inputs={},
-        num_common_prefix_blocks=[0],
-        finished_req_ids=step.finished,
-        free_encoder_mm_hashes=[],
-    )
-
-
-def _new_request(
-    new: NewSequence, sampling: VllmSampling, adapter: LoRARequest | None
-) -> NewRequestData:
-    return NewRequestData(
-        req_id=new.name,
-        prompt_token_ids=new.token_ids,
-        mm_features=[],
-        sampling_params=sampling,
-        pooling_params=None,
-        block_ids=(new.blocks,),
-        num_computed_tokens=new.start,
-        lora_request=adapter,
-    )

@@ -30,7 +30,9 @@ class EngineRequest:
         adapters: LoRA adapters that it begins with.
         max_adapters, max_adapter_rank: how many it holds at once and of which rank; at least what
             `adapters` need.
-        num_ranks: number of processes that share each layer, the leader included.
+        num_ranks: number of processes, the leader included.
+        num_stages: parts into which the layers are divided, one after the other; the ranks of a
+            part share each of its layers by heads.
         spin: whether ranks wait for each other in shared memory, which keeps their cores busy;
             otherwise they wait on sockets.
     """
@@ -44,9 +46,15 @@ class EngineRequest:
     max_sequences: int
     adapters: tuple[Adapter, ...] = ()
     num_ranks: int = 1
+    num_stages: int = 1
     spin: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 0
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share a layer."""
+        return self.num_ranks // self.num_stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,9 @@ class EngineSection:
     tensor_parallel: int = positive(
         1, "processes that share each layer of the model by heads; with the engine vllm"
     )
+    pipeline_parallel: int = positive(
+        1, "parts that the layers are divided into, each with as many processes; with vllm"
+    )
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option("cpu", "cpu or cuda")
     num_blocks: int = positive(1024, "KV blocks")
@@ -119,6 +122,11 @@ class EngineSection:
     fake_profile: str = option("", "profile file whose step times the fake engine takes")
     fake_device: str = option("", "device of that profile")
     fake_token_bytes: int = option(8, "KV bytes per token of the fake engine, a multiple of 8")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,12 @@ def find_folder(config: EngineSection) -> Path | None:
             f"{which}, and the engine {config.kind} has none: set engine.kind vllm, or merge the "
             "adapter into the checkpoint (merge_and_unload of PEFT)"
         )
-    if config.tensor_parallel > 1 and config.kind != "vllm":
-        raise ConfigError(
-            f"engine.tensor_parallel is {config.tensor_parallel}, and the engine {config.kind} is "
-            "one process: set engine.kind vllm"
-        )
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if (ranks := getattr(config, name)) > 1 and config.kind != "vllm":
+            raise ConfigError(
+                f"engine.{name} is {ranks}, and the engine {config.kind} is one process: set "
+                "engine.kind vllm"
+            )
     if config.max_loras < 0:
         raise ConfigError(f"engine.max_loras is a number of adapters, got {config.max_loras}")
     if config.kind == "fake":
@@ -74,7 +75,8 @@ def find_folder(config: EngineSection) -> Path | None:
             folder,
             device=config.device,
             block_size=config.block_size,
-            num_ranks=config.tensor_parallel,
+            tensor_parallel=config.tensor_parallel,
+            num_stages=config.pipeline_parallel,
         )
         read_adapters(config.lora)
         return folder
@@ -108,7 +110,7 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
     name = config.model_name or served_name(config.model) or "fake"
     if folder is None or config.kind == "fake":
         return _load_fake(config, folder, name)
-    threads = config.num_threads * config.tensor_parallel
+    threads = config.num_threads * config.num_ranks
     if threads > (cores := usable_cores()):
         log.warning("more_threads_than_cores", threads=threads, cores=cores)
     if config.kind == "vllm":
@@ -151,9 +153,10 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
         adapters=read_adapters(config.lora),
         max_adapters=config.max_loras,
         max_adapter_rank=config.max_lora_rank if config.max_loras else 0,
-        num_ranks=config.tensor_parallel,
+        num_ranks=config.num_ranks,
+        num_stages=config.pipeline_parallel,
         # The event loop, which answers peers, needs a core too.
-        spin=usable_cores() > config.tensor_parallel * config.num_threads,
+        spin=usable_cores() > config.num_ranks * config.num_threads,
     )
     return VllmRunner.load(request, name)
 

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "lora": "",
     "max_loras": 0,
     "tensor_parallel": 1,
+    "pipeline_parallel": 1,
     "other_models": "",
 }
 PORTS = ApiPorts(8001, 8002)

@@ -52,6 +52,7 @@ VALUES: dict[str, dict[str, Any]] = {
             "kind": "vllm",
             "blockSize": 32,
             "tensorParallel": 2,
+            "pipelineParallel": 2,
             "lora": "sql=/models/sql,chat=/models/chat",
             "maxLoras": 4,
             "maxLoraRank": 64,

@@ -31,6 +31,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "/engine/blockSize": {"engine": {"kind": "vllm"}},
     "/engine/device": {"engine": {"kind": "vllm", "blockSize": 32, "device": "cuda"}},
     "/engine/tensorParallel": {"engine": {"tensorParallel": 2}},
+    "/engine/pipelineParallel": {"engine": {"pipelineParallel": 2}},
     "/engine/lora": {"engine": {"lora": "sql=/models/sql"}},
     "/engine/maxLoras": {"engine": {"maxLoras": 1}},
     "/image/registry": {"image": {"registry": "registry.example"}},

@@ -85,9 +85,11 @@ def test_head_and_block_sizes_of_a_cpu(tmp_path: Path) -> None:
     (found_there,) = check.model_problems(model, device="cuda", block_size=16)
     assert found_there.startswith("on cuda vLLM's blocks are not within reach yet")
     model = check.read_vllm_model(write_checkpoint(tmp_path, head_dim=32))
-    assert check.model_problems(model, device="cpu", block_size=64, num_ranks=2) == []
-    (not_shared,) = check.model_problems(model, device="cpu", block_size=64, num_ranks=3)
+    assert check.model_problems(model, device="cpu", block_size=64, tensor_parallel=2) == []
+    (not_shared,) = check.model_problems(model, device="cpu", block_size=64, tensor_parallel=3)
     assert not_shared.startswith("2 KV heads are not to be shared by 3 ranks")
+    (not_divided,) = check.model_problems(model, device="cpu", block_size=64, num_stages=3)
+    assert not_divided.startswith("2 layers are not to be divided into 3 parts")
 
 
 def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:

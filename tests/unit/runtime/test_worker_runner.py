@@ -82,5 +82,6 @@ def test_adapters_are_refused_by_engines_that_have_none() -> None:
 
 def test_several_ranks_are_refused_by_engines_of_one() -> None:
     for kind in ("kvmesh", "fake"):
-        with pytest.raises(ConfigError, match=r"tensor_parallel is 2.*set engine\.kind vllm"):
-            find_folder(EngineSection(kind=kind, model="m", tensor_parallel=2))
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            with pytest.raises(ConfigError, match=rf"{name} is 2.*set engine\.kind vllm"):
+                find_folder(EngineSection(kind=kind, model="m", **{name: 2}))
