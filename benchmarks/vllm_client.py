@@ -19,6 +19,7 @@ TAKEN = (
     "median_ttft_ms",
     "p99_ttft_ms",
     "median_tpot_ms",
+    "errors",
 )
 """Of vLLM's result, what `benchmarks.vllm_serve` uses."""
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ from benchmarks.vllm_systems import (
     vllm_serve,
 )
 
-SHAPE = SHAPES["110M"]
+SHAPE = replace(SHAPES["110M"], vocab=4096)
+"""Each of its tokens is one of the tokenizer, so that its text comes at once."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TTFT_MS = 2000
 WAIT_MS = 1500
@@ -96,7 +97,7 @@ OVERLOAD = Load(
 KILLED = Load(
     "8 at once, an engine killed",
     24,
-    (*_random(256, 128), "--max-concurrency", "8"),
+    (*_random(256, 128), "--max-concurrency", "8", "--header", "x-slo-ttft-ms=60000"),
     frozenset({VLLM, TWO.name}),
     kills=True,
 )
@@ -133,13 +134,16 @@ class Client:
         argv += ["--model", SERVED, "--tokenizer", str(self._tokenizer), *load.words]
         argv += ["--num-prompts", str(load.num_prompts), "--seed", str(self._seed)]
         argv += ["--num-warmups", "0" if load.kills else "4", "--ready-check-timeout-sec", "0"]
-        argv += ["--ignore-eos", "--temperature", "0", "--disable-tqdm"]
+        argv += ["--ignore-eos", "--temperature", "0", "--disable-tqdm", "--save-detailed"]
         argv += ["--percentile-metrics", "ttft,tpot", "--goodput", f"ttft:{TTFT_MS}"]
         self._process.tell({"argv": argv})
         if load.kills:
             time.sleep(KILL_AFTER_S)
             served.kill_engine()
-        return row_of(load, served.name, json.loads(self._process.next_line()))
+        found = json.loads(self._process.next_line())
+        for error in sorted(set(found["errors"]) - {""}):
+            sys.stderr.write(f"{error[-500:]}\n")
+        return row_of(load, served.name, found)
 
     def close(self) -> None:
         """Ends it."""
@@ -164,7 +168,7 @@ def row_of(load: Load, system: str, found: dict[str, Any]) -> Row:
 
 def starts(model: Path, folder: Path) -> dict[str, AbstractContextManager[Served]]:
     """The systems by name, not started yet."""
-    found = {VLLM: vllm_serve(model, folder / VLLM)}
+    found: dict[str, AbstractContextManager[Served]] = {VLLM: vllm_serve(model, folder / VLLM)}
     for each in (ONE, TWO, APART, OURS):
         found[each.name] = mesh(each, model, folder / str(len(found)))
     return found

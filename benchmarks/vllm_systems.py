@@ -44,8 +44,8 @@ class Mesh:
 
 VLLM = "vllm serve"
 ONE = Mesh("kvmesh over vllm", "vllm", 0, 1)
-TWO = Mesh("kvmesh over vllm, 2 workers", "vllm", 0, 2)
-APART = Mesh("kvmesh over vllm, P/D 1+1", "vllm", 1, 1)
+TWO = Mesh("kvmesh over vllm x2", "vllm", 0, 2)
+APART = Mesh("kvmesh over vllm P/D", "vllm", 1, 1)
 OURS = Mesh("kvmesh", "kvmesh", 0, 1)
 
 

@@ -16,7 +16,7 @@ from benchmarks.vllm_systems import ONE, TWO, VLLM
 EVENT = b'data: {"choices": [{"token_ids": [%d], "text": ""}]}\n\n'
 
 
-def row(load: str, system: str, **changes: float) -> Row:
+def row(load: str, system: str, **changes: float | None) -> Row:
     (of,) = [each for each in LOADS if each.name == load]
     found = {
         "completed": of.num_prompts,
