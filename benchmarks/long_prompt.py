@@ -56,14 +56,14 @@ def main() -> None:
             block_size=BLOCK_SIZE,
             num_threads=options.threads,
         )
-        loaded_mib = _status_mib("VmRSS")
+        loaded_mib = status_mib("VmRSS")
         forget_peak()
         rows: list[Row] = []
         for row in prefill_in_parts(runner, options.tokens, options.chunk):
             rows.append(row)
             sys.stdout.write(f"{row['tokens']} tokens: {row['seconds']} s\n")
             sys.stdout.flush()
-        peak_mib = _status_mib("VmHWM")
+        peak_mib = status_mib("VmHWM")
         kv_mib = num_blocks * runner.spec.layout.block_bytes / 2**20
         runner.close()
     limits = measure_limits(options.dtype, 3)
@@ -133,7 +133,8 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status_mib(name: str) -> float:
+def status_mib(name: str) -> float:
+    """A line of this process's status, such as VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 

@@ -5,8 +5,10 @@
 Real worker processes with random models, one engine thread each: a Llama, and a hybrid whose layers
 are convolutions but for every fourth. What one worker computes alone and what it computes together
 with the other one come in turns, so a machine that becomes slower slows both. A prompt is cut where
-routes cut it. Then, in virtual time and in files of its own, eight workers by load, up to more than
-they can do (`policies_chains.py`). Tests: tests/unit/benchmarks/test_prompt_chain.py.
+routes cut it. Each in files of its own: real services with more prompts than they can compute
+(`chain_load.py`), and in virtual time eight workers by load (`policies_chains.py`), and what had
+better travel between two (`chain_ways.py`).
+Tests: tests/unit/benchmarks/test_prompt_chain.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+from benchmarks import chain_load
+from benchmarks.chain_ways import compared
 from benchmarks.fetch_workers import Address, asking, worker_process
 from benchmarks.policies_chains import LOADS, PROMPT_TOKENS, label, prompt_chains
 from benchmarks.policies_experiments import Rows
@@ -36,8 +40,8 @@ BLOCK = 16
 LENGTHS = (2048, 8192)
 LLAMA, HYBRID = "llama", "lfm2"
 MODELS = (LLAMA, HYBRID)
-SIMULATED = "simulated"
-PARTS = (*MODELS, SIMULATED)
+SATURATED, SIMULATED, WAYS = "saturated", "simulated", "ways"
+PARTS = (*MODELS, SATURATED, SIMULATED, WAYS)
 HYBRID_LAYERS = 12
 LONG_GOAL = 1.75
 """Times sooner than alone, of the longest prompt."""
@@ -181,15 +185,12 @@ def publish_live(models: Sequence[str], options: argparse.Namespace) -> None:
     publish(rows, targets(rows, models), options, about)
 
 
-def publish_simulated(options: argparse.Namespace) -> None:
-    """Writes what is the same on every machine, beside what is measured."""
-    about = [
-        "medians, on eight prefill workers of `tokenlake`; means of two seeds",
-        "load: share of what they can do",
-        "goodput: share of that with one worker for each prompt",
-    ]
-    path = options.save.with_stem(f"{options.save.stem}_{SIMULATED}")
-    save(document(*simulated(options.size, options.seed), options.seed, about), path)
+def publish_apart(
+    part: str, found: tuple[list[Row], list[Target]], options: argparse.Namespace, about: list[str]
+) -> None:
+    """Writes a part beside the rest."""
+    path = options.save.with_stem(f"{options.save.stem}_{part}")
+    save(document(*found, options.seed, about), path)
     sys.stdout.write(f"{path}\n")
 
 
@@ -200,12 +201,34 @@ def main() -> None:
     parser.add_argument("--cut-at", type=float, default=0.0, help="share of the prompt; 0: by cost")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of live prompts")
+    parser.add_argument("--rounds", type=int, default=3, help="of saturated services")
     parser.add_argument("--size", type=float, default=1.0, help="factor on simulated requests")
     options = parser.parse_args()
     if models := [name for name in MODELS if name in options.parts]:
         publish_live(models, options)
+    if SATURATED in options.parts:
+        about = [
+            "two prefill workers and one that decodes, one engine thread each; llama, bfloat16",
+            f"{chain_load.NUM_CLIENTS} clients, each sends its next prompt when it has its answer",
+            "parts: prompts of which two workers computed a part each",
+        ]
+        rows = asyncio.run(chain_load.rounds(options.rounds, options.seed, chain_load.NUM_PROMPTS))
+        publish_apart(SATURATED, (rows, chain_load.targets(rows)), options, about)
     if SIMULATED in options.parts:
-        publish_simulated(options)
+        about = [
+            "medians, on eight prefill workers of `tokenlake`; means of two seeds",
+            "load: share of what they can do",
+            "goodput: share of that with one worker for each prompt",
+        ]
+        publish_apart(SIMULATED, simulated(options.size, options.seed), options, about)
+    if WAYS in options.parts:
+        about = [
+            "two workers; seconds to the first token and to the second one, which needs all KV",
+            "what gains less than 30 % is left to one worker; links to the decode worker are alike",
+            "queries: round trips as measured, one answer under way; KV follows them",
+            "at least: questions cost nothing but their bytes, each way apart",
+        ]
+        publish_apart(WAYS, compared(), options, about)
 
 
 if __name__ == "__main__":

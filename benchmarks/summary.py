@@ -38,7 +38,9 @@ VERBS = {
     "prefix_fetch": "bench-fetch",
     "prefix_links": "bench-fetch-links",
     "prompt_chain": "bench-chain",
+    "prompt_chain_saturated": "bench-chain",
     "prompt_chain_simulated": "bench-chain",
+    "prompt_chain_ways": "bench-chain",
     "route_path": "bench-routing",
     "vllm_serve": "bench-vllm",
 }

@@ -42,12 +42,13 @@ def test_the_simulated_workers_are_part_of_the_result() -> None:
     assert all(each.name.startswith("load ") for each in goals)
 
 
-def test_what_is_simulated_has_files_of_its_own(
+def test_what_is_not_measured_has_files_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = tmp_path / "prompt_chain.json"
-    arguments = ["--parts", "simulated", "--size", "0.01", "--save", str(save)]
+    arguments = ["--parts", "simulated", "ways", "--size", "0.01", "--save", str(save)]
     monkeypatch.setattr(sys, "argv", ["prompt_chain", *arguments])
     main()
-    names = {each.name for each in tmp_path.iterdir()}
-    assert names == {"prompt_chain_simulated.json", "prompt_chain_simulated.md"}
+    assert {each.name for each in tmp_path.iterdir()} == {
+        f"prompt_chain_{part}.{kind}" for part in ("simulated", "ways") for kind in ("json", "md")
+    }
