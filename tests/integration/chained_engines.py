@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from kvmesh.core.types import SamplingParams, SequenceSpec
@@ -17,13 +18,36 @@ ROOT = root_hash("test")
 LIMITS = BatchLimits(max_tokens=32)
 
 
-class ChainedEngines:
-    """A chain of engines; each stage is copied from one to the next as soon as it is there."""
+def _into(found: list[int]) -> Callable[[Emission], None]:
+    return lambda emission: found.append(emission.token_id)
 
-    def __init__(self, runners: SequenceOf[TorchRunner]) -> None:
-        self.runners = runners
-        self.cores = [EngineCore(each.spec, each.kv.num_blocks, LIMITS) for each in runners]
+
+class ChainedEngines:
+    """A chain of engines; each stage is copied from one to the next as soon as it is there.
+
+    Attributes:
+        steps: of each engine, whether they were a part's; else they were of answers beside it.
+    """
+
+    def __init__(self, runners: SequenceOf[TorchRunner], limits: BatchLimits = LIMITS) -> None:
+        self.runners, self.limits = runners, limits
+        self.cores = [EngineCore(each.spec, each.kv.num_blocks, limits) for each in runners]
         self.num_copied = 0
+        self.steps: list[list[bool]] = [[] for _ in runners]
+
+    def begin_answers(self, tokens: SequenceOf[int], sampling: SamplingParams) -> list[list[int]]:
+        """Lets each engine answer a prompt, which goes on beside what comes; the answers so far."""
+        answers: list[list[int]] = []
+        for number, core in enumerate(self.cores):
+            spec = SequenceSpec(tuple(tokens), len(tokens), sampling, ROOT)
+            sequence = core.admit_decode(spec)
+            assert isinstance(sequence, Sequence), sequence
+            answers.append([])
+            sequence.on_emission = _into(answers[-1])
+            core.run(sequence)
+            while not answers[-1]:
+                self._step(number)
+        return answers
 
     def generate(
         self, tokens: SequenceOf[int], cuts: SequenceOf[int], sampling: SamplingParams
@@ -45,10 +69,7 @@ class ChainedEngines:
                 self._link(number, sequences[-1], sequence, cuts[number - 1])
             sequences.append(sequence)
 
-        def note(emission: Emission) -> None:
-            found.append(emission.token_id)
-
-        sequences[-1].on_emission = note
+        sequences[-1].on_emission = _into(found)
         sequences[-1].hold_after_first = False
         for core, sequence in zip(self.cores, sequences, strict=False):
             core.run(sequence)
@@ -64,6 +85,7 @@ class ChainedEngines:
         core, runner = self.cores[number], self.runners[number]
         chunks = core.plan_step()
         if chunks:
+            self.steps[number].append(chunks[0].pace is not None)
             runner.forget(core.take_gone())
             core.finish_step(chunks, runner.execute(chunks))
         return bool(chunks)

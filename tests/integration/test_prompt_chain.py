@@ -341,6 +341,24 @@ async def test_a_part_that_is_lost_in_any_layer_is_computed_here(
         await until_idle(p0, p1, decode)
 
 
+@pytest.mark.parametrize("link", ["first", "second"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_each_link_of_three_workers_may_be_lost_in_any_layer(
+    llama: Checkpoint, link: str, number: int
+) -> None:
+    tokens, expected = long_prompt(llama)
+    async with mesh(llama, 3, transfer_mode="layered") as ((p0, p1, p2), decode, driver):
+        sender, receiver = (p2, p1) if link == "first" else (p1, p0)
+        layer_by_layer(sender)
+        refuse_layer(receiver, number)
+        blocks = len(tokens) // BLOCK
+        chain = part(p1, 2 * blocks // 3, part(p2, blocks // 3))
+        found, _ = await driver.generate_from(chain, p0, decode, spec_of(tokens))
+        assert found == expected
+        assert outcomes(receiver) == {"accepted": 1, "lost": 1}
+        await until_idle(p0, p1, p2, decode)
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_a_part_that_stops_coming_is_computed_here_when_its_lease_ends(
     llama: Checkpoint, number: int, monkeypatch: pytest.MonkeyPatch
