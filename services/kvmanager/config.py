@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvmesh.core.config import option, positive
 from kvmesh.metadata.redis_client import RedisConfig
+from kvmesh.policy.heat import MAX_SEGMENTS, SEGMENT_BLOCKS, WINDOW_S
+from kvmesh.policy.hot_runs import MIN_READS
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -28,12 +30,21 @@ class LimitConfig:
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     budget_mb_s: float = option(100.0, "megabytes per second that copies may take; 0: no copies")
-    window_s: float = positive(10.0, "pause between plans; reads count half after each")
-    min_reads: float = option(8.0, "a prefix that was read less often of late is not copied")
-    segment_blocks: int = positive(16, "blocks per segment, for which reads are counted")
-    max_segments: int = positive(8192, "segments whose reads are remembered, per model")
+    window_s: float = positive(WINDOW_S, "pause between plans; reads count half after each")
+    min_reads: float = option(MIN_READS, "a prefix that was read less often of late is not copied")
+    segment_blocks: int = positive(
+        SEGMENT_BLOCKS, "blocks per segment, for which reads are counted"
+    )
+    max_segments: int = positive(MAX_SEGMENTS, "segments whose reads are remembered, per model")
     placement: str = option(
         "local", "local, or hashed: hot prefixes are copied to hashed homes too"
+    )
+    eviction: str = option(
+        "local", "local, or global: full workers evict first what others hold and nobody reads"
+    )
+    between_mb_s: float = option(
+        10.0,
+        "megabytes per second that copies between clusters may take besides; 0: no such copies",
     )
 
 

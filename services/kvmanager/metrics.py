@@ -31,6 +31,11 @@ POOL_ORDERS = Counter(
     "Orders to workers planned by this replica: copy, evict_first",
     ["order"],
 )
+POOL_GIVEN_UP = Counter(
+    "kvmesh_kvmanager_pool_given_up_blocks",
+    "Copies that workers were told to evict first, since others hold them: pool, host, disk",
+    ["tier"],
+)
 POOL_COPIES = Counter(
     "kvmesh_kvmanager_pool_copies",
     "Copy orders that workers of this replica answered: done, refused, failed",

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.pool import PoolMember
+from kvmesh.core.pool import OldestOrder, PoolMember
 from kvmesh.core.slots import PrefixMatch
-from kvmesh.core.types import WorkerId
+from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.metadata.pool_store import PoolStore
 from kvmesh.metadata.store import StoreUnavailableError
-from kvmesh.policy.heat import HeatTable
+from kvmesh.policy.global_lru import MAX_OLDEST, PoolEviction
+from kvmesh.policy.heat import COLD_READS, FADE, HeatTable
+from kvmesh.policy.hot_runs import MAX_HOT_SEGMENTS
 from kvmesh.policy.pool_plan import reads_cv
 from kvmesh.rpc.convert_pool import (
     cooled_from_proto,
@@ -37,17 +39,8 @@ from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.heat import HeatBoard
-from services.kvmanager.pool_planner import (
-    COLD_READS,
-    MAX_COOLED,
-    MAX_HOT_SEGMENTS,
-    PoolPlanner,
-    PoolReads,
-)
+from services.kvmanager.pool_planner import MAX_COOLED, PoolPlanner, PoolReads, eviction_of
 from services.kvmanager.pool_seat import PoolSeat
-
-FADE = 0.5
-"""Fraction of a count that remains after each window, as in the simulator."""
 
 TICKS_PER_WINDOW = 20
 """Number of times per window that orders are fetched and notes are counted."""
@@ -78,7 +71,8 @@ class Pool:
         self._guard = guard
         self._replica = replica
         self._seats: set[PoolSeat] = set()
-        self._planner = PoolPlanner(config, self._match, clock)
+        self._planner = PoolPlanner(config, self._match, self._holders, clock)
+        self._evicts = eviction_of(config) is PoolEviction.GLOBAL
         self.heat = HeatBoard(self._make_table)
         self.planning = False
 
@@ -87,6 +81,11 @@ class Pool:
 
     async def _match(self, namespace: str, prefix: bytes) -> Sequence[PrefixMatch]:
         return await self._guard.call(lambda store: store.match(namespace, prefix))
+
+    async def _holders(
+        self, namespace: str, hashes: bytes
+    ) -> Mapping[WorkerId, Collection[BlockHash]]:
+        return await self._guard.call(lambda store: store.holders(namespace, hashes))
 
     def join(self, seat: PoolSeat) -> None:
         """Adds a connected worker."""
@@ -100,7 +99,9 @@ class Pool:
         """Manages the pool until cancelled."""
         try:
             while True:
-                for _ in range(TICKS_PER_WINDOW):
+                for tick in range(TICKS_PER_WINDOW):
+                    if tick == TICKS_PER_WINDOW - 1:
+                        self.ask_oldest()  # the answers are here when the window ends
                     await asyncio.sleep(self._config.window_s / TICKS_PER_WINDOW)
                     await self.heat.count()
                     await self._safely(self._hand_out)
@@ -123,6 +124,11 @@ class Pool:
                 return
         self._set_planning(False)
 
+    def ask_oldest(self) -> None:
+        """Asks the workers what leaves them next, where the fleet decides about that."""
+        for seat in self._seats if self._evicts else ():
+            seat.ask_oldest(OldestOrder(MAX_OLDEST))
+
     async def end_window(self) -> None:
         """Shares the reads, plans if no other replica does, and lets old reads fade.
 
@@ -137,7 +143,7 @@ class Pool:
         self.heat.fade(FADE)
         for seat in self._seats:
             seat.fade(FADE)
-        if self._config.budget_mb_s > 0:
+        if self._config.budget_mb_s > 0 or self._evicts:
             kept_s = self._config.window_s * KEPT_WINDOWS
             await self._store.put_knowledge(self._replica, knowledge.SerializeToString(), kept_s)
             self._set_planning(await self._store.may_plan(self._replica, kept_s))

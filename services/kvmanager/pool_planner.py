@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -21,13 +21,15 @@ from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.metadata.store import StoreUnavailableError
-from kvmesh.policy.heat import CooledPrefix, HeatTable
+from kvmesh.policy.global_lru import PoolEviction, plan_evictions
+from kvmesh.policy.heat import COLD_READS, CooledPrefix, HeatTable
 from kvmesh.policy.heavy_hitters import num_heavy_hitters
-from kvmesh.policy.hot_runs import HotRun, held_runs, hot_runs, leaves
+from kvmesh.policy.hot_runs import MAX_HOT_SEGMENTS, HotRun, held_runs, hot_runs, leaves
 from kvmesh.policy.pool_plan import (
     CopyLimits,
     PoolPlacement,
     PrefixCopy,
+    plan_cluster_copies,
     plan_hints,
     plan_prefix_copies,
     reads_cv,
@@ -35,17 +37,8 @@ from kvmesh.policy.pool_plan import (
 from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
 
-MAX_HOT_SEGMENTS = 256
-"""Maximum number of segments per namespace that a plan considers."""
-
 MAX_COOLED = 32
 """Maximum number of prefixes per namespace and plan for which the store is asked for hints."""
-
-COLD_READS = 1 / 8
-"""Read count below which a segment is cold.
-
-Its last read was four windows ago, or longer after many reads.
-"""
 
 BURST_WINDOWS = 3
 """Number of windows whose budget may be saved up, and in which an order counts as in progress."""
@@ -54,6 +47,9 @@ MAX_SHOWN = 64
 
 Match = Callable[[str, bytes], Awaitable[Sequence[PrefixMatch]]]
 """Returns the workers that hold a prefix and how much of it, from a namespace and joined hashes."""
+
+Holders = Callable[[str, bytes], Awaitable[Mapping[WorkerId, Collection[BlockHash]]]]
+"""Returns which of some blocks each worker holds, from a namespace and joined hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +73,37 @@ class PoolView:
     orders: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SHOWN))
 
 
+class _Allowance:
+    """Bytes that copies may take still; what a window leaves is kept for `BURST_WINDOWS`."""
+
+    def __init__(self, mb_s: float, window_s: float) -> None:
+        self._window_bytes = mb_s * 1e6 * window_s
+        self.left = 0.0
+
+    def next_window(self) -> None:
+        """Adds those of a window."""
+        self.left = min(self.left + self._window_bytes, self._window_bytes * BURST_WINDOWS)
+
+
 class PoolPlanner:
     """Makes one plan after another.
 
     Args:
-        match: asks the store; may raise StoreUnavailableError, which ends the plan.
+        match, holders: ask the store; may raise StoreUnavailableError, which ends the plan.
 
     Raises:
-        ConfigError: an unknown placement.
+        ConfigError: an unknown placement or way of eviction.
     """
 
-    def __init__(self, config: PoolConfig, match: Match, clock: Clock) -> None:
+    def __init__(self, config: PoolConfig, match: Match, holders: Holders, clock: Clock) -> None:
         self._config = config
         self._placement = _placement_of(config)
+        self._eviction = eviction_of(config)
         self._match = match
+        self._holders = holders
         self._clock = clock
-        self._allowance = 0.0
+        self._allowance = _Allowance(config.budget_mb_s, config.window_s)
+        self._between = _Allowance(config.between_mb_s, config.window_s)
         self._ordered: dict[tuple[BlockHash, WorkerId], float] = {}
         self._noted: list[dict[str, Any]] = []
         self.view = PoolView()
@@ -109,16 +120,18 @@ class PoolPlanner:
         Raises:
             StoreUnavailableError: the store could not be asked; nothing is ordered.
         """
-        before = self._allowance, self._ordered.copy()
+        before = self._allowance.left, self._between.left, self._ordered.copy()
         self._noted = []
         try:
             orders = await self._plan(reads, members)
         except StoreUnavailableError:
             # No order is sent, so nothing counts as spent, in progress or ordered.
-            self._allowance, self._ordered = before
+            self._allowance.left, self._between.left, self._ordered = before
             raise
         for noted in self._noted:
             metrics.POOL_ORDERS.labels(noted["order"]).inc()
+            for tier, num_blocks in noted.get("tiers", {}).items():
+                metrics.POOL_GIVEN_UP.labels(tier).inc(num_blocks)
         self.view.orders.extend(self._noted)
         return orders
 
@@ -126,11 +139,8 @@ class PoolPlanner:
         self, reads: Mapping[str, PoolReads], members: Sequence[PoolMember]
     ) -> dict[WorkerId, list[PoolOrder]]:
         now = self._clock.now()
-        bytes_s = self._config.budget_mb_s * 1e6
-        self._allowance = min(
-            self._allowance + bytes_s * self._config.window_s,
-            bytes_s * self._config.window_s * BURST_WINDOWS,
-        )
+        self._allowance.next_window()
+        self._between.next_window()
         self._ordered = {key: end for key, end in self._ordered.items() if now < end}
         shown: list[dict[str, Any]] = []
         orders: dict[WorkerId, list[PoolOrder]] = {}
@@ -138,6 +148,9 @@ class PoolPlanner:
             known = reads.get(namespace)
             if known is not None:
                 shown += await self._plan_copies(namespace, same, known.table, orders)
+            if self._eviction is PoolEviction.GLOBAL:
+                await self._plan_evictions(namespace, same, known, orders)
+            elif known is not None:
                 await self._plan_hints(namespace, same, known, orders)
         # Set together, without a wait between: people may look while the store is asked.
         self.view.members = sorted(members, key=lambda member: member.worker_id)
@@ -167,17 +180,25 @@ class PoolPlanner:
             # copies.
             for role, readers in _grouped(near, lambda member: member.report.role.value):
                 metrics.POOL_READS_CV.labels(cluster, role).set(reads_cv(readers))
-                limits = CopyLimits(self._allowance, placement=self._placement)
+                limits = CopyLimits(self._allowance.left, placement=self._placement)
                 for copy in plan_prefix_copies(runs, held, readers, near, self._ordered, limits):
-                    order = self._copy_order(copy, near, table.prefix(copy.run))
+                    order = self._copy_order(copy, near, table, self._allowance)
                     orders.setdefault(copy.target, []).append(order)
+        between = plan_cluster_copies(runs, held, members, self._ordered, self._between.left)
+        for copy in between:
+            order = self._copy_order(copy, members, table, self._between)
+            orders.setdefault(copy.target, []).append(order)
         return [_shown(namespace, run, held[run.name]) for run in runs]
 
     def _copy_order(
-        self, copy: PrefixCopy, members: Sequence[PoolMember], prefix: bytes
+        self,
+        copy: PrefixCopy,
+        members: Sequence[PoolMember],
+        table: HeatTable,
+        allowance: _Allowance,
     ) -> CopyOrder:
         """Makes the order for a planned copy, which counts as in progress from now on."""
-        self._allowance -= copy.num_bytes
+        allowance.left -= copy.num_bytes
         end = self._clock.now() + BURST_WINDOWS * self._config.window_s
         self._ordered[copy.run, copy.target] = end
         source = next(each for each in members if each.worker_id == copy.source)
@@ -186,7 +207,7 @@ class PoolPlanner:
             source.worker_id,
             source.incarnation,
             source.report.endpoint,
-            tuple(split_hashes(prefix)),
+            tuple(split_hashes(table.prefix(copy.run))),
         )
         self._noted.append(
             {
@@ -234,13 +255,43 @@ class PoolPlanner:
             for each in chosen
         ]
         held = {each.name: await self._lengths(namespace, each.prefix, members) for each in chosen}
-        # Copies on workers of different roles save different parts of a request's work.
-        for _, same in _grouped(members, lambda each: f"{each.report.role.value} {each.cluster}"):
+        for _, same in _alike(members):
             for worker, names in plan_hints(runs, held, same).items():
                 for run in (run for run in runs if run.name in names):
                     own = split_hashes(cold[run.name].prefix)[-run.own_blocks :]
                     orders.setdefault(worker, []).append(EvictionHint(tuple(own)))
                     self._note_hint(run, worker)
+
+    async def _plan_evictions(
+        self,
+        namespace: str,
+        members: Sequence[PoolMember],
+        known: PoolReads | None,
+        orders: dict[WorkerId, list[PoolOrder]],
+    ) -> None:
+        """Tells full workers which of the copies that leave next are not needed in the fleet."""
+        oldest = {key for member in members for old in member.oldest for key in old.hashes}
+        if not oldest:
+            return
+        held = await self._holders(namespace, b"".join(oldest))
+        hot = [] if known is None else known.table.hottest(MAX_HOT_SEGMENTS)
+        read = b"".join(each.blocks for each in hot if each.reads >= COLD_READS)
+        warm = oldest.intersection(split_hashes(read))
+        for _, same in _alike(members):
+            for worker, given_up in plan_evictions(same, held, warm).items():
+                names = [key for old in given_up for key in old.hashes]
+                # The first to leave comes last in a hint, as in a prefix.
+                orders.setdefault(worker, []).append(EvictionHint(tuple(reversed(names))))
+                tiers = {old.tier: len(old.hashes) for old in given_up}
+                self._noted.append(
+                    {
+                        "order": "evict_first",
+                        "prefix": names[0].hex(),
+                        "target": worker,
+                        "num_blocks": len(names),
+                        "tiers": tiers,
+                    }
+                )
 
     def _note_hint(self, run: HotRun, worker: WorkerId) -> None:
         self._noted.append(
@@ -261,6 +312,19 @@ def _placement_of(config: PoolConfig) -> PoolPlacement:
         raise ConfigError(text) from None
 
 
+def eviction_of(config: PoolConfig) -> PoolEviction:
+    """Returns the configured way of eviction.
+
+    Raises:
+        ConfigError: there is no such way.
+    """
+    try:
+        return PoolEviction(config.eviction)
+    except ValueError:
+        text = f"pool.eviction must be local or global, not {config.eviction!r}"
+        raise ConfigError(text) from None
+
+
 def _shown(namespace: str, run: HotRun, held: Mapping[WorkerId, int]) -> dict[str, Any]:
     return {
         "namespace": namespace,
@@ -270,6 +334,11 @@ def _shown(namespace: str, run: HotRun, held: Mapping[WorkerId, int]) -> dict[st
         "reads": round(run.reads, 2),
         "holders": sorted(worker for worker, length in held.items() if length >= run.num_blocks),
     }
+
+
+def _alike(members: Iterable[PoolMember]) -> list[tuple[str, list[PoolMember]]]:
+    # Copies on workers of different roles save different parts of a request's work.
+    return _grouped(members, lambda each: f"{each.report.role.value} {each.cluster}")
 
 
 def _grouped(

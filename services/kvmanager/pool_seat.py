@@ -5,9 +5,14 @@ Tests: tests/unit/kvmanager/test_pool.py.
 
 from __future__ import annotations
 
-from kvmesh.core.pool import CopyResult, PoolMember, PoolReport
+from kvmesh.core.pool import CopyResult, OldBlocks, OldestOrder, PoolMember, PoolReport
 from kvmesh.core.slots import Publisher
-from kvmesh.rpc.convert_pool import copy_result_from_proto, pool_report_from_proto
+from kvmesh.rpc.convert_pool import (
+    copy_result_from_proto,
+    oldest_from_proto,
+    pool_order_to_proto,
+    pool_report_from_proto,
+)
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -25,6 +30,7 @@ class PoolSeat:
         self._outbox = outbox
         self._report: PoolReport | None = None
         self._read_blocks = 0.0
+        self._oldest: tuple[OldBlocks, ...] = ()
 
     @property
     def member(self) -> PoolMember | None:
@@ -39,6 +45,7 @@ class PoolSeat:
             who.namespace,
             self._report,
             self._read_blocks,
+            self._oldest,
         )
 
     def handle(self, message: pb.PublishRequest) -> bool:
@@ -52,6 +59,8 @@ class PoolSeat:
                 self._take_report(pool_report_from_proto(message.pool))
             case "copied":
                 self._take_result(copy_result_from_proto(message.copied))
+            case "oldest":
+                self._oldest = oldest_from_proto(message.oldest.tiers)
             case _:
                 return False
         return True
@@ -59,6 +68,12 @@ class PoolSeat:
     def order(self, order: pool_types_pb2.PoolOrder) -> None:
         """Sends an order to the worker."""
         self._outbox.put(pb.PublishResponse(order=order))
+
+    def ask_oldest(self, order: OldestOrder) -> None:
+        """Asks the worker which blocks leave it next; what it said before is forgotten."""
+        self._oldest = ()
+        if self._report is not None:
+            self.order(pool_order_to_proto(order))
 
     def fade(self, factor: float) -> None:
         """Multiplies the reads so far by `factor`, so that old reads weigh less."""

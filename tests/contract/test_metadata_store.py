@@ -69,6 +69,23 @@ async def test_match_is_the_longest_run_from_the_start_per_worker(store: Metadat
     assert await store.match(NAMESPACE, b"") == []
 
 
+async def test_holders_are_told_block_by_block(store: MetadataStore) -> None:
+    total = 300  # across slices
+    asked = blocks(*range(total))
+    a = (await store.register(publisher("a"))).slot
+    b = (await store.register(publisher("b"))).slot
+    await store.register(publisher("c", namespace="another model"))
+    gone = (await store.register(publisher("d"))).slot
+    await store.apply_events(a, 1, asked, b"")
+    await store.apply_events(b, 1, blocks(3, 299) + blocks(1000), b"")
+    await store.apply_events(gone, 1, asked, b"")
+    await store.forget(gone)
+    held = await store.holders(NAMESPACE, asked)
+    assert {worker: len(names) for worker, names in held.items() if names} == {"a": total, "b": 2}
+    assert held[WorkerId("b")] == {block(3), block(299)}
+    assert await store.holders(NAMESPACE, b"") == {}
+
+
 async def test_a_match_says_in_which_tiers_its_blocks_are(store: MetadataStore) -> None:
     total = 300  # across slices of a script
     asked = blocks(*range(total))

@@ -23,7 +23,7 @@ from kvmesh.runtime.admin_config import AdminConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.fetch_result import FetchResult
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import FetchSection, WorkerSection
+from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from services.kvmanager import metrics
 from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
 from services.kvmanager.service import build
@@ -52,13 +52,19 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 @contextlib.asynccontextmanager
 async def kvmanager(
-    redis: RedisProcess, port: int = 0, placement: str = "local"
+    redis: RedisProcess, port: int = 0, placement: str = "local", eviction: str = "local"
 ) -> AsyncIterator[ServiceContext]:
     config = KvManagerConfig(
         server=ServerConfig(port=port, admin=AdminConfig(port=0)),
         redis=RedisConfig(url=redis.url, timeout_s=2.0),
         limits=LimitConfig(lookup_timeout_s=2.0),
-        pool=PoolConfig(window_s=0.15, min_reads=2.0, segment_blocks=2, placement=placement),
+        pool=PoolConfig(
+            window_s=0.15,
+            min_reads=2.0,
+            segment_blocks=2,
+            placement=placement,
+            eviction=eviction,
+        ),
     )
     async with serving("kvmanager", config, build) as context:
         yield context
@@ -182,6 +188,59 @@ async def test_what_a_leaving_worker_alone_holds_goes_elsewhere(
         assert b.core.statistics().computed_tokens_total == 0
         orders = (await seen(service))["orders"]
         assert {each["reason"] for each in orders} == {"leaving_holder"}
+        await until_idle(a, b)
+
+
+async def test_a_prefix_that_is_read_in_one_cluster_comes_to_the_other(
+    redis: RedisProcess,
+) -> None:
+    spec = prompt(6)
+    async with (
+        kvmanager(redis) as service,
+        running_worker(WorkerSection(id="a"), kvmanager=target_of(service)) as a,
+        running_worker(WorkerSection(id="b", cluster="far"), kvmanager=target_of(service)) as b,
+        looking(service) as lookup,
+        driving(a, b) as driver,
+    ):
+        await read(driver, a, "a", spec)
+        await until_both_hold(lookup, a, spec)
+        assert b.core.statistics().computed_tokens_total == 0
+        orders = (await seen(service))["orders"]
+        assert {each["reason"] for each in orders} == {"other_cluster"}
+        await until_idle(a, b)
+
+
+async def test_a_full_worker_gives_up_what_another_one_holds(redis: RedisProcess) -> None:
+    """Both hold a prompt that nobody asks for any more, and one of them needs room."""
+    spec = prompt(7)
+    given_up = metrics.POOL_GIVEN_UP.labels("pool")._value
+    before = given_up.get()
+    async with (
+        kvmanager(redis, eviction="global") as service,
+        running_worker(
+            WorkerSection(id="a"),
+            EngineSection(kind="fake", num_blocks=64),
+            kvmanager=target_of(service),
+        ) as a,
+        running_worker(WorkerSection(id="b"), kvmanager=target_of(service)) as b,
+        driving(a, b) as driver,
+    ):
+        await read(driver, a, "a", spec)
+        await read(driver, b, "b", spec)
+        pool, hashes = a.core.pool, hashes_of(spec)
+        # The rest of the pool has blocks that no other worker holds, and was used before.
+        blocks = pool.allocate(pool.num_empty)
+        for number, block in enumerate(blocks):
+            assert pool.seal(block, BlockHash(number.to_bytes(16, "big")))
+        pool.release(blocks)
+        with pool.held(pool.match(hashes)):
+            pass
+        assert pool.oldest(1) != [hashes[-1]]
+        await until(lambda: pool.oldest(1) == [hashes[-1]], "the copy leaves first")
+        assert given_up.get() - before >= NUM_BLOCKS
+        pool.clear_cached(NUM_BLOCKS)
+        assert not pool.match(hashes)
+        assert len(b.core.pool.match(hashes)) == NUM_BLOCKS, "the last copy stays"
         await until_idle(a, b)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.pool import CopyOutcome, CopyResult, EvictionHint, PoolOrder, PoolReport
+from kvmesh.core.pool import CopyOutcome, CopyResult, EvictionHint, OldBlocks, PoolOrder, PoolReport
 from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
 from kvmesh.rpc import publisher as module
 from kvmesh.rpc.channels import bind_server, make_server
@@ -296,7 +296,11 @@ async def test_a_member_of_the_pool_reports_changes_takes_orders_and_answers() -
         await kvmanager.tell(pb.PublishResponse(order=pool_order_to_proto(hint)))
         await until(lambda: bool(member.taken))
         assert member.taken == [hint]
-        publisher.report_copy(CopyResult("o", CopyOutcome.FAILED, "lost"))
+        publisher.answer_order(CopyResult("o", CopyOutcome.FAILED, "lost"))
         await until(lambda: bool(kvmanager.of_kind("copied")))
         assert kvmanager.of_kind("copied")[0].reason == "lost"
-    publisher.report_copy(CopyResult("o", CopyOutcome.DONE, "fetched"))  # nobody hears it
+        publisher.answer_order((OldBlocks("host", hint.hashes),))
+        await until(lambda: bool(kvmanager.of_kind("oldest")))
+        (told,) = kvmanager.of_kind("oldest")[0].tiers
+        assert (told.tier, told.block_hashes) == ("host", block(1))
+    publisher.answer_order(CopyResult("o", CopyOutcome.DONE, "fetched"))  # nobody hears it

@@ -34,12 +34,26 @@ class PoolReport:
 
 
 @dataclass(frozen=True, slots=True)
+class OldBlocks:
+    """The blocks that leave a tier of a worker next.
+
+    Attributes:
+        tier: `pool`, or the name of a tier below it.
+        hashes: the next one first.
+    """
+
+    tier: str
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMember:
     """A worker with its last report, as the planner sees it.
 
     Attributes:
         namespace: namespace of its block hashes; blocks of different namespaces never match.
         read_blocks: recent reads of cached blocks; faded like the heat of segments.
+        oldest: what leaves its full tiers next, if it was asked.
     """
 
     worker_id: WorkerId
@@ -48,6 +62,7 @@ class PoolMember:
     namespace: str
     report: PoolReport
     read_blocks: float
+    oldest: tuple[OldBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,14 @@ class EvictionHint:
     hashes: tuple[BlockHash, ...]
 
 
-PoolOrder = CopyOrder | EvictionHint
+@dataclass(frozen=True, slots=True)
+class OldestOrder:
+    """An order to tell which blocks leave next, at most so many of each full tier."""
+
+    num_blocks: int
+
+
+PoolOrder = CopyOrder | EvictionHint | OldestOrder
 
 
 class CopyOutcome(enum.Enum):
@@ -107,3 +129,7 @@ class CopyResult:
     reason: str
     num_blocks: int = 0
     num_bytes: int = 0
+
+
+PoolAnswer = CopyResult | tuple[OldBlocks, ...]
+"""A worker's answer to an order: the result of a copy, or what leaves its full tiers next."""

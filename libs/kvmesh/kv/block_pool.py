@@ -181,13 +181,12 @@ class BlockPool:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Takes one reference on each block; every one is referenced or evictable."""
-        references = self._references
         for block in blocks:
-            if references[block] == 0:
+            if self._references[block] == 0:
                 assert block in self._evictable, f"block {block} is empty"
                 del self._evictable[block]
                 self._unsaved.pop(block, None)
-            references[block] += 1
+            self._references[block] += 1
         self._move(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -290,6 +289,11 @@ class BlockPool:
                 self._unsaved.pop(block, None)  # other workers hold it too: no copy is made
                 found += 1
         return found
+
+    def oldest(self, limit: int) -> list[BlockHash]:
+        """Returns the hashes of up to `limit` blocks that are evicted next, the next one first."""
+        keys = (self._hash_of[block] for block in islice(self._evictable, limit))
+        return [key for key in keys if key is not None]
 
     # --- tiers below -------------------------------------------------------------------------
 
@@ -401,8 +405,7 @@ class BlockPool:
 
     def _evict(self, n: int) -> int:
         """Empties the `n` oldest evictable blocks, or all of them; returns how many."""
-        victims = list(islice(self._evictable, max(n, 0)))
-        self._drop(victims)
+        self._drop(victims := list(islice(self._evictable, max(n, 0))))
         return len(victims)
 
     def _drop(self, victims: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from kvmesh.core.pool import OldBlocks
 from kvmesh.core.types import BlockHash
 
 
@@ -25,6 +26,14 @@ class LowerCopies(Protocol):
 
     def tier_of(self, key: BlockHash) -> str | None:
         """Returns the name of the fastest tier that has a block."""
+        ...
+
+    def oldest(self, limit: int) -> Sequence[OldBlocks]:
+        """Returns the blocks that leave each nearly full tier next, at most `limit` of each."""
+        ...
+
+    def evict_first(self, keys: Sequence[BlockHash]) -> None:
+        """Makes copies of these blocks the next ones to leave, the last of `keys` first."""
         ...
 
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from kvmesh.core.pool import OldBlocks
 from kvmesh.core.types import BlockHash
 
 EMPTY_SHARE = 0.5
@@ -37,6 +38,15 @@ EMPTY_SHARE = 0.5
 Eviction is near then, so every full block gets a copy below. A pool that never fills this far
 copies nothing. Half, so that even the largest prompts find empty blocks before anything is lost.
 """
+
+
+NEARLY_FULL_SHARE = 1 / 8
+"""What leaves next is of interest when less than this share of a pool or tier is empty."""
+
+
+def is_nearly_full(num_empty: int, num_places: int) -> bool:
+    """Whether a pool or tier evicts soon."""
+    return num_empty < NEARLY_FULL_SHARE * num_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +224,12 @@ class Tier:
             if key in self._unsaved:
                 self._unsaved.move_to_end(key)
 
+    def evict_first(self, key: BlockHash) -> None:
+        """Makes a block's copy the next one to leave; the tier below gets none of it."""
+        if key in self._place_of:
+            self._place_of.move_to_end(key, last=False)
+            self._unsaved.pop(key, None)
+
     def unsaved(self, limit: int) -> list[BlockHash]:
         """At most `limit` blocks that the tier below has no copy of, oldest first."""
         return list(islice(self._unsaved, limit))
@@ -290,6 +306,20 @@ class Tiers:
     def tier_of(self, key: BlockHash) -> str | None:
         """See `LowerCopies.tier_of`."""
         return next((tier.name for tier in self._tiers if key in tier), None)
+
+    def oldest(self, limit: int) -> list[OldBlocks]:
+        """See `LowerCopies.oldest`."""
+        return [
+            OldBlocks(tier.name, tuple(islice(tier, limit)))
+            for tier in self._tiers
+            if is_nearly_full(tier.num_free, tier.num_places)
+        ]
+
+    def evict_first(self, keys: Sequence[BlockHash]) -> None:
+        """See `LowerCopies.evict_first`."""
+        for tier in self._tiers:
+            for key in keys:
+                tier.evict_first(key)
 
     def begin_write(self, level: int, keys: Iterable[BlockHash]) -> list[Copy]:
         """See `Tier.begin_write`."""

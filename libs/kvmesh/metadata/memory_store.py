@@ -165,6 +165,16 @@ class MemoryMetadataStore:
         ]
         return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
 
+    async def holders(self, namespace: str, hashes: bytes) -> dict[WorkerId, set[BlockHash]]:
+        """See `MetadataStore.holders`."""
+        found: dict[WorkerId, set[BlockHash]] = {}
+        for block_hash in _split(hashes):
+            for slot in self._index.get((namespace, block_hash), ()):
+                record = self._alive(slot)
+                if record is not None and record.live:
+                    found.setdefault(record.publisher.worker_id, set()).add(block_hash)
+        return found
+
     async def sweep(self, max_blocks: int) -> int:
         """See `MetadataStore.sweep`."""
         removed = 0

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvmesh.core.slots import PrefixMatch, Publisher, Slot, SlotChange, SlotChanges, SlotState
-from kvmesh.core.types import BLOCK_HASH_BYTES, WorkerId
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.kv.hashing import split_hashes
 from kvmesh.metadata import scripts
 from kvmesh.metadata.redis_answers import strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient, milliseconds
@@ -158,6 +159,21 @@ class RedisMetadataStore:
                 for worker, incarnation, cluster, *counts in found
             ]
         return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
+
+    async def holders(self, namespace: str, hashes: bytes) -> dict[WorkerId, set[BlockHash]]:
+        """See `MetadataStore.holders`."""
+        found: dict[WorkerId, set[BlockHash]] = {}
+        step = APPLY_SLICE_BLOCKS * BLOCK_HASH_BYTES
+        for start in range(0, len(hashes), step):
+            joined = hashes[start : start + step]
+            answer = await self._client.ask(scripts.HOLDERS, namespace, joined)
+            names = split_hashes(joined)
+            with understanding():
+                for worker, held in answer:
+                    pairs = zip(names, held, strict=True)
+                    mine = {name for name, is_in in pairs if is_in == ord("1")}
+                    found.setdefault(WorkerId(worker.decode()), set()).update(mine)
+        return found
 
     async def sweep(self, max_blocks: int) -> int:
         """See `MetadataStore.sweep`.

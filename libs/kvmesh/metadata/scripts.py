@@ -249,6 +249,22 @@ return found
 """ARGV: prefix, namespace, hashes. Returns {worker, incarnation, cluster, length, blocks of these
 in host memory, blocks of these on disk} of each match."""
 
+HOLDERS = """
+local prefix, namespace, hashes = unpack(ARGV)
+local names, found = {}, {}
+for at = 1, #hashes, 16 do names[#names + 1] = string.sub(hashes, at, at + 15) end
+for _, slot in ipairs(redis.call('HVALS', prefix .. 'workers')) do
+  local facts = redis.call('HMGET', prefix .. 'slot:' .. slot, 'worker', 'live', 'namespace')
+  if facts[2] == '1' and facts[3] == namespace
+    and redis.call('EXISTS', prefix .. 'lease:' .. slot) == 1 then
+    local held = redis.call('SMISMEMBER', prefix .. 'held:' .. slot, unpack(names))
+    found[#found + 1] = {facts[1], table.concat(held)}
+  end
+end
+return found
+"""
+"""ARGV: prefix, namespace, hashes. Returns {worker, a 1 or 0 for each hash} of each live slot."""
+
 DEAD_SLOTS = (
     _LOG
     + """

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.slots import PrefixMatch, Publisher, Slot, SlotChange, SlotChanges
-from kvmesh.core.types import WorkerId
+from kvmesh.core.types import BlockHash, WorkerId
 
 
 class StoreUnavailableError(KvMeshError):
@@ -102,6 +102,10 @@ class MetadataStore(Protocol):
 
         If many workers match, a store may leave out those that seem to hold less.
         """
+        ...
+
+    async def holders(self, namespace: str, hashes: bytes) -> dict[WorkerId, set[BlockHash]]:
+        """Returns which of these blocks each worker with a live slot holds, in whatever tier."""
         ...
 
     async def sweep(self, max_blocks: int) -> int:

@@ -18,6 +18,24 @@ from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 FADED_READS = 0.05
 """Number of recent reads below which a segment is dropped."""
 
+FADE = 0.5
+"""Factor on all counts from one window to the next."""
+
+WINDOW_S = 10.0
+"""Seconds of a window, unless the caller says otherwise."""
+
+COLD_READS = 1 / 8
+"""Read count below which a segment is cold.
+
+Its last read was four windows ago, or longer after many reads.
+"""
+
+SEGMENT_BLOCKS = 16
+"""Blocks per segment, unless the caller says otherwise."""
+
+MAX_SEGMENTS = 8192
+"""Segments whose reads are remembered, per model, unless a table is made with another bound."""
+
 KEPT_SHARE = 3 / 4
 """Fraction of a full table that is kept when the coldest segments are dropped."""
 

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.policy.heat import SegmentHeat
 
+MIN_READS = 8.0
+"""Recent reads that make a prefix hot, unless the caller says otherwise."""
+
+MAX_HOT_SEGMENTS = 256
+"""Maximum number of segments per namespace among which hot prefixes are looked for."""
+
 SAME_READS = 0.75
 """Minimum reads of a segment, as a fraction of those of its run's first, to belong to the run."""
 

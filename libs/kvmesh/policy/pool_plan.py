@@ -1,10 +1,10 @@
 """The kvmanager's plans for the pool of the workers' caches.
 
-It orders copies of hot prefixes to less loaded workers, away from leaving ones and, where prefixes
-are placed by hash, to the workers that their hashes name. It hints which copies of cold prefixes to
-evict first. A worker can use a block only with all blocks before it, so a copy is a whole prefix
-without the part that the target holds. `plan_copies` and `plan_eviction` decide over runs
-(`hot_runs.py`) as they do over segments in the simulator.
+It orders copies of hot prefixes to less loaded workers, away from leaving ones, to clusters that
+have none and, where prefixes are placed by hash, to the workers that their hashes name. It hints
+which copies of cold prefixes to evict first. A worker can use a block only with all blocks before
+it, so a copy is a whole prefix without the part that the target holds. `plan_copies` and
+`plan_eviction` decide over runs (`hot_runs.py`) as they do over segments in the simulator.
 Source: TokenLake 4.3, 4.4. Tests: tests/unit/policy/test_pool_plan.py.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.pool import PoolMember
 from kvmesh.core.summary_statistics import coefficient_of_variation
-from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.core.types import BlockHash, Role, WorkerId
 from kvmesh.policy.hot_runs import Held, HotRun
 from kvmesh.policy.pool_eviction import plan_eviction
 from kvmesh.policy.replication import CopyReason, plan_copies
@@ -169,6 +169,44 @@ def plan_prefix_copies(
     for copy in plan_copies(hitters, loads, limits.overload, limits.max_copies, plan.fits):
         plan.add(copy.segment, copy.target, copy.reason)
     return plan.copies
+
+
+def plan_cluster_copies(
+    runs: Sequence[HotRun],
+    held: Held,
+    members: Sequence[PoolMember],
+    ordered: Collection[tuple[BlockHash, WorkerId]],
+    budget_bytes: float,
+) -> list[PrefixCopy]:
+    """Plans copies of hot prefixes to clusters in which nobody holds them (PrfaaS 3.2).
+
+    A cluster without workers that compute prompts needs none. The target is the worker that reads
+    least there; the source may be in any other cluster.
+
+    Args:
+        runs, held, members, ordered: as in `plan_prefix_copies`, of all clusters.
+        budget_bytes: copies are planned while less than this is spent; the last may exceed it.
+    """
+    copies: list[PrefixCopy] = []
+    clusters: dict[str, list[PoolMember]] = {}
+    for member in members:
+        clusters.setdefault(member.cluster, []).append(member)
+    for _, near in sorted(clusters.items() if len(clusters) > 1 else ()):
+        readers = [
+            member
+            for member in near
+            if member.report.role is not Role.DECODE and not member.report.leaving
+        ]
+        spent = sum(copy.num_bytes for copy in copies)
+        plan = _CopyPlan(runs, held, readers, members, CopyLimits(budget_bytes - spent))
+        for run in runs:
+            segment = _as_segment(run, held[run.name], ordered)
+            free = [member for member in readers if plan.fits(segment, member.worker_id)]
+            if free and not any(member.worker_id in segment.copies for member in near):
+                target = min(free, key=lambda member: (member.read_blocks, member.worker_id))
+                plan.add(run.name, target.worker_id, CopyReason.OTHER_CLUSTER)
+        copies += plan.copies
+    return copies
 
 
 def _plan_homes(plan: _CopyPlan, runs: Sequence[Segment], workers: Sequence[WorkerId]) -> None:

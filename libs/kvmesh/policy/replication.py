@@ -20,6 +20,7 @@ class CopyReason(enum.Enum):
     OVERLOADED_HOLDER = "a heavy hitter lies on an overloaded worker"
     LEAVING_HOLDER = "all who hold a heavy hitter are about to leave"
     HASHED_HOME = "the worker that a prefix's hash names does not hold it yet"
+    OTHER_CLUSTER = "nobody in a cluster holds a heavy hitter of another one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from kvmesh.core.pool import (
     CopyOutcome,
     CopyResult,
     EvictionHint,
+    OldBlocks,
+    OldestOrder,
     PoolMember,
     PoolOrder,
     PoolReport,
@@ -65,6 +67,8 @@ def pool_report_from_proto(message: pb.PoolReport) -> PoolReport:
 
 def pool_order_to_proto(order: PoolOrder) -> pb.PoolOrder:
     """PoolOrder as a message."""
+    if isinstance(order, OldestOrder):
+        return pb.PoolOrder(tell_oldest=pb.OldestOrder(num_blocks=order.num_blocks))
     hashes = b"".join(order.hashes)
     if isinstance(order, EvictionHint):
         return pb.PoolOrder(evict_first=pb.EvictionHint(block_hashes=hashes))
@@ -97,6 +101,8 @@ def pool_order_from_proto(message: pb.PoolOrder) -> PoolOrder | None:
             )
         case "evict_first":
             return EvictionHint(tuple(split_hashes(message.evict_first.block_hashes)))
+        case "tell_oldest":
+            return OldestOrder(message.tell_oldest.num_blocks)
         case _:
             return None
 
@@ -124,6 +130,20 @@ def copy_result_from_proto(message: pb.CopyResult) -> CopyResult:
     return CopyResult(
         message.order_id, outcome, message.reason, message.num_blocks, message.num_bytes
     )
+
+
+def oldest_to_proto(oldest: Iterable[OldBlocks]) -> list[pb.OldBlocks]:
+    """What leaves a worker next, as messages."""
+    return [pb.OldBlocks(tier=old.tier, block_hashes=b"".join(old.hashes)) for old in oldest]
+
+
+def oldest_from_proto(messages: Iterable[pb.OldBlocks]) -> tuple[OldBlocks, ...]:
+    """What leaves a worker next, from messages.
+
+    Raises:
+        ProtocolError: a hash is incomplete.
+    """
+    return tuple(OldBlocks(old.tier, tuple(split_hashes(old.block_hashes))) for old in messages)
 
 
 def knowledge_to_proto(
@@ -165,6 +185,7 @@ def knowledge_to_proto(
                 namespace=member.namespace,
                 report=pool_report_to_proto(member.report),
                 read_blocks=member.read_blocks,
+                oldest=oldest_to_proto(member.oldest),
             )
             for member in members
         ],
@@ -208,7 +229,7 @@ def pool_member_from_proto(message: pb.PoolMember) -> PoolMember:
     """PoolMember from a message.
 
     Raises:
-        ProtocolError: an unknown role.
+        ProtocolError: an unknown role, or an incomplete hash.
     """
     return PoolMember(
         WorkerId(message.worker_id),
@@ -217,4 +238,5 @@ def pool_member_from_proto(message: pb.PoolMember) -> PoolMember:
         message.namespace,
         pool_report_from_proto(message.report),
         message.read_blocks,
+        oldest_from_proto(message.oldest),
     )

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.pool import CopyResult, PoolOrder, PoolReport
+from kvmesh.core.pool import CopyResult, PoolAnswer, PoolOrder, PoolReport
 from kvmesh.core.types import BlockHash, WorkerId, WorkerInfo
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_pool import (
     copy_result_to_proto,
+    oldest_to_proto,
     pool_order_from_proto,
     pool_report_to_proto,
 )
@@ -165,10 +166,14 @@ class BlockPublisher:
                 if self._pool is not None:
                     group.create_task(self._report_often(self._pool), name="publisher-pool")
 
-    def report_copy(self, result: CopyResult) -> None:
-        """Reports the result of a copy order. Does nothing without a connection."""
-        if self.connected:
-            self._send(copied=copy_result_to_proto(result))
+    def answer_order(self, answer: PoolAnswer) -> None:
+        """Sends the answer to an order. Does nothing without a connection."""
+        if not self.connected:
+            return
+        if isinstance(answer, CopyResult):
+            self._send(copied=copy_result_to_proto(answer))
+        else:
+            self._send(oldest=pool_types_pb2.OldestBlocks(tiers=oldest_to_proto(answer)))
 
     async def _report_often(self, pool: PoolEnd) -> None:
         while True:
@@ -246,6 +251,7 @@ class BlockPublisher:
         heartbeat: pb.PublisherHeartbeat | None = None,
         pool: pool_types_pb2.PoolReport | None = None,
         copied: pool_types_pb2.CopyResult | None = None,
+        oldest: pool_types_pb2.OldestBlocks | None = None,
     ) -> None:
         assert self._stream is not None, "run has not begun"
         self._stream.send(
@@ -256,6 +262,7 @@ class BlockPublisher:
                 heartbeat=heartbeat,
                 pool=pool,
                 copied=copied,
+                oldest=oldest,
             )
         )
 

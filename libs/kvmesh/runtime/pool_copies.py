@@ -13,9 +13,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.pool import CopyOrder, CopyOutcome, CopyResult, EvictionHint, PoolOrder, PoolReport
+from kvmesh.core.pool import (
+    CopyOrder,
+    CopyOutcome,
+    CopyResult,
+    EvictionHint,
+    OldestOrder,
+    PoolAnswer,
+    PoolOrder,
+    PoolReport,
+)
 from kvmesh.core.types import BlockHash, Endpoint, PrefixSource, Role
 from kvmesh.engine.core import EngineCore
+from kvmesh.kv.oldest import evict_first, oldest_blocks
+from kvmesh.policy.global_lru import MAX_OLDEST
 from kvmesh.runtime.fetch_result import FetchOutcome, FetchResult
 from kvmesh.telemetry.logs import event_logger
 
@@ -71,8 +82,8 @@ class PoolCopies:
         self._wake = asyncio.Event()
         # Pairs of a time and the pool's turn at that time, oldest first; the first is COLD_S old.
         self._marks: deque[tuple[float, int]] = deque([(clock.now(), 0)])
-        self.on_result: Callable[[CopyResult], None] = lambda _result: None
-        """Called with the result of each copy."""
+        self.on_answer: Callable[[PoolAnswer], None] = lambda _answer: None
+        """Called with the result of each copy, and with what leaves next if that is asked."""
 
     @property
     def num_waiting(self) -> int:
@@ -105,7 +116,10 @@ class PoolCopies:
     def take(self, order: PoolOrder) -> None:
         """See `PoolEnd.take`."""
         if isinstance(order, EvictionHint):
-            self._core.pool.evict_first(order.hashes)
+            evict_first(self._core.pool, order.hashes)
+        elif isinstance(order, OldestOrder):
+            limit = min(order.num_blocks, MAX_OLDEST)
+            self.on_answer(oldest_blocks(self._core.pool, limit))
         elif len(self._waiting) >= MAX_WAITING:
             self._tell(order, CopyOutcome.REFUSED, "busy")
         else:
@@ -160,7 +174,7 @@ class PoolCopies:
             reason=reason,
             num_blocks=num_blocks,
         )
-        self.on_result(CopyResult(order.order_id, outcome, reason, num_blocks, num_bytes))
+        self.on_answer(CopyResult(order.order_id, outcome, reason, num_blocks, num_bytes))
 
 
 def judge(result: FetchResult, wanted: int) -> tuple[CopyOutcome, str]:

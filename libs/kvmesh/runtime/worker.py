@@ -313,7 +313,7 @@ class Worker:
                 access=self._context.access,
                 pool=self.copies,
             )
-            self.copies.on_result = self._publisher.report_copy
+            self.copies.on_answer = self._publisher.answer_order
             self._context.spawn(self._publisher.run(), "publisher")
             self._context.spawn(self.copies.run(), "pool copies")
         self._kv_events = start_kv_events(self._context, self._config, self.core)

@@ -16,9 +16,9 @@ from kvmesh.core.pool import PoolMember, PoolReport
 from kvmesh.core.summary_statistics import coefficient_of_variation, mean
 from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
 from kvmesh.kv.hashing import split_hashes
-from kvmesh.policy.heat import HeatTable
+from kvmesh.policy.heat import FADE, MAX_SEGMENTS, HeatTable
 from kvmesh.policy.heavy_hitters import heavy_hitters, num_heavy_hitters
-from kvmesh.policy.hot_runs import hot_runs
+from kvmesh.policy.hot_runs import MAX_HOT_SEGMENTS, MIN_READS, hot_runs
 from kvmesh.policy.pool_eviction import plan_eviction
 from kvmesh.policy.pool_plan import CopyLimits, PoolPlacement, plan_prefix_copies
 from kvmesh.policy.replication import choose_copy, plan_copies
@@ -30,14 +30,8 @@ from kvmesh.sim.trace_request import TraceRequest
 WINDOW_S = 30.0
 """Seconds of the windows over which loads are compared and copies planned."""
 
-FADE = 0.5
-"""Factor on all counts from one window to the next."""
-
 EVICT_SHARE = 16
 """An eviction frees one in so many of a worker's segments at once."""
-
-MIN_READS, MAX_HOT_SEGMENTS, MAX_SEGMENTS = 8.0, 256, 8192
-"""Reads that make a prefix hot, and bounds of what is counted: the kvmanager's defaults."""
 
 ROUTER_THRESHOLD = 0.5
 """Fraction of a prompt that must be cached on a worker for the router to prefer it."""
@@ -160,7 +154,7 @@ class SegmentPool:
             tree, owner = self._trees[index], self.workers[index]
         found = tree.match(names)
         self.result.hits += len(found)
-        if owner is not None:
+        if owner is not None and self._settings.replicate:
             self._heat.note(b"".join(hashes[: len(found) * self._settings.blocks]))
         holders: list[WorkerId] = []
         for segment in found:

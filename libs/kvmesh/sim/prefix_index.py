@@ -5,7 +5,7 @@ Tests: tests/unit/sim/test_prefix_index.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvmesh.core.block_names import TELLS_TIERS, in_disk, in_host
 from kvmesh.core.types import BlockHash, WorkerId
@@ -40,9 +40,7 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[BlockHash]) -> Holders:
         """Returns the number of leading blocks that each worker holds, without zeros."""
-        for worker_id in self._changed:
-            self._take_events(worker_id)
-        self._changed.clear()
+        self._take_changes()
         levels: list[tuple[int, int]] = []
         left = 0
         for index, block_hash in enumerate(hashes):
@@ -74,6 +72,22 @@ class PrefixIndex:
             levels_of(in_pool, most, everyone),
             levels_of(in_memory, most, everyone),
         )
+
+    def holders(
+        self, workers: Iterable[WorkerId], hashes: Iterable[BlockHash]
+    ) -> dict[WorkerId, set[BlockHash]]:
+        """Returns which of these blocks each of these workers holds, in whatever tier."""
+        self._take_changes()
+        bits = {name: 1 << self._places[name] for name in workers if name in self._places}
+        sets = {key: self._holders.get(key, 0) for key in hashes}
+        return {
+            name: {key for key, held in sets.items() if held & bit} for name, bit in bits.items()
+        }
+
+    def _take_changes(self) -> None:
+        for worker_id in self._changed:
+            self._take_events(worker_id)
+        self._changed.clear()
 
     def _take_events(self, worker_id: WorkerId) -> None:
         pool = self._pools.get(worker_id)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvmesh.core.types import Refusal, RefusalReason, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.types import BlockHash, Refusal, RefusalReason, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.composition import decide_route
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload import OffloadState
@@ -38,6 +38,7 @@ class SimRouter:
         reasons: counter of the decisions' reasons.
         around: wraps the decisions about single requests, for example to time them; None: no
             wrapper.
+        note_read: called with the blocks of a prompt that some worker holds; None: nobody counts.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SimRouter:
         offload: Callable[[], OffloadState],
         reasons: Counter[str],
         around: Callable[[Decide], RoutePlan | Refusal] | None,
+        note_read: Callable[[Sequence[BlockHash]], None] | None = None,
     ) -> None:
         self._system = scenario.system
         self._events = events
@@ -55,6 +57,7 @@ class SimRouter:
         self._read_offload = offload
         self._reasons = reasons
         self._around = around
+        self._note_read = note_read
         self._pace = profile_pace(scenario.profile)
         self._tpot_s = accepted_tpot_s(scenario)
         self._reads = RecentReads()
@@ -71,12 +74,12 @@ class SimRouter:
             decide = partial(self._route, request, avoid)
             answer(decide() if self._around is None else self._around(decide))
         else:
-            matches = self._fleet.index.match(request.reusable_hashes)
+            matches = self._match(request)
             self._joint.take(Waiting(request, self._query(request, avoid), matches, answer))
 
     def _route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
         query = self._query(request, avoid)
-        matches = self._fleet.index.match(request.reusable_hashes)
+        matches = self._match(request)
         plan = decide_route(
             self._system,
             self._view_for(query, matches),
@@ -90,6 +93,12 @@ class SimRouter:
             if late_s > 0.0:
                 return Refusal(RefusalReason.DEADLINE, f"{late_s:.1f} s too late")
         return self._routed(request, plan)
+
+    def _match(self, request: SimRequest) -> Mapping[WorkerId, int]:
+        matches = self._fleet.index.match(request.reusable_hashes)
+        if self._note_read is not None and matches:
+            self._note_read(request.reusable_hashes[: max(matches.values())])
+        return matches
 
     def _first_token_s(self, query: RouteQuery, plan: RoutePlan) -> float:
         """Returns the predicted time of the first token on a plan's first prefill worker."""

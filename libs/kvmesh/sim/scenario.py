@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.policy.global_lru import PoolEviction
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import WorkerGroup
 from kvmesh.sim.profile import Profile
@@ -93,6 +94,7 @@ class Scenario:
         sample_s: seconds between two samples of the timelines.
         chains: whether workers compute parts of long prompts for each other.
         tiers: sizes and speeds of the tiers below the pools of all workers.
+        eviction: who decides what leaves them.
     """
 
     profile: Profile
@@ -108,6 +110,7 @@ class Scenario:
     sample_s: float = 10.0
     chains: bool = False
     tiers: TierSizes = TierSizes()
+    eviction: PoolEviction = PoolEviction.LOCAL
 
 
 def accepted_tpot_s(scenario: Scenario) -> float:

@@ -6,6 +6,7 @@ Tests: tests/unit/sim/test_simulation.py.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 from collections import Counter, deque
@@ -16,11 +17,13 @@ from functools import partial
 from kvmesh.core.types import PrefixSource, Refusal, RefusalReason, Role, RoutePlan, WorkerId
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
+from kvmesh.policy.global_lru import PoolEviction
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.sim.chains import Chains
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
+from kvmesh.sim.eviction import FleetEviction
 from kvmesh.sim.fetch import Fetches
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.gaps import Gaps
@@ -114,6 +117,11 @@ def _index(system: System, rng: random.Random) -> FleetIndex | None:
     return FleetIndex(rng, by_tokens=system.route.first_token is not None)
 
 
+def _eviction(scenario: Scenario, events: EventQueue, fleet: SimFleet) -> FleetEviction | None:
+    is_global = scenario.eviction is PoolEviction.GLOBAL
+    return FleetEviction(events, fleet) if is_global else None
+
+
 class Simulation:
     """The parts of one run, and the path of a request through them (`WorkerListener`).
 
@@ -128,8 +136,7 @@ class Simulation:
         around: Callable[[Decide], RoutePlan | Refusal] | None = None,
     ) -> None:
         self.scenario = scenario
-        self._ended = ended
-        self.events = EventQueue()
+        self._ended, self.events = ended, EventQueue()
         self.rng = random.Random(scenario.seed)
         system = scenario.system
         self.fleet = SimFleet(
@@ -149,13 +156,15 @@ class Simulation:
             grouped=system.grouped,
         )
         self.fleet.build(scenario.fleet)
+        self._longest_tokens = min((w.max_tokens for w in self.fleet.living()), default=1)
         self.result = Result(scenario, [])
-        self._num_open = 0
+        self._num_open, self._link_seen = 0, 0.0
         self._sessions: dict[str, deque[TraceRequest]] = {}
         self._handoffs: dict[SimSequence, _Handoff] = {}
         self._placements: dict[SimRequest, Placed] = {}
         self.fetches = Fetches(self.events, self.fleet, scenario.profile, self._stretch)
         self.chains = Chains(self.events, self.fleet, scenario.profile, self.fetches.begin)
+        self.eviction = _eviction(scenario, self.events, self.fleet)
         self._router = SimRouter(
             scenario,
             self.events,
@@ -163,6 +172,7 @@ class Simulation:
             lambda: self.control.offload,
             self.result.reasons,
             around,
+            None if self.eviction is None else self.eviction.note,
         )
         self._desk = Desk(
             self.events,
@@ -179,7 +189,6 @@ class Simulation:
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
-        self._link_seen = 0.0
 
     def run(self) -> Result:
         """Runs events until every request has an outcome."""
@@ -189,6 +198,8 @@ class Simulation:
         for failure in self.scenario.failures:
             self.events.at(failure.at_s, partial(self._fail, failure))
         self.control.start()
+        if self.eviction is not None:
+            self.eviction.start()
         self.events.after(self.scenario.sample_s, self._sample)
         # A run makes many objects and no cycles; garbage collection would take a fifth of its time.
         was_collecting = gc.isenabled()
@@ -218,6 +229,10 @@ class Simulation:
                 yield trace
 
     def _arrive(self, trace: TraceRequest) -> None:
+        # An answer ends where the longest sequence does, as engines end it.
+        room = max(self._longest_tokens - trace.input_tokens, 1)
+        if trace.output_tokens > room:
+            trace = dataclasses.replace(trace, output_tokens=room)
         limit = timeout_s(trace.input_tokens, self.scenario.objectives.timeouts)
         request = SimRequest.from_trace(len(self.result.requests), trace, self.events.now(), limit)
         self.result.requests.append(request)

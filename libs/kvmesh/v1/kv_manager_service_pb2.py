@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import pool_types_pb2 as kvmesh_dot_v1_dot_pool__types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvmesh/v1/kv_manager_service.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/pool_types.proto\"p\n\x0ePublisherHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\"@\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"L\n\rBlockSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12\x0c\n\x04last\x18\x04 \x01(\x08\"&\n\x12PublisherHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xa3\x02\n\x0ePublishRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHelloH\x00\x12(\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockEventsH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.BlockSnapshotH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvmesh.v1.PublisherHeartbeatH\x00\x12%\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.PoolReportH\x00\x12\'\n\x06\x63opied\x18\x06 \x01(\x0b\x32\x15.kvmesh.v1.CopyResultH\x00\x42\t\n\x07message\"\x93\x01\n\x0fPublishResponse\x12$\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.PublishAckH\x00\x12(\n\x06resync\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ResyncOrderH\x00\x12%\n\x05order\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.PoolOrderH\x00\x42\t\n\x07message\"\x1e\n\nPublishAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1d\n\x0bResyncOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x01\n\x12MatchPrefixRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x04more\x18\x04 \x03(\x0b\x32\x1d.kvmesh.v1.MatchPrefixRequest\"\x84\x01\n\x0bPrefixMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x13\n\x0bhost_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x06 \x01(\r\"\x96\x01\n\x13MatchPrefixResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x07matches\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.PrefixMatch\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\x08\x12,\n\x04more\x18\x04 \x03(\x0b\x32\x1e.kvmesh.v1.MatchPrefixResponse\"r\n\x14WatchPrefixesRequest\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WatchStartH\x00\x12\'\n\x05reads\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.PrefixReadsH\x00\x42\t\n\x07message\"\x1e\n\nWatchStart\x12\x10\n\x08position\x18\x01 \x01(\t\"3\n\x0bPrefixReads\x12$\n\x05reads\x18\x01 \x03(\x0b\x32\x15.kvmesh.v1.PrefixRead\"5\n\nPrefixRead\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"b\n\x15WatchPrefixesResponse\x12\x10\n\x08position\x18\x01 \x01(\t\x12&\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.SlotChange\x12\x0f\n\x07restart\x18\x03 \x01(\x08\"\x8e\x01\n\nSlotChange\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12,\n\tpublisher\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHello\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.kvmesh.v1.SlotState\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c*j\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SLOT_STATE_LOADING\x10\x01\x12\x13\n\x0fSLOT_STATE_LIVE\x10\x02\x12\x14\n\x10SLOT_STATE_ENDED\x10\x03\x32\x82\x02\n\x10KvManagerService\x12\x44\n\x07Publish\x12\x19.kvmesh.v1.PublishRequest\x1a\x1a.kvmesh.v1.PublishResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1d.kvmesh.v1.MatchPrefixRequest\x1a\x1e.kvmesh.v1.MatchPrefixResponse(\x01\x30\x01\x12V\n\rWatchPrefixes\x12\x1f.kvmesh.v1.WatchPrefixesRequest\x1a .kvmesh.v1.WatchPrefixesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvmesh/v1/kv_manager_service.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/pool_types.proto\"p\n\x0ePublisherHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\"@\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"L\n\rBlockSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12\x0c\n\x04last\x18\x04 \x01(\x08\"&\n\x12PublisherHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xce\x02\n\x0ePublishRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHelloH\x00\x12(\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockEventsH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.BlockSnapshotH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvmesh.v1.PublisherHeartbeatH\x00\x12%\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.PoolReportH\x00\x12\'\n\x06\x63opied\x18\x06 \x01(\x0b\x32\x15.kvmesh.v1.CopyResultH\x00\x12)\n\x06oldest\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.OldestBlocksH\x00\x42\t\n\x07message\"\x93\x01\n\x0fPublishResponse\x12$\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.PublishAckH\x00\x12(\n\x06resync\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ResyncOrderH\x00\x12%\n\x05order\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.PoolOrderH\x00\x42\t\n\x07message\"\x1e\n\nPublishAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1d\n\x0bResyncOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x01\n\x12MatchPrefixRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x04more\x18\x04 \x03(\x0b\x32\x1d.kvmesh.v1.MatchPrefixRequest\"\x84\x01\n\x0bPrefixMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x13\n\x0bhost_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x06 \x01(\r\"\x96\x01\n\x13MatchPrefixResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x07matches\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.PrefixMatch\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\x08\x12,\n\x04more\x18\x04 \x03(\x0b\x32\x1e.kvmesh.v1.MatchPrefixResponse\"r\n\x14WatchPrefixesRequest\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WatchStartH\x00\x12\'\n\x05reads\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.PrefixReadsH\x00\x42\t\n\x07message\"\x1e\n\nWatchStart\x12\x10\n\x08position\x18\x01 \x01(\t\"3\n\x0bPrefixReads\x12$\n\x05reads\x18\x01 \x03(\x0b\x32\x15.kvmesh.v1.PrefixRead\"5\n\nPrefixRead\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"b\n\x15WatchPrefixesResponse\x12\x10\n\x08position\x18\x01 \x01(\t\x12&\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.SlotChange\x12\x0f\n\x07restart\x18\x03 \x01(\x08\"\x8e\x01\n\nSlotChange\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12,\n\tpublisher\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHello\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.kvmesh.v1.SlotState\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c*j\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SLOT_STATE_LOADING\x10\x01\x12\x13\n\x0fSLOT_STATE_LIVE\x10\x02\x12\x14\n\x10SLOT_STATE_ENDED\x10\x03\x32\x82\x02\n\x10KvManagerService\x12\x44\n\x07Publish\x12\x19.kvmesh.v1.PublishRequest\x1a\x1a.kvmesh.v1.PublishResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1d.kvmesh.v1.MatchPrefixRequest\x1a\x1e.kvmesh.v1.MatchPrefixResponse(\x01\x30\x01\x12V\n\rWatchPrefixes\x12\x1f.kvmesh.v1.WatchPrefixesRequest\x1a .kvmesh.v1.WatchPrefixesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.kv_manager_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLOTSTATE']._serialized_start=1804
-  _globals['_SLOTSTATE']._serialized_end=1910
+  _globals['_SLOTSTATE']._serialized_start=1847
+  _globals['_SLOTSTATE']._serialized_end=1953
   _globals['_PUBLISHERHELLO']._serialized_start=77
   _globals['_PUBLISHERHELLO']._serialized_end=189
   _globals['_BLOCKEVENTS']._serialized_start=191
@@ -43,31 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHERHEARTBEAT']._serialized_start=335
   _globals['_PUBLISHERHEARTBEAT']._serialized_end=373
   _globals['_PUBLISHREQUEST']._serialized_start=376
-  _globals['_PUBLISHREQUEST']._serialized_end=667
-  _globals['_PUBLISHRESPONSE']._serialized_start=670
-  _globals['_PUBLISHRESPONSE']._serialized_end=817
-  _globals['_PUBLISHACK']._serialized_start=819
-  _globals['_PUBLISHACK']._serialized_end=849
-  _globals['_RESYNCORDER']._serialized_start=851
-  _globals['_RESYNCORDER']._serialized_end=880
-  _globals['_MATCHPREFIXREQUEST']._serialized_start=883
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=1013
-  _globals['_PREFIXMATCH']._serialized_start=1016
-  _globals['_PREFIXMATCH']._serialized_end=1148
-  _globals['_MATCHPREFIXRESPONSE']._serialized_start=1151
-  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1301
-  _globals['_WATCHPREFIXESREQUEST']._serialized_start=1303
-  _globals['_WATCHPREFIXESREQUEST']._serialized_end=1417
-  _globals['_WATCHSTART']._serialized_start=1419
-  _globals['_WATCHSTART']._serialized_end=1449
-  _globals['_PREFIXREADS']._serialized_start=1451
-  _globals['_PREFIXREADS']._serialized_end=1502
-  _globals['_PREFIXREAD']._serialized_start=1504
-  _globals['_PREFIXREAD']._serialized_end=1557
-  _globals['_WATCHPREFIXESRESPONSE']._serialized_start=1559
-  _globals['_WATCHPREFIXESRESPONSE']._serialized_end=1657
-  _globals['_SLOTCHANGE']._serialized_start=1660
-  _globals['_SLOTCHANGE']._serialized_end=1802
-  _globals['_KVMANAGERSERVICE']._serialized_start=1913
-  _globals['_KVMANAGERSERVICE']._serialized_end=2171
+  _globals['_PUBLISHREQUEST']._serialized_end=710
+  _globals['_PUBLISHRESPONSE']._serialized_start=713
+  _globals['_PUBLISHRESPONSE']._serialized_end=860
+  _globals['_PUBLISHACK']._serialized_start=862
+  _globals['_PUBLISHACK']._serialized_end=892
+  _globals['_RESYNCORDER']._serialized_start=894
+  _globals['_RESYNCORDER']._serialized_end=923
+  _globals['_MATCHPREFIXREQUEST']._serialized_start=926
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=1056
+  _globals['_PREFIXMATCH']._serialized_start=1059
+  _globals['_PREFIXMATCH']._serialized_end=1191
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=1194
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1344
+  _globals['_WATCHPREFIXESREQUEST']._serialized_start=1346
+  _globals['_WATCHPREFIXESREQUEST']._serialized_end=1460
+  _globals['_WATCHSTART']._serialized_start=1462
+  _globals['_WATCHSTART']._serialized_end=1492
+  _globals['_PREFIXREADS']._serialized_start=1494
+  _globals['_PREFIXREADS']._serialized_end=1545
+  _globals['_PREFIXREAD']._serialized_start=1547
+  _globals['_PREFIXREAD']._serialized_end=1600
+  _globals['_WATCHPREFIXESRESPONSE']._serialized_start=1602
+  _globals['_WATCHPREFIXESRESPONSE']._serialized_end=1700
+  _globals['_SLOTCHANGE']._serialized_start=1703
+  _globals['_SLOTCHANGE']._serialized_end=1845
+  _globals['_KVMANAGERSERVICE']._serialized_start=1956
+  _globals['_KVMANAGERSERVICE']._serialized_end=2214
 # @@protoc_insertion_point(module_scope)

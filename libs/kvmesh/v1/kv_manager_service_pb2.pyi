@@ -191,6 +191,7 @@ class PublishRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     COPIED_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PublisherHello:
         """Opens the stream."""
@@ -215,6 +216,10 @@ class PublishRequest(_message.Message):
     def copied(self) -> _pool_types_pb2.CopyResult:
         """Answers an order."""
 
+    @_builtins.property
+    def oldest(self) -> _pool_types_pb2.OldestBlocks:
+        """Answers a question."""
+
     def __init__(
         self,
         *,
@@ -224,12 +229,13 @@ class PublishRequest(_message.Message):
         heartbeat: Global___PublisherHeartbeat | None = ...,
         pool: _pool_types_pb2.PoolReport | None = ...,
         copied: _pool_types_pb2.CopyResult | None = ...,
+        oldest: _pool_types_pb2.OldestBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "oldest", b"oldest", "pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "oldest", b"oldest", "pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "events", "snapshot", "heartbeat", "pool", "copied"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "events", "snapshot", "heartbeat", "pool", "copied", "oldest"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -155,6 +155,78 @@ class EvictionHint(_message.Message):
 Global___EvictionHint: _TypeAlias = EvictionHint  # noqa: Y015
 
 @_typing.final
+class OldestOrder(_message.Message):
+    """Tell which blocks leave next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """At most so many of each tier."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OldestOrder: _TypeAlias = OldestOrder  # noqa: Y015
+
+@_typing.final
+class OldBlocks(_message.Message):
+    """The blocks that leave a full tier next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """`pool`, or the name of a tier below it."""
+    block_hashes: _builtins.bytes
+    """The next one first, 16 bytes each, joined."""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OldBlocks: _TypeAlias = OldBlocks  # noqa: Y015
+
+@_typing.final
+class OldestBlocks(_message.Message):
+    """Answers an OldestOrder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___OldBlocks]:
+        """Tiers that are nearly full."""
+
+    def __init__(
+        self,
+        *,
+        tiers: _abc.Iterable[Global___OldBlocks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OldestBlocks: _TypeAlias = OldestBlocks  # noqa: Y015
+
+@_typing.final
 class PoolOrder(_message.Message):
     """An order to a worker. One that is lost does no harm."""
 
@@ -162,6 +234,7 @@ class PoolOrder(_message.Message):
 
     COPY_FIELD_NUMBER: _builtins.int
     EVICT_FIRST_FIELD_NUMBER: _builtins.int
+    TELL_OLDEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def copy(self) -> Global___CopyOrder:
         """A copy."""
@@ -170,17 +243,22 @@ class PoolOrder(_message.Message):
     def evict_first(self) -> Global___EvictionHint:
         """A hint."""
 
+    @_builtins.property
+    def tell_oldest(self) -> Global___OldestOrder:
+        """A question."""
+
     def __init__(
         self,
         *,
         copy: Global___CopyOrder | None = ...,
         evict_first: Global___EvictionHint | None = ...,
+        tell_oldest: Global___OldestOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "evict_first", b"evict_first", "order", b"order"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "evict_first", b"evict_first", "order", b"order", "tell_oldest", b"tell_oldest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "evict_first", b"evict_first", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "evict_first", b"evict_first", "order", b"order", "tell_oldest", b"tell_oldest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["copy", "evict_first"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["copy", "evict_first", "tell_oldest"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
@@ -330,6 +408,7 @@ class PoolMember(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     READ_BLOCKS_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which worker."""
     incarnation: _builtins.int
@@ -344,6 +423,10 @@ class PoolMember(_message.Message):
     def report(self) -> Global___PoolReport:
         """Its last report."""
 
+    @_builtins.property
+    def oldest(self) -> _containers.RepeatedCompositeFieldContainer[Global___OldBlocks]:
+        """What leaves it next, if it was asked."""
+
     def __init__(
         self,
         *,
@@ -353,10 +436,11 @@ class PoolMember(_message.Message):
         namespace: _builtins.str = ...,
         report: Global___PoolReport | None = ...,
         read_blocks: _builtins.float = ...,
+        oldest: _abc.Iterable[Global___OldBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "incarnation", b"incarnation", "namespace", b"namespace", "read_blocks", b"read_blocks", "report", b"report", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "incarnation", b"incarnation", "namespace", b"namespace", "oldest", b"oldest", "read_blocks", b"read_blocks", "report", b"report", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,15 +7,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmesh.core.clock import ManualClock
-from kvmesh.core.pool import PoolOrder, PoolReport
+from kvmesh.core.pool import OldBlocks, PoolOrder, PoolReport
 from kvmesh.core.slots import Publisher
 from kvmesh.core.types import Endpoint, Role, WorkerId
+from kvmesh.kv.hashing import split_hashes
 from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.pool_store import MemoryPoolStore
 from kvmesh.metadata.store import StoreUnavailableError
-from kvmesh.rpc.convert_pool import pool_order_from_proto, pool_report_to_proto
+from kvmesh.rpc.convert_pool import (
+    oldest_to_proto,
+    pool_order_from_proto,
+    pool_report_to_proto,
+)
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import pool_types_pb2
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.pool import Pool
@@ -81,6 +87,13 @@ class Stage:
         role, read = self._roles[who], self._read[who]
         report = PoolReport(role, Endpoint(who, 1), BLOCK_BYTES, room, read)
         assert seat.handle(pb.PublishRequest(pool=pool_report_to_proto(report)))
+
+    def tell_oldest(self, seat: PoolSeat, path: str) -> None:
+        """The end of this prefix leaves the worker's pool next."""
+        hashes = tuple(reversed(split_hashes(prefix(path))))
+        tiers = oldest_to_proto([OldBlocks("pool", hashes)])
+        message = pool_types_pb2.OldestBlocks(tiers=tiers)
+        assert seat.handle(pb.PublishRequest(oldest=message))
 
     async def orders(self, pool: Pool, worker_id: WorkerId) -> Sequence[PoolOrder | None]:
         """What the worker is told; nothing can be told after it."""

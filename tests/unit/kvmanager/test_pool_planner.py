@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.pool import CopyOrder, EvictionHint
+from kvmesh.core.pool import CopyOrder, EvictionHint, OldestOrder
 from kvmesh.core.types import Endpoint, Role
 from kvmesh.metadata.store import StoreUnavailableError
+from kvmesh.policy.global_lru import MAX_OLDEST
 from kvmesh.policy.segments import home
 from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
@@ -49,6 +50,48 @@ async def test_hashed_placement_copies_a_prefix_to_its_home(
         pool.heat.note("m", prefix(path), 2 * SIZE)
     await stage.window(pool)
     assert len(await stage.orders(pool, B)) == num_orders
+
+
+def test_an_unknown_eviction_is_refused(stage: Stage) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.eviction must be local or global, not 'mine'"):
+        stage.replica("one", replace(CONFIG, eviction="mine"))
+
+
+@pytest.mark.parametrize(("eviction", "budget"), [("local", 1.0), ("global", 0.0)])
+async def test_a_full_worker_gives_up_what_another_one_holds(
+    eviction: str, budget: float, stage: Stage
+) -> None:
+    pool = stage.replica("one", replace(CONFIG, eviction=eviction, budget_mb_s=budget))
+    full = await stage.worker(pool, A, "ab")
+    await stage.worker(pool, B, "a")
+    given_up = metrics.POOL_GIVEN_UP.labels("pool")._value
+    before = given_up.get()
+    pool.ask_oldest()
+    stage.tell_oldest(full, "ab")
+    await stage.window(pool)
+    if eviction == "local":
+        assert await stage.orders(pool, A) == []
+        return
+    asked, hint = await stage.orders(pool, A)
+    assert asked == OldestOrder(MAX_OLDEST)
+    assert isinstance(hint, EvictionHint)
+    assert b"".join(hint.hashes) == prefix("a"), "the end of the prefix is the last copy"
+    assert given_up.get() - before == SIZE
+    (shown,) = pool.shown({})["orders"]
+    assert (shown["target"], shown["tiers"]) == (A, {"pool": SIZE})
+
+
+async def test_a_full_worker_keeps_what_somebody_reads(stage: Stage) -> None:
+    pool = stage.replica("one", replace(CONFIG, eviction="global", min_reads=100.0))
+    full = await stage.worker(pool, A, "ab")
+    await stage.worker(pool, B, "ab")
+    pool.heat.note("m", prefix("a"), SIZE)
+    pool.ask_oldest()
+    stage.tell_oldest(full, "ab")
+    await stage.window(pool)
+    _, hint = await stage.orders(pool, A)
+    assert isinstance(hint, EvictionHint)
+    assert b"".join(hint.hashes) == prefix("ab")[len(prefix("a")) :]
 
 
 def test_an_unknown_placement_is_refused(stage: Stage) -> None:

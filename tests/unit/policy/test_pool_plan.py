@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from kvmesh.policy.hot_runs import HotRun, held_runs, hot_runs, leaves
 from kvmesh.policy.pool_plan import (
     CopyLimits,
     PoolPlacement,
+    plan_cluster_copies,
     plan_hints,
     plan_prefix_copies,
     reads_cv,
@@ -225,6 +227,47 @@ class TestCopies:
             room[copy.target] -= copy.num_blocks
         assert all(left >= 0 for left in room.values())
         assert sum(copy.num_bytes for copy in copies[:-1]) < max(budget, 1)
+
+
+class TestClusters:
+    def plan(
+        self,
+        held: dict[BlockHash, dict[WorkerId, int]],
+        *members: PoolMember,
+        budget: float = 1e12,
+        ordered: frozenset[tuple[BlockHash, WorkerId]] = frozenset(),
+    ) -> list[tuple[WorkerId, WorkerId, int]]:
+        runs = runs_of({"ab": 20, "xy": 10})
+        held = {run.name: held.get(run.name, {}) for run in runs}
+        copies = plan_cluster_copies(runs, held, members, ordered, budget)
+        assert {copy.reason for copy in copies} <= {CopyReason.OTHER_CLUSTER}
+        return [(copy.source, copy.target, copy.num_blocks) for copy in copies]
+
+    def test_a_hot_prefix_goes_once_to_a_cluster_that_has_none(self) -> None:
+        far = replace(member(B, 9), cluster="west"), replace(member(C, 5), cluster="west")
+        held = {name("ab"): {A: 4, B: 1}}
+        assert self.plan(held, member(A, 80), *far) == [(A, C, 4)]
+        assert self.plan(held, member(A, 80), *far, budget=0) == []
+        on_its_way = frozenset({(name("ab"), B)})
+        assert self.plan(held, member(A, 80), *far, ordered=on_its_way) == []
+        assert self.plan({name("ab"): {A: 4, B: 4}}, member(A, 80), *far) == []
+
+    def test_the_budget_is_that_of_all_clusters(self) -> None:
+        far = replace(member(B, 0), cluster="west"), replace(member(C, 0), cluster="south")
+        held = {name("ab"): {A: 4}}
+        assert self.plan(held, member(A, 80), *far) == [(A, C, 4), (A, B, 4)]
+        assert self.plan(held, member(A, 80), *far, budget=BLOCK_BYTES) == [(A, C, 4)]
+
+    def test_one_cluster_copies_to_no_other(self) -> None:
+        assert self.plan({name("ab"): {A: 4}}, member(A, 80), member(B, 0)) == []
+
+    def test_who_computes_no_prompts_gets_no_prefix(self) -> None:
+        far = replace(member(B, 0), cluster="west")
+        decodes = replace(far, report=replace(far.report, role=Role.DECODE))
+        leaves = replace(far, report=replace(far.report, leaving=True))
+        full = replace(far, report=replace(far.report, room_blocks=3))
+        for each in (decodes, leaves, full):
+            assert self.plan({name("ab"): {A: 4}}, member(A, 80), each) == []
 
 
 class TestHints:

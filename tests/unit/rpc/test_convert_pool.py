@@ -8,6 +8,8 @@ from kvmesh.core.pool import (
     CopyOutcome,
     CopyResult,
     EvictionHint,
+    OldBlocks,
+    OldestOrder,
     PoolMember,
     PoolOrder,
     PoolReport,
@@ -34,7 +36,12 @@ REPORT = PoolReport(Role.DECODE, Endpoint("h", 7), 4096, 12, 345, leaving=True)
 
 
 @pytest.mark.parametrize(
-    "order", [CopyOrder("o", WorkerId("w"), 3, Endpoint("h", 1), HASHES), EvictionHint(HASHES)]
+    "order",
+    [
+        CopyOrder("o", WorkerId("w"), 3, Endpoint("h", 1), HASHES),
+        EvictionHint(HASHES),
+        OldestOrder(7),
+    ],
 )
 def test_orders_survive_the_way(order: PoolOrder) -> None:
     assert pool_order_from_proto(pool_order_to_proto(order)) == order
@@ -53,7 +60,8 @@ def test_results_survive_the_way(outcome: CopyOutcome) -> None:
 def test_knowledge_survives_the_way() -> None:
     table = HeatTable(SIZE, 100)
     table.note(prefix("abc"), 2.5)
-    member = PoolMember(WorkerId("w"), 9, "east", "m", REPORT, 1.5)
+    oldest = OldBlocks("pool", HASHES), OldBlocks("disk", HASHES[:1])
+    member = PoolMember(WorkerId("w"), 9, "east", "m", REPORT, 1.5, oldest)
     hottest = table.hottest(10)
     cooled = table.cooled(2.0, 3.0, 10)
     message = pb.PoolKnowledge.FromString(

@@ -8,7 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kvmesh.core.clock import ManualClock
-from kvmesh.core.pool import CopyOrder, CopyOutcome, CopyResult, EvictionHint
+from kvmesh.core.pool import (
+    CopyOrder,
+    CopyOutcome,
+    CopyResult,
+    EvictionHint,
+    OldBlocks,
+    OldestOrder,
+    PoolAnswer,
+)
 from kvmesh.core.types import BlockHash, Endpoint, PrefixSource, Role, WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
@@ -50,7 +58,13 @@ class Stage:
             lambda: self.leaving,
             self.clock,
         )
-        self.copies.on_result = self.results.put_nowait
+        self.answers: list[PoolAnswer] = []
+        self.copies.on_answer = self._answered
+
+    def _answered(self, answer: PoolAnswer) -> None:
+        self.answers.append(answer)
+        if isinstance(answer, CopyResult):
+            self.results.put_nowait(answer)
 
     async def _fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
         self.asked.append((source, tuple(hashes)))
@@ -110,6 +124,17 @@ async def test_a_hint_makes_room_at_once_unless_the_blocks_are_in_use(stage: Sta
     stage.copies.take(EvictionHint(names(1, 2, 3)))
     assert stage.copies.report().room_blocks == 2 + 2
     stage.core.pool.release(stage.core.pool.match(names(1)))
+
+
+async def test_a_full_worker_tells_what_leaves_next(stage: Stage) -> None:
+    stage.copies.take(OldestOrder(5))
+    stage.cache(1, 2, 3)
+    stage.cache(4, 5, 6, 7, 8)
+    stage.copies.take(OldestOrder(5))
+    stage.copies.take(EvictionHint(names(8, 7)))
+    stage.copies.take(OldestOrder(1))
+    full = OldBlocks("pool", names(3, 2, 1, 8, 7))
+    assert stage.answers == [(), (full,), (OldBlocks("pool", names(7)),)]
 
 
 async def test_orders_wait_for_each_other_and_for_a_while_only(

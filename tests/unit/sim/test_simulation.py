@@ -281,3 +281,11 @@ def test_equal_seeds_give_equal_runs() -> None:
 
     assert signature(run(busy("kvmesh"))) == signature(run(busy("kvmesh")))
     assert signature(run(busy("kvmesh"))) != signature(run(busy("kvmesh", seed=1)))
+
+
+def test_an_answer_ends_where_the_longest_sequence_does() -> None:
+    """Else it would be preempted for room that no worker has."""
+    plan = scenario(trace(blocks=5, output=5000), device={"num_blocks": 6})
+    (only,) = Simulation(plan).run().requests
+    assert only.outcome is Outcome.DONE
+    assert only.trace.output_tokens == TRACE_BLOCK - 1
