@@ -101,7 +101,7 @@ async def read(
         "stream": True,
         "ignore_eos": True,
     }
-    headers = {"Last-Event-ID": stream.last_id} if stream.last_id else {}
+    headers = {"Last-Event-ID": stream.last_id}
     try:
         url = f"http://{endpoint}/v1/chat/completions"
         async with session.post(url, json=body, headers=headers) as response:

@@ -73,6 +73,9 @@ def request_bytes(endpoint: Endpoint, body: Mapping[str, Any], headers: str = ""
     """
     # As clients send it that are made with httpx: scripts are not escaped.
     content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    if body.get("stream"):
+        # A client that may resume its streams, so that gateways that can do it journal them.
+        headers = f"Accept: text/event-stream\r\n{headers}"
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {endpoint}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"

@@ -133,7 +133,7 @@ async def _by_events(urls: list[str], case: Case, told: Told) -> None:
     }
     last_id, pauses = "", itertools.repeat(0.2, 300)
     while True:
-        headers = {"Last-Event-ID": last_id} if last_id else {}
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": last_id}
         with suppress(aiohttp.ClientError, ConnectionError):
             async with (
                 aiohttp.ClientSession() as session,

@@ -84,6 +84,7 @@ async def post(
     stack: Stack, path: str, body: Any, last_id: str = "", **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
     """Sends a body as it is, or nothing."""
+    headers = {"Accept": "text/event-stream", **headers}
     if last_id:
         headers["Last-Event-ID"] = last_id
     data = json.dumps(body) if body is not None else None
@@ -229,7 +230,9 @@ async def test_a_stream_that_is_cut_goes_on_while_it_runs(two: tuple[Stack, Stac
     read = b""
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{one.url}/v1/completions", json=TEXT) as response,
+        session.post(
+            f"{one.url}/v1/completions", json=TEXT, headers={"Accept": "text/event-stream"}
+        ) as response,
     ):
         while read.count(b"\n\n") < 12:
             read += await response.content.readany()
@@ -312,6 +315,25 @@ async def test_tenants_go_on_with_their_own_streams_alone(tmp_path: Path) -> Non
             assert (await post(other, "completions", None, last_id, **yours))[0] == 410
             assert (await post(other, "completions", None, last_id))[0] == 401
             assert (await post(other, "completions", None, last_id, **mine))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "has_ids"),
+    [
+        ({"Accept": "*/*"}, False),
+        ({"Accept": "application/json"}, False),
+        ({"Accept": "application/json, text/event-stream"}, True),
+        ({"Accept": "*/*", "Last-Event-ID": ""}, True),
+    ],
+    ids=str,
+)
+async def test_clients_that_read_data_alone_get_no_ids(
+    two: tuple[Stack, Stack], headers: dict[str, str], has_ids: bool
+) -> None:
+    """`vllm bench serve` takes what is between two empty lines for `data: ` and JSON."""
+    _, raw, _ = await post(two[0], "completions", TEXT, **headers)
+    blocks = raw.split(b"\n\n")[:-1]
+    assert {block.startswith(b"data: ") for block in blocks[:-2]} == {not has_ids}
 
 
 async def test_without_redis_streams_are_as_they_were(tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ class ChatApi:
             ChatError: the server refused.
             _CutError: the stream broke off and may be resumed.
         """
-        headers = {**self._headers, "Last-Event-ID": last_id} if last_id else self._headers
+        # Even an empty one says that ids are wanted.
+        headers = {**self._headers, "Last-Event-ID": last_id}
         url = f"{self._urls[0]}/v1/chat/completions"
         try:
             async with self._session.post(url, json=body, headers=headers) as response:

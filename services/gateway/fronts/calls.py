@@ -46,6 +46,8 @@ PATHS = {
     "/v1/completions": Endpoint.COMPLETION,
 }
 
+EVENT_STREAM = "text/event-stream"
+_NONE = "no header"
 _PLACEMENTS = {placement.value: placement for placement in Placement}
 
 
@@ -152,7 +154,8 @@ class Calls:
             answer = Answer(frontend, choices, exchange.request_id, asked.created)
             if not asked.call.stream:
                 return await answer.whole()
-            entry = self._entry(asked, choices)
+            if wants_ids(exchange.headers):
+                entry = self._entry(asked, choices)
             await answer.stream(exchange, entry)
             return None
         finally:
@@ -297,6 +300,16 @@ def given_request_id(headers: Headers) -> str:
         if given := headers.get(name, ""):
             return given
     return ""
+
+
+def wants_ids(headers: Headers) -> bool:
+    """Whether a client reads more of an event than its data, and so may resume its stream.
+
+    Such clients accept event streams by that name, as the standard of these wants, or have an id
+    of one already, if only an empty one. Others read `data: ` alone and fail at an id, as
+    `vllm bench serve` does.
+    """
+    return EVENT_STREAM in headers.get("accept", "") or headers.get(HEADER, _NONE) is not _NONE
 
 
 def parse_json(raw: bytes) -> Any:
