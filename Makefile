@@ -251,6 +251,10 @@ bench-fetch: setup ## first tokens behind prefixes of other workers, fetched or 
 bench-tiers: setup ## first tokens behind prefixes that a worker has evicted, from host memory, from disk, or computed; writes bench/results/tiers.*
 	$(PY) -m benchmarks.tiers $(ARGS)
 
+.PHONY: bench-tier-load
+bench-tier-load: setup ## hits, first tokens and goodput of a loaded mesh with pools alone, host memory, disk, a second cluster; writes bench/results/tier_load.*
+	$(PY) -m benchmarks.tier_load $(ARGS)
+
 .PHONY: bench-chain
 bench-chain: setup ## first tokens of prompts that one worker computes, or several together, live and simulated; writes bench/results/prompt_chain*
 	$(PY) -m benchmarks.prompt_chain $(ARGS)

@@ -27,7 +27,7 @@ FIXED = {"all_remote", "all_local", "prfaas", "least_loaded", "joint", "tokenlak
 """Systems that differ from others only where there are two clusters, or where requests come at once
 (`policies_joint.py`); `least_loaded` routes as `forwarding` does."""
 
-CV_GOAL = 0.15
+CV_GOAL = 0.11
 CAPACITIES = (500, 2000)
 HASHED = PoolPlacement.HASHED
 NUM_SEEDS = 3
