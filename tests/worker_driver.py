@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import (
     BlockHash,
     PrefixSource,
@@ -18,7 +19,6 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import root_hash
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert import sequence_spec_to_proto

@@ -76,7 +76,7 @@ class ModelLoops:
         self._remote = config.remote_cluster
         self._egress = config.egress_mb_s * 1e6
         self._offload = ThresholdLoop(_start(policy, config.threshold_tokens), self._egress)
-        self._meter = ServingMeter(self._remote)
+        self._meter = ServingMeter(self._remote, expected)
         self._expected = expected
         self._allocation = AllocationLoop()
         self._roles: dict[GroupKey, RoleLoop] = {}
@@ -115,6 +115,8 @@ class ModelLoops:
         lengths = MeanLengths(uncached_tokens, query.num_tokens, output)
         self._groups.note_new(query.scenario, lengths)
         self._allocation.note_prompt(uncached_tokens, output)
+        is_far = bool(self._remote) and uncached_tokens > self.threshold.tokens
+        self._meter.note_prompt(uncached_tokens, is_far=is_far)
 
     # --- every second ------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime import prefix_fetch
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvmesh.core.clock import SystemClock
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import KvLayout, SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.swap_space import SwapSpace
-from kvmesh.kv.groups import KvGroups, blocks_at_most
+from kvmesh.kv.groups import blocks_at_most
 from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
 from tests.device_twin import TwinPool

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmesh.core.clock import ManualClock
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import Refusal
 from kvmesh.engine.copier import Copier, InlineCopier
 from kvmesh.engine.core import EngineCore
@@ -18,7 +19,6 @@ from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.engine.tier_stores import HostStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.tiers import Tier
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.policy.step_rules import StepRules

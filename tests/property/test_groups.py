@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.kv.groups import (
     HOLE,
     UNBOUNDED_BLOCKS,
-    KvGroups,
     arriving_blocks,
     blocks_at_most,
     first_visible,

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.core.block_names import TELLS_STATES, saved_state
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockNews
-from kvmesh.kv.groups import KvGroups, first_visible, group_key, state_key
+from kvmesh.kv.groups import first_visible, group_key, state_key
 
 SIZE = 4
 LENGTH = 7

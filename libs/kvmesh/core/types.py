@@ -13,6 +13,7 @@ from typing import NewType
 from kvmesh.core.empty_spare import Origin
 from kvmesh.core.fetch_reason import FetchReason
 from kvmesh.core.kv_formats import KV_DTYPE_BYTES, OWN_ENGINE, OWN_ORDER
+from kvmesh.core.kv_groups import PLAIN, KvGroups
 from kvmesh.core.pace import NO_LIMIT_S, PaceRoom
 from kvmesh.core.values import quick
 
@@ -308,7 +309,6 @@ class WorkerInfo:
         scenario: scenario that its P/D group serves; empty: any.
         publishes: whether it publishes its blocks to a kvmanager; if not, no prefix is found there.
         missing_native: native libraries that it runs without, which makes it slower.
-        origin: how it came to its model.
         pair_share: see `ModelRunner.pair_share`.
         adapters: ids of the LoRA adapters that it serves (core/adapters.py).
         embeds: whether it computes embeddings.
@@ -333,6 +333,7 @@ class WorkerInfo:
     pair_share: float = 0.0
     adapters: tuple[str, ...] = ()
     embeds: bool = False
+    groups: KvGroups = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,8 +466,7 @@ class RoutePlan:
         prefill: candidates in the order in which they are tried.
         decode: candidates in that order; empty when aggregated (the prefill worker decodes).
         cache_known: whether it was known which workers hold a prefix.
-        reason: the reason in a sentence.
-        cause: the reason in a word.
+        reason, cause: the reason in a sentence and in a word.
     """
 
     placement: Placement

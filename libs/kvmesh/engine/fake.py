@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.core.errors import StructureError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.adapters import Adapter, check_rank
 from kvmesh.engine.checkpoint import load_model_config
@@ -32,7 +33,7 @@ from kvmesh.engine.protocol import (
     StepResult,
 )
 from kvmesh.engine.step_times import StepTimes
-from kvmesh.kv.groups import KvGroups, num_blocks_of
+from kvmesh.kv.groups import num_blocks_of
 from kvmesh.kv.stages import whole_stages
 
 _WORD = 8

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.kv_formats import DTYPE_BYTES
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.config import HeadShape, ModelConfig
-from kvmesh.kv.groups import KvGroups, num_blocks_of
+from kvmesh.kv.groups import num_blocks_of
 from kvmesh.kv.stages import Stages, state_kind, tiled
 
 _STATE_VALUE_BYTES = 4

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.engine.attention import SelfAttention
 from kvmesh.engine.kv_cache import KvPool
 from kvmesh.engine.model import DecoderModel
 from kvmesh.kernels.partial import Part, bytes_of
-from kvmesh.kv.groups import KvGroups
 
 
 def can_be_parted(model: DecoderModel, groups: KvGroups) -> bool:

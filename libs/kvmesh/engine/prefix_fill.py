@@ -11,10 +11,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.prefix_room import PrefixRoom, PrefixRooms
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 

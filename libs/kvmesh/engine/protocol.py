@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
 from kvmesh.engine.layer_gate import LayerGate
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.stages import Stages, plain_stages
 from kvmesh.transfer.remote_attention import RemoteAttention
 

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.engine.noise import key_halves, stream_key
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.sampler import divisor_of
 from kvmesh.kernels.static_decode import GroupRows
-from kvmesh.kv.groups import KvGroups, first_visible, num_blocks_of
+from kvmesh.kv.groups import first_visible, num_blocks_of
 
 # Lines of row data; two more per token group follow, and two per block of a state.
 _TOKEN, _POSITION, _LOW, _HIGH, _IS_RANDOM, _TEMPERATURE, _FRESH, _PICKED = range(8)

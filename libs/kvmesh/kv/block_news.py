@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvmesh.core.block_names import IN_TIER, TELLS_STATES, TELLS_TIERS, saved_state
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.resume_points import ResumePoints
 
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.kv_groups import PLAIN, KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockEvents, BlockNews, is_announced
 from kvmesh.kv.free_segments import FreeSegments
-from kvmesh.kv.groups import PLAIN, KvGroups
 from kvmesh.kv.lower_copies import LowerCopies, with_tiers
 from kvmesh.kv.runs import consecutive_runs
 

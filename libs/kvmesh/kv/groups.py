@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BlockHash
 
 HOLE = -1
@@ -27,34 +28,6 @@ UNBOUNDED_BLOCKS = 1 << 31
 # Tokens between saved states where no group keeps all positions, so that the cost rule of
 # `state_interval` has nothing to compare states with.
 _INTERVAL_WITHOUT_FULL_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class KvGroups:
-    """The groups of a model.
-
-    Attributes:
-        windows: per token group, number of latest positions that a query sees; 0 for all. Other
-            processes are told the block hashes of the first group.
-        state_blocks: number of blocks of one saved state; 0 without linear layers.
-    """
-
-    windows: tuple[int, ...] = (0,)
-    state_blocks: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether each block holds all layers, in their order."""
-        return len(self.windows) == 1 and not self.state_blocks
-
-    def __post_init__(self) -> None:
-        assert self.windows, "a model has a token group"
-        assert min(self.windows) >= 0
-        assert self.state_blocks >= 0
-
-
-PLAIN = KvGroups()
-"""Of a model whose layers all see every position."""
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:

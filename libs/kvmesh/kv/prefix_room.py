@@ -11,12 +11,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
     HOLE,
     ArrivingBlock,
-    KvGroups,
     arriving_blocks,
     arriving_keys,
     first_visible,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
-from kvmesh.kv.groups import KvGroups, num_blocks_of
+from kvmesh.kv.groups import num_blocks_of
 
 
 class ResumePoints:

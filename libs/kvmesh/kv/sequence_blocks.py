@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
     HOLE,
-    KvGroups,
     first_visible,
     group_key,
     num_blocks_of,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.kv.groups import KvGroups
+from kvmesh.core.kv_groups import KvGroups
 
 
 @dataclass(frozen=True, slots=True)

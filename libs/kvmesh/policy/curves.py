@@ -49,3 +49,15 @@ class Quadratic:
     def __call__(self, length: float) -> float:
         """Returns the value at `length`."""
         return self.constant + length * (self.linear + length * self.square)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A curve of known shape at a measured speed: `factor * curve(l)`."""
+
+    curve: Curve
+    factor: float
+
+    def __call__(self, length: float) -> float:
+        """Returns the value at `length`."""
+        return self.factor * self.curve(length)

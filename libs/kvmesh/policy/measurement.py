@@ -1,17 +1,20 @@
 """Measures how fast a fleet prefills and decodes, from the totals that its workers report.
 
-Stands in for the offline profile of PrfaaS 3.4.3 point 1.
+Speeds and lengths are measured; the shape of prefill time over the length is that of the offline
+profile (PrfaaS 3.4.3 point 1), or of the workers' attention where there is no profile.
 Tests: tests/unit/policy/test_measurement.py.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.kv_groups import PLAIN, KvGroups
 from kvmesh.core.types import Role, WorkerId
-from kvmesh.policy.curves import Quadratic
+from kvmesh.policy.curves import Curve, Quadratic, Scaled
 from kvmesh.policy.prfaas import ServingProfile
 
 KEEP = 0.98
@@ -22,12 +25,36 @@ MIN_BUSY_S = 1.0
 """Minimum seconds of work for a measurement of speed."""
 
 
+MAX_LENGTHS = 256
+"""Number of the latest prompts whose lengths give a measured speed its curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvBytes:
+    """Bytes of a prompt's KV that a decode worker takes, by its tokens: known from its layout."""
+
+    groups: KvGroups
+    block_bytes: int
+    block_size: int
+
+    def __call__(self, length: float) -> float:
+        """Returns the bytes of `length` tokens."""
+        return self.block_bytes * self.groups.handed_off(length, self.block_size)
+
+
 @dataclass(slots=True)
 class _Speed:
-    """Number of tokens and their busy time, both with exponential forgetting."""
+    """Number of tokens and their busy time, both with exponential forgetting.
+
+    Attributes:
+        pair_share: see `ModelRunner.pair_share`, of the workers.
+        lengths: uncached tokens of the latest prompts.
+    """
 
     tokens: float = 0.0
     busy_s: float = 0.0
+    pair_share: float = 0.0
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_LENGTHS))
 
     def fade(self) -> None:
         self.tokens *= KEEP
@@ -38,22 +65,43 @@ class _Speed:
         """Seconds per token; None while unknown."""
         return self.busy_s / self.tokens if self.busy_s >= MIN_BUSY_S and self.tokens else None
 
+    def prefill_s(self, token_s: float, profiled: Curve | None) -> Curve:
+        """Seconds of a prompt by its uncached tokens.
+
+        Args:
+            token_s: measured seconds per token, for the mean of the latest lengths.
+            profiled: gives the curve its shape; None: token and attention costs of the workers.
+        """
+        shape = profiled or Quadratic(0.0, 1.0, self.pair_share / 2)
+        lengths = self.lengths or (1,)
+        return Scaled(shape, token_s * sum(lengths) / sum(shape(each) for each in lengths))
+
 
 class ServingMeter:
     """Measures one model's workers.
 
     Args:
         remote: name of the offload cluster.
+        expected: the operator's profile; None: there is none.
     """
 
-    def __init__(self, remote: str) -> None:
+    def __init__(self, remote: str, expected: ServingProfile | None = None) -> None:
         self._remote = remote
+        self._expected = expected
         self._seen: dict[WorkerId, tuple[int, int, int]] = {}
         self._far, self._near, self._decode = _Speed(), _Speed(), _Speed()
         self._batch_s = 0.0
         self._generated = self._requests = 0.0
         self._slots = 0
-        self._token_bytes = 0.0
+        self._kv_bytes = KvBytes(PLAIN, 0, 1)
+
+    def note_prompt(self, uncached_tokens: int, *, is_far: bool) -> None:
+        """Adds the length of a prompt that was routed for the first time.
+
+        Args:
+            is_far: whether the remote cluster computes it.
+        """
+        (self._far if is_far else self._near).lengths.append(max(uncached_tokens, 1))
 
     def observe(self, workers: Iterable[FleetWorker], num_requests: int, elapsed_s: float) -> None:
         """Adds the loads of one cycle.
@@ -82,12 +130,13 @@ class ServingMeter:
     def _add(self, worker: FleetWorker, computed: int, generated: int, elapsed_s: float) -> None:
         info, load = worker.info, worker.load
         self._slots = info.decode_slots
-        self._token_bytes = info.layout.block_bytes / info.layout.block_size
+        self._kv_bytes = KvBytes(info.groups, info.layout.block_bytes, info.layout.block_size)
         self._generated += generated
         # Each generated token but the first of a prompt was also computed.
         prompts = max(computed - generated, 0)
         speed = self._far if info.cluster == self._remote else self._near
         if info.role is not Role.DECODE and prompts:
+            speed.pair_share = info.pair_share
             speed.tokens += prompts
             speed.busy_s += load.compute_used * elapsed_s
         if load.memory_bandwidth_used and generated and load.decode_running:
@@ -110,16 +159,24 @@ class ServingMeter:
     def serving(self) -> ServingProfile | None:
         """The profile for the throughput model; None until prefill and decode were both measured.
 
-        Prefill time is assumed linear in its tokens, and a decode step no longer in a full batch.
+        A decode step is assumed no longer in a full batch.
         """
         near, decode_s = self._near.token_s, self._decode.token_s
         if near is None or decode_s is None or self.output_tokens is None:
             return None
         batch = self._batch_s / self._decode.busy_s
+        profile = self._expected
+        near_shape = None if profile is None else profile.local_prefill_s
+        far_shape = None if profile is None else profile.remote_prefill_s
+        local_s = self._near.prefill_s(near, near_shape)
+        if self._far.token_s is not None:
+            far_s = self._far.prefill_s(self._far.token_s, far_shape)
+        else:
+            far_s = far_shape or local_s
         return ServingProfile(
-            remote_prefill_s=Quadratic(0.0, self._far.token_s or near),
-            local_prefill_s=Quadratic(0.0, near),
-            kv_bytes=Quadratic(0.0, self._token_bytes),
+            remote_prefill_s=far_s,
+            local_prefill_s=local_s,
+            kv_bytes=self._kv_bytes,
             decode_batch=self._slots,
             decode_step_s=decode_s * batch,
             output_tokens=max(self.output_tokens, 1.0),

@@ -11,6 +11,7 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.empty_spare import Assignment, Origin
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.health import Health
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.rpc.convert import (
@@ -73,6 +74,8 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         pair_share=info.pair_share,
         adapters=info.adapters,
         embeds=info.embeds,
+        kv_windows=info.groups.windows,
+        state_blocks=info.groups.state_blocks,
     )
 
 
@@ -104,6 +107,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         pair_share=message.pair_share,
         adapters=tuple(message.adapters),
         embeds=message.embeds,
+        groups=KvGroups(tuple(message.kv_windows) or (0,), message.state_blocks),
     )
 
 

@@ -249,8 +249,7 @@ class Worker:
 
     def _describe(self, data_endpoint: Endpoint) -> WorkerInfo:
         section, spec = self._config.worker, self._runner.spec
-        levels = native_levels(self._config.engine)
-        self._metrics.show_native(levels)
+        self._metrics.show_native(levels := native_levels(self._config.engine))
         return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -271,6 +270,7 @@ class Worker:
             pair_share=self._runner.pair_share,
             adapters=spec.adapters,
             embeds=spec.embedding is not None,
+            groups=spec.groups,
         )
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:

@@ -783,6 +783,8 @@ class WorkerInfo(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
+    KV_WINDOWS_FIELD_NUMBER: _builtins.int
+    STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -813,6 +815,8 @@ class WorkerInfo(_message.Message):
     """
     embeds: _builtins.bool
     """It computes embeddings of prompts."""
+    state_blocks: _builtins.int
+    """Blocks of one state of linear layers; 0: it has none."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Address of the worker's gRPC services."""
@@ -837,6 +841,10 @@ class WorkerInfo(_message.Message):
     def origin(self) -> Global___WorkerOrigin:
         """How it came to its model."""
 
+    @_builtins.property
+    def kv_windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per token group of its KV, the latest positions that a query sees; 0: all. Empty: one group, all."""
+
     def __init__(
         self,
         *,
@@ -860,10 +868,12 @@ class WorkerInfo(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         embeds: _builtins.bool = ...,
         origin: Global___WorkerOrigin | None = ...,
+        kv_windows: _abc.Iterable[_builtins.int] | None = ...,
+        state_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "origin", b"origin", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "kv_windows", b"kv_windows", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "origin", b"origin", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "state_blocks", b"state_blocks", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvmesh.core.errors import StructureError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, Structure, StructureKind
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import EmbeddingSpec, SampledToken
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.engine.structure import StructureCompiler
-from kvmesh.kv.groups import KvGroups
 from kvmesh.policy.batching import BatchLimits
 from tests.unit.gateway.tiny_model import EOS, make_tokenizer
 from tests.worker_driver import make_spec, reference_tokens

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.engine.config import HeadShape, LatentConfig, LinearConfig, ModelConfig, RopeConfig
 from kvmesh.engine.kv_plan import KvPlace, kv_layout, plan_kv
-from kvmesh.kv.groups import KvGroups
 
 DENSE = ModelConfig(
     family="x",

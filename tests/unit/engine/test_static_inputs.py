@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.noise import key_halves, stream_key
 from kvmesh.engine.protocol import SequenceChunk, StateChunk
 from kvmesh.engine.static_inputs import InputShape, RowPlaces, StaticInputs
-from kvmesh.kv.groups import HOLE, KvGroups
+from kvmesh.kv.groups import HOLE
 
 SPARE = 99
 SHAPE = InputShape(4, 64, 8, KvGroups((0, 16), state_blocks=2), SPARE)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.clock import ManualClock
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import SequenceSpec
 from kvmesh.engine.block_file import BlockFile
 from kvmesh.engine.copier import Copier, InlineCopier
@@ -17,7 +18,6 @@ from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.tiers import Tier
 from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.engine.warm_up import warm_up
-from kvmesh.kv.groups import KvGroups
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 

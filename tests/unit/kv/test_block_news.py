@@ -9,10 +9,11 @@ from kvmesh.core.block_names import (
     in_host,
     saved_state,
 )
+from kvmesh.core.kv_groups import PLAIN, KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockNews
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import PLAIN, KvGroups, group_key, state_key
+from kvmesh.kv.groups import group_key, state_key
 from kvmesh.kv.tiers import Copy, Tier, Tiers
 
 A = BlockHash(bytes(range(16)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.kv.groups import KvGroups
+from kvmesh.core.kv_groups import KvGroups
 
 
 @pytest.mark.parametrize(

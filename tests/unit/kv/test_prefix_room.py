@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.kv.prefix_room import PrefixRooms
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks

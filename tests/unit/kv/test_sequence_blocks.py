@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import HOLE, KvGroups
+from kvmesh.kv.groups import HOLE
 from kvmesh.kv.hashing import HashChain, root_hash
 from kvmesh.kv.sequence_blocks import STATE, BlockSpot, GroupCache, SequenceBlocks
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.kv.groups import KvGroups
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.kv.stages import Stage, joined, plain_stages, state_kind, tiled, whole_stages
 
 

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.types import Role, WorkerLoad
+from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.measurement import ServingMeter
+from kvmesh.policy.prfaas import ServingProfile
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 
 FAR = "west"
@@ -135,3 +140,59 @@ def test_decode_that_is_not_seen_at_work_is_not_known() -> None:
         meter.observe([prefill(1000 * cycle), idle], 2, 1.0)
     assert meter.prompt_token_s == pytest.approx(0.0005)
     assert meter.serving is None
+
+
+PROFILE = ServingProfile(
+    remote_prefill_s=Quadratic(0.0, 1e-4, 1e-8),
+    local_prefill_s=Quadratic(0.05, 2e-4, 1e-7),
+    kv_bytes=Quadratic(0.0, 1.0),
+    decode_batch=8,
+    decode_step_s=0.02,
+    output_tokens=100,
+)
+
+
+def test_a_measured_speed_keeps_the_constant_and_the_curve_of_the_profile() -> None:
+    """Half of each second for 1,000 tokens: for these lengths twice as slow as the profile."""
+    meter = ServingMeter(FAR, PROFILE)
+    lengths = (500, 1500)
+    for cycle in range(21):
+        for tokens in lengths:
+            meter.note_prompt(tokens, is_far=False)
+        meter.note_prompt(100_000, is_far=True)
+        meter.observe([prefill(1000 * cycle), decode(200 * cycle)], 2, 1.0)
+    serving = meter.serving
+    assert serving is not None
+    local = PROFILE.local_prefill_s
+    factor = 0.0005 * sum(lengths) / sum(map(local, lengths))
+    for tokens in (1, 1000, 50_000):
+        assert serving.local_prefill_s(tokens) == pytest.approx(factor * local(tokens))
+    assert sum(map(serving.local_prefill_s, lengths)) == pytest.approx(0.0005 * sum(lengths))
+    assert serving.remote_prefill_s(1000) == PROFILE.remote_prefill_s(1000), "not measured yet"
+
+
+def test_without_a_profile_the_workers_attention_gives_the_curve() -> None:
+    meter = ServingMeter(FAR)
+    for cycle in range(21):
+        meter.note_prompt(1000, is_far=False)
+        told = prefill(1000 * cycle)
+        told = FleetWorker(replace(told.info, pair_share=1e-3), told.load)
+        meter.observe([told, decode(200 * cycle)], 2, 1.0)
+    serving = meter.serving
+    assert serving is not None
+    assert serving.local_prefill_s(1000) == pytest.approx(0.5)
+    # 1000 tokens are 1000 + 500 of work, 4000 are 4000 + 8000.
+    assert serving.local_prefill_s(4000) == pytest.approx(0.5 * 12 / 1.5)
+
+
+def test_what_a_hybrid_hands_off_grows_by_its_full_group_alone() -> None:
+    meter = ServingMeter(FAR)
+    groups = KvGroups((0, 64), state_blocks=3)
+    for cycle in range(21):
+        told = decode(200 * cycle)
+        told = FleetWorker(replace(told.info, groups=groups), told.load)
+        meter.observe([prefill(1000 * cycle), told], 2, 1.0)
+    serving = meter.serving
+    assert serving is not None
+    assert serving.kv_bytes(32) == LAYOUT.block_bytes * (2 + 2 + 3)
+    assert serving.kv_bytes(6400) == LAYOUT.block_bytes * (400 + 4 + 3)

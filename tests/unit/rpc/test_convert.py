@@ -7,6 +7,7 @@ import pytest
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.slots import PrefixMatch
 from kvmesh.core.types import (
@@ -64,6 +65,7 @@ INFO = WorkerInfo(
     pair_share=2e-4,
     adapters=("py", "sql"),
     embeds=True,
+    groups=KvGroups((0, 64), 3),
 )
 ROOM = PaceRoom(StepPace(0.01, 1e-7), 5000, 0.03, 1.5)
 LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5, room=ROOM)

@@ -84,4 +84,4 @@ def test_several_ranks_are_refused_by_engines_of_one() -> None:
     for kind in ("kvmesh", "fake"):
         for name in ("tensor_parallel", "pipeline_parallel"):
             with pytest.raises(ConfigError, match=rf"{name} is 2.*set engine\.kind vllm"):
-                find_folder(EngineSection(kind=kind, model="m", **{name: 2}))
+                find_folder(EngineSection(kind=kind, model="m", **{name: 2}))  # type: ignore[arg-type]
