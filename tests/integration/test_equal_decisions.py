@@ -16,7 +16,7 @@ import pytest
 from kvmesh.core.config import environment
 from kvmesh.core.types import Refusal, RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
-from kvmesh.policy import chain, composition, gathering, joint, seats
+from kvmesh.policy import chain, composition, gathering, joint, recent_reads, seats
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.elastic import ElasticReason
@@ -249,6 +249,8 @@ async def test_requests_that_come_at_once(
 ) -> None:
     """All requests of a round are decided together, in the services as in the simulator."""
     size = 3
+    # They arrive in any order, so the reads of one round must weigh the same.
+    monkeypatch.setattr(recent_reads, "_GROWTH", 1.0)
     monkeypatch.setattr(gathering, "MAX_JOINT", size)
     # They wait for the last one of the round, however long that takes.
     for holder in (router, sim_router):
