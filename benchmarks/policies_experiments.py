@@ -393,6 +393,11 @@ def phases(size: float, seed: int) -> Experiment:
                    good[f"{n}:{8 - n} {system}"] / best, 1.0)
             for n in (2, 4, 6) for system in ("flowkv", "kvmesh")
         ]  # fmt: skip
-        return Verdict(targets, ["`cache_load` is the fixed split"])
+        monitored = min(good[f"{n}:{8 - n} pdserve"] for n in (2, 4, 6))
+        targets.append(
+            Target("phases: the monitor from the worst split over the best fixed", monitored / best,
+                   0.95)
+        )  # fmt: skip
+        return Verdict(targets, ["`cache_load` is the fixed split, `pdserve` has the monitor"])
 
     return Experiment(name, jobs, judge)

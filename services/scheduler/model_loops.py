@@ -273,6 +273,16 @@ class ModelLoops:
             return None
         return choose_giver([(each.info, each.load) for each in home], to_role)
 
+    def givers(
+        self, to_role: Role | None, members: Sequence[FleetWorker], count: int
+    ) -> list[WorkerId]:
+        """The least loaded workers of a group's side that gives some up; it keeps its last one."""
+        left, found = list(members), list[WorkerId]()
+        while len(found) < count and (name := self.giver(to_role, left)) is not None:
+            found.append(name)
+            left = [each for each in left if each.info.worker_id != name]
+        return found
+
     def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
         """Takes over the threshold of an evaluation, for the split of roles from now on.
 

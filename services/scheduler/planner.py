@@ -213,16 +213,20 @@ class Planner:
     def _move_ratios(
         self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
     ) -> None:
-        """Changes the role of one worker of a group permanently, if the monitor says so."""
+        """Changes the roles of a group's workers permanently, if the monitor says so."""
         for found in loops.end_window(workers):
             role, reason = found.step.grow, found.step.reason
-            giver = loops.giver(role, found.members)
-            if role is None or giver is None:
+            givers = loops.givers(role, found.members, found.step.count)
+            if role is None or not givers:
                 self._decisions.add_fleet(
                     "ratio", reason.name.lower(), model=model, group=found.group.name
                 )
                 continue
-            if self.role_orders.change("ratio", giver, role, reason, may_order=may_order):
+            ordered = [
+                self.role_orders.change("ratio", giver, role, reason, may_order=may_order)
+                for giver in givers
+            ]
+            if any(ordered):
                 loops.carried_out(found)
 
     def _show_details(self) -> None:

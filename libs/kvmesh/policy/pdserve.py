@@ -132,14 +132,16 @@ class LatencyWindow:
 
 @dataclass(frozen=True, slots=True)
 class RatioStep:
-    """One instance to move.
+    """Instances to move.
 
     Attributes:
-        grow: the role that gets it; None leaves the ratio alone.
+        grow: the role that gets them; None leaves the ratio alone.
+        count: how many.
     """
 
     grow: Role | None
     reason: RatioReason
+    count: int = 1
 
 
 def ratio_direction(

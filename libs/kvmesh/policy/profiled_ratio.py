@@ -1,8 +1,9 @@
 """The ratio of prefill to decode instances by eq. 1 on measured speeds, beside the monitor's rule.
 
 The monitor sees that one role is short, not how many instances the load needs. Equation 1 says
-that, as far as speeds and lengths are measured. It decides where the monitor cannot tell which role
-is short, and it stops steps that would lower the rate of the whole group.
+that, as far as speeds and lengths are measured. Once the monitor sees that a group is slow, eq. 1's
+split is taken, however many instances change for it. Where the present split is the best one, it
+stops steps that would lower the rate of the whole group.
 Source: P/D-Serve 2.1 (eq. 1), 3.3. Tests: tests/unit/policy/test_profiled_ratio.py.
 """
 
@@ -70,24 +71,29 @@ def measured_profile(
     return InstanceProfile(1.0, prefill_s, batch, decode_s)
 
 
+def step_by_rate(profile: InstanceProfile, num_prefill: int, num_decode: int) -> RatioStep | None:
+    """Returns the step to eq. 1's split; None if it is there, or gains no more than `TOLERANCE`."""
+    num_instances = num_prefill + num_decode
+    if num_instances < 2 * MIN_PER_ROLE:
+        return None
+    best = choose_ratio(profile, num_instances)
+    more = best.num_prefill - num_prefill
+    now = group_rate(profile, num_prefill, num_decode)
+    if not more or best.rate <= now * (1 + TOLERANCE):
+        return None
+    return RatioStep(Role.PREFILL if more > 0 else Role.DECODE, RatioReason.BY_RATE, abs(more))
+
+
 def checked_step(
     step: RatioStep, profile: InstanceProfile, num_prefill: int, num_decode: int
 ) -> RatioStep:
-    """Returns the monitor's step, or what eq. 1 makes of it.
+    """Returns the monitor's step unless the group would serve fewer requests per second with it.
 
-    If the monitor cannot tell which role is short, eq. 1's split tells. A step with which the group
-    would serve fewer requests per second is not taken. Differences up to `TOLERANCE` do not count.
+    Differences up to `TOLERANCE` do not count.
     """
+    if step.grow is None:
+        return step
     now = group_rate(profile, num_prefill, num_decode)
-    if step.grow is not None:
-        more = 1 if step.grow is Role.PREFILL else -1
-        after = group_rate(profile, num_prefill + more, num_decode - more)
-        return step if after >= now * (1 - TOLERANCE) else RatioStep(None, RatioReason.AGAINST_RATE)
-    num_instances = num_prefill + num_decode
-    if step.reason is not RatioReason.UNCLEAR or num_instances < 2 * MIN_PER_ROLE:
-        return step
-    best = choose_ratio(profile, num_instances)
-    if best.num_prefill == num_prefill or best.rate <= now * (1 + TOLERANCE):
-        return step
-    grow = Role.PREFILL if best.num_prefill > num_prefill else Role.DECODE
-    return RatioStep(grow, RatioReason.BY_RATE)
+    more = step.count if step.grow is Role.PREFILL else -step.count
+    after = group_rate(profile, num_prefill + more, num_decode - more)
+    return step if after >= now * (1 - TOLERANCE) else RatioStep(None, RatioReason.AGAINST_RATE)

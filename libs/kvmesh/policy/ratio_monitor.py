@@ -23,11 +23,12 @@ from kvmesh.policy.pdserve import (
     RatioStep,
     ratio_direction,
 )
-from kvmesh.policy.profiled_ratio import MeanLengths, checked_step
+from kvmesh.policy.profiled_ratio import MeanLengths, checked_step, step_by_rate
 from kvmesh.policy.waiting import Waiting
 
-WINDOW_S = 15.0
-"""Seconds of one window."""
+WINDOW_S = 5.0
+"""Seconds of one window: as load scores are averaged for role switches. A load that changes within
+a minute has passed before longer windows have shown it."""
 
 MIN_REQUESTS = 8
 """Minimum number of requests in a window; with fewer it is extended, as their mean says nothing."""
@@ -185,6 +186,7 @@ class RatioMonitor:
         if sums.count < MIN_REQUESTS:
             return None
         self._sums = _Sums()
+        self._asked = None
         now, quiet = sums.window(), sums.quiet_window()
         # The relative error of a mean of n counts is about 1 / sqrt(n).
         tolerance = max(TOLERANCE, 1.0 / math.sqrt(sums.count))
@@ -198,8 +200,11 @@ class RatioMonitor:
         if change is not None and change.age <= SETTLE_WINDOWS:
             return RatioStep(None, RatioReason.SETTLING)
         step = ratio_direction(before, seen, num_prefill, num_decode, tolerance)
+        if profile is not None and (step.grow or step.reason is RatioReason.UNCLEAR):
+            by_rate = step_by_rate(profile, num_prefill, num_decode)
+            if by_rate is not None and step.grow in (None, by_rate.grow):
+                return self._ask(by_rate, now, quiet, waited=waited)
         goes_back = change is not None and step.grow not in (None, change.grow)
-        self._asked = None
         if change is not None and goes_back and change.age <= self._hold:
             worse = ratio_direction(change.before, now, num_prefill, num_decode, tolerance)
             if worse.grow is not step.grow:
@@ -207,6 +212,12 @@ class RatioMonitor:
             step = RatioStep(step.grow, RatioReason.TAKEN_BACK)
         if profile is not None:
             step = checked_step(step, profile, num_prefill, num_decode)
+        return self._ask(step, now, quiet, waited=waited)
+
+    def _ask(
+        self, step: RatioStep, now: LatencyWindow, quiet: LatencyWindow, *, waited: bool
+    ) -> RatioStep:
+        """Remembers a step until it is carried out; returns it."""
         if step.grow is not None:
             if not waited:
                 self._usual = quiet  # one change answers this latency; only a higher one asks again

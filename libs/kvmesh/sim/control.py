@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvmesh.core.pace import StepPace
 from kvmesh.core.turns import at_once
-from kvmesh.core.types import Role
+from kvmesh.core.types import Role, RoutePlan
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
 from kvmesh.policy.offload import OffloadState, Threshold
@@ -89,9 +89,9 @@ class Control:
             self._every(CYCLE_S, self._observe_queues)
             self._every(REALLOCATE_S, self._reallocate)
 
-    def note_prompt(self, request: SimRequest) -> None:
-        """Adds a prompt to the online distribution of uncached lengths."""
-        uncached = request.num_tokens - request.cached_tokens
+    def note_prompt(self, request: SimRequest, plan: RoutePlan) -> None:
+        """Adds a new request, with its first plan, as a scheduler does."""
+        uncached = request.num_tokens - plan.prefill[0].cached_tokens
         output = request.trace.output_tokens
         self._allocation.note_prompt(uncached, output)
         self._monitor.note_prompts(MeanLengths(uncached, request.num_tokens, output))
@@ -211,7 +211,8 @@ class Control:
         if step is None:
             return
         self._reasons[f"monitor: {step.reason.value}"] += 1
-        if step.grow is not None and self._turn_one(step.grow):
+        turned = [step.grow is not None and self._turn_one(step.grow) for _ in range(step.count)]
+        if any(turned):
             self._monitor.carried_out()
 
     def _turn_one(self, role: Role) -> bool:

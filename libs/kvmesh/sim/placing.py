@@ -49,6 +49,10 @@ class Placed:
     prefill: SimSequence
 
 
+def _not_noted(_request: SimRequest, _plan: RoutePlan) -> None:
+    """Of searches without control loops."""
+
+
 def _no_fetch(worker: SimWorker, sequence: SimSequence, _source: PrefixSource) -> None:
     worker.go_on(sequence, 0)
 
@@ -70,6 +74,7 @@ class Desk:
         connections: the gateway's connections; some policies offer in their order, not the plan's.
         lanes: turns of the gateway's waiting requests.
         prefill_times: times of earlier prompts, if searches end by them; else None.
+        planned: called with the first plan of a request that no worker had before.
     """
 
     events: EventQueue
@@ -83,6 +88,7 @@ class Desk:
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
     lanes: Lanes = field(default_factory=Lanes)
     prefill_times: PrefillTimes | None = None
+    planned: Callable[[SimRequest, RoutePlan], None] = _not_noted
 
 
 class Placing:
@@ -100,6 +106,7 @@ class Placing:
         self._asked: set[WorkerId] = set()  # workers of this plan that refused
         self._reserved: tuple[SimWorker, SimSequence] | None = None
         self._plan: RoutePlan | None = None
+        self._is_noted = request.attempt > 0
         self._plan_rounds = 0
         self._plan_old_at = 0.0
         self._num_rounds = 0
@@ -186,6 +193,9 @@ class Placing:
         self._plan_rounds = 0
         self._plan_old_at = now + REROUTE_AFTER_S
         self._plan = outcome if isinstance(outcome, RoutePlan) else None
+        if self._plan is not None and not self._is_noted:
+            self._is_noted = True
+            self._desk.planned(self._request, self._plan)
         if isinstance(outcome, Refusal):
             self._last = outcome.reason
             if outcome.reason in (RefusalReason.TOO_LONG, RefusalReason.DEADLINE):

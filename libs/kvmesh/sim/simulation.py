@@ -186,6 +186,7 @@ class Simulation:
             self._bring,
             Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
             PrefillTimes() if system.learns_deadlines else None,
+            planned=self._planned,
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
@@ -269,6 +270,9 @@ class Simulation:
         self._release(placed)
         self._refused(request, RefusalReason.DEADLINE)
 
+    def _planned(self, request: SimRequest, plan: RoutePlan) -> None:
+        self.control.note_prompt(request, plan)
+
     def on_change(self, worker: SimWorker) -> None:
         """See `WorkerListener`."""
         self.fleet.note_change(worker)
@@ -340,7 +344,6 @@ class Simulation:
             self._desk.prefill_times.note(request.num_tokens, took_s)
         if request.attempt == 0:
             request.cached_tokens = sequence.num_cached
-            self.control.note_prompt(request)
         if request.first_token_s is None:
             request.first_token_s = self.events.now() + self.fleet.message_s
         placed = self._placements[request]

@@ -12,11 +12,11 @@ from kvmesh.policy.profiled_ratio import (
     checked_step,
     measured_profile,
     planned_profile,
+    step_by_rate,
 )
 
 EVEN = InstanceProfile(1, 1.0, 10, 10.0)
 """Both roles serve one request per second and instance."""
-UNCLEAR = RatioStep(None, RatioReason.UNCLEAR)
 
 
 def grows(role: Role) -> RatioStep:
@@ -42,13 +42,21 @@ def test_no_step_is_taken_that_lowers_the_rate(
     assert step == expected
 
 
-def test_where_the_monitor_cannot_tell_the_rate_does() -> None:
-    assert checked_step(UNCLEAR, EVEN, 2, 6) == RatioStep(Role.PREFILL, RatioReason.BY_RATE)
-    assert checked_step(UNCLEAR, EVEN, 6, 2) == RatioStep(Role.DECODE, RatioReason.BY_RATE)
-    assert checked_step(UNCLEAR, EVEN, 4, 4) == UNCLEAR
-    assert checked_step(UNCLEAR, EVEN, 1, 2) == UNCLEAR  # too few for two of each
-    steady = RatioStep(None, RatioReason.STEADY)
-    assert checked_step(steady, EVEN, 2, 6) == steady
+def by_rate(grow: Role, count: int) -> RatioStep:
+    return RatioStep(grow, RatioReason.BY_RATE, count)
+
+
+def test_the_best_split_may_be_several_instances_away() -> None:
+    assert step_by_rate(EVEN, 2, 6) == by_rate(Role.PREFILL, 2)
+    assert step_by_rate(EVEN, 6, 2) == by_rate(Role.DECODE, 2)
+    assert step_by_rate(EVEN, 4, 4) is None
+    assert step_by_rate(EVEN, 21, 19) is None, "no gain that counts"
+    assert step_by_rate(EVEN, 1, 2) is None, "too few for two of each"
+
+
+def test_a_step_that_asks_for_nothing_is_left_alone() -> None:
+    for reason in (RatioReason.STEADY, RatioReason.UNCLEAR):
+        assert checked_step(RatioStep(None, reason), EVEN, 2, 6) == RatioStep(None, reason)
 
 
 def test_a_measured_batch_is_what_slots_and_blocks_hold() -> None:

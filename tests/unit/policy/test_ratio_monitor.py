@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.types import Role
-from kvmesh.policy.pdserve import RatioReason, RatioStep
+from kvmesh.policy.pdserve import InstanceProfile, RatioReason, RatioStep
 from kvmesh.policy.ratio_monitor import (
     HOLD_WINDOWS,
     MIN_REQUESTS,
@@ -22,6 +22,7 @@ def window(
     decode_s: float,
     waiting: tuple[float, float] = (0.0, 0.0),
     ratio: tuple[int, int] = (4, 4),
+    profile: InstanceProfile | None = None,
 ) -> RatioStep | None:
     """Fifteen seconds in which requests take and wait so long."""
     for _ in range(15):
@@ -29,12 +30,14 @@ def window(
             Waiting(RATE * waiting[0], RATE * waiting[1]), RATE * prefill_s, RATE * decode_s
         )
         monitor.observe(counts, RATE, 1.0)
-    return ended(monitor, ratio)
+    return ended(monitor, ratio, profile)
 
 
-def ended(monitor: RatioMonitor, ratio: tuple[int, int]) -> RatioStep | None:
+def ended(
+    monitor: RatioMonitor, ratio: tuple[int, int], profile: InstanceProfile | None = None
+) -> RatioStep | None:
     """A window's end; what it asks for is done."""
-    step = monitor.end_window(*ratio)
+    step = monitor.end_window(*ratio, profile)
     monitor.carried_out()
     return step
 
@@ -165,6 +168,30 @@ def test_a_load_that_moves_over_later_gets_its_instance_back() -> None:
     for _ in range(HOLD_WINDOWS):
         assert reason(window(monitor, 1.0, 1.0)) is not RatioReason.DECODE_GREW
     assert reason(window(monitor, 1.0, 1.0, (0.0, 0.8))) is RatioReason.DECODE_GREW
+
+
+EVEN = InstanceProfile(1, 1.0, 10, 10.0)
+"""Both roles serve one request per second and instance."""
+
+
+def test_with_measured_speeds_the_whole_way_to_the_best_split_is_one_step() -> None:
+    for waiting, ratio, grow in (
+        ((2.0, 0.0), (2, 6), Role.PREFILL),
+        ((0.0, 2.0), (7, 3), Role.DECODE),
+    ):
+        step = window(RatioMonitor(), 1.0, 1.0, waiting, ratio, EVEN)
+        assert step == RatioStep(grow, RatioReason.BY_RATE, 2)
+    unclear = window(RatioMonitor(), 1.0, 3.0, (1.5, 4.5), (2, 6), EVEN)
+    assert unclear == RatioStep(Role.PREFILL, RatioReason.BY_RATE, 2)
+
+
+def test_speeds_say_nothing_against_who_waits_and_nothing_where_nobody_does() -> None:
+    against = window(RatioMonitor(), 1.0, 1.0, (2.0, 0.0), (6, 2), EVEN)
+    assert reason(against) in (RatioReason.AGAINST_RATE, RatioReason.AT_MINIMUM)
+    assert reason(window(RatioMonitor(), 1.0, 1.0, (2.0, 0.0), (5, 3), EVEN)) is (
+        RatioReason.AGAINST_RATE
+    )
+    assert reason(window(RatioMonitor(), 1.0, 1.0, (0.0, 0.0), (2, 6), EVEN)) is RatioReason.STEADY
 
 
 # Each second of a live load on two prefill and four decode workers that needs three and three, as

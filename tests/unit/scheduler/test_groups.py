@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from kvmesh.core.details import FleetWorker
@@ -33,13 +34,13 @@ def groups(**changes: object) -> Mesh:
 
 
 async def window(mesh: Mesh, number: int, prefilling: int) -> None:
-    """Fifteen seconds in which each second a request of each kind comes."""
+    """A window in which each second two requests of each kind come."""
     for second in range(int(WINDOW_S)):
         for n in range(PER_ROLE):
             mesh.report(f"chat-p{n}", prefill_active=prefilling, blocks_free=512)
             mesh.report(f"chat-d{n}", decode_running=2, blocks_free=512)
-        for scenario in ("chat", ""):
-            await mesh.route(f"{scenario}-{number}-{second}", scenario=scenario)
+        for scenario, n in itertools.product(("chat", ""), range(2)):
+            await mesh.route(f"{scenario}-{number}-{second}-{n}", scenario=scenario)
         await mesh.second()
 
 
@@ -148,7 +149,7 @@ async def test_the_monitor_tells_clusters_apart() -> None:
                 mesh.report(f"east-p{n}", prefill_active=1, blocks_free=512)
                 for cluster in ("east", "west"):
                     mesh.report(f"{cluster}-d{n}", decode_running=2, blocks_free=512)
-            for n in range(2):
+            for n in range(4):
                 await mesh.route(f"{prefilling}-{second}-{n}")
             await mesh.second()
     assert mesh.orders == [("west-d0", "prefill")]
@@ -187,7 +188,7 @@ def test_speeds_of_a_group_are_known_when_both_roles_are_measured() -> None:
 def test_the_scheduler_takes_no_step_with_which_the_group_would_serve_less() -> None:
     """The monitor's rule asks for prefill; prompts take so little that eq. 1 says no."""
     for token_s, grow, reason in (
-        (1e-3, Role.PREFILL, RatioReason.PREFILL_GREW),
+        (1e-3, Role.PREFILL, RatioReason.BY_RATE),
         (1e-6, None, RatioReason.AGAINST_RATE),
     ):
         workers = [

@@ -13,7 +13,7 @@ def test_prompts_that_pile_up_get_an_instance() -> None:
     requests = [trace(1.0 * n, 4, 200, first_id=100 * n) for n in range(90)]
     fleet = "home:d:prefill:1,home:d:decode:4"
     result = simulate(scenario(*requests, fleet=fleet, system="pdserve", objectives=PATIENT))
-    assert result.reasons[f"monitor: {RatioReason.PREFILL_GREW.value}"] > 0
+    assert result.reasons[f"monitor: {RatioReason.BY_RATE.value}"] > 0
     assert result.samples[-1].roles["prefill"] > 1
 
 
