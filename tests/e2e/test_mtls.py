@@ -16,7 +16,7 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.cli.health import SERVING, HealthTls, check_health
 from kvmesh.metadata.tenants import digest_of
 from kvmesh.policy.quota import TenantLimits
-from kvmesh.rpc.channels import MeshAccess, TlsConfig
+from kvmesh.rpc.channels import MeshAccess, PeerTls
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from tests.integration.test_gateway_tenants import write_tenants
@@ -159,17 +159,17 @@ async def check_strangers(mesh: Mesh, folder: Path) -> None:
     ]
     assert let_in == []
     assert answers[len(asked) :] == [SERVING] * len(mesh.children)
-    gateway = TlsConfig(str(own / "gateway.pem"), str(own / "gateway.key"), str(own / "ca.pem"))
+    gateway = PeerTls(str(own / "gateway.pem"), str(own / "gateway.key"), str(own / "ca.pem"))
     for port in await data_ports(mesh, gateway):
         assert not await greeted(port, None)
         for tls in (
-            TlsConfig(ca=trusted.ca),
-            TlsConfig(str(other / "decode.pem"), str(other / "decode.key"), trusted.ca),
+            PeerTls(ca=trusted.ca),
+            PeerTls(str(other / "decode.pem"), str(other / "decode.key"), trusted.ca),
         ):
             assert not await greeted(port, client_context(tls, "test"))
 
 
-async def data_ports(mesh: Mesh, tls: TlsConfig) -> list[int]:
+async def data_ports(mesh: Mesh, tls: PeerTls) -> list[int]:
     access = MeshAccess(tls, mesh.access.secret)  # as the gateway, which may call it
     watch = FleetWatch([mesh["scheduler"].address], access)
     task = asyncio.create_task(watch.run())

@@ -7,14 +7,14 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.core.errors import LostError
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import PeerTls
 from kvmesh.rpc.tls import client_context, server_context
 from kvmesh.transfer.tls import DataTls, TlsWire, WrongPeerError, accept_tls, connect_tls
 
@@ -34,9 +34,9 @@ class Certificates:
     def accepting(self, service: str, peers: frozenset[str]) -> DataTls:
         return DataTls(_known(server_context(self._files(service), "test")), peers)
 
-    def _files(self, service: str) -> TlsConfig:
+    def _files(self, service: str) -> PeerTls:
         pem, key = self.folder / f"{service}.pem", self.folder / f"{service}.key"
-        return TlsConfig(str(pem), str(key), str(self.folder / "ca.pem"))
+        return PeerTls(str(pem), str(key), str(self.folder / "ca.pem"))
 
 
 def _known(context: ssl.SSLContext | None) -> ssl.SSLContext:
@@ -79,6 +79,22 @@ async def test_workers_greet_each_other(certificates: Certificates) -> None:
     assert isinstance(client, TlsWire)
     assert isinstance(server, TlsWire)
     assert (client.peer_name(), server.peer_name()) == ("decode", "prefill")
+
+
+async def test_a_certificate_for_the_mesh_is_good_at_any_address(tmp_path: Path) -> None:
+    assert make_certs(["--out", str(tmp_path), "--hosts", "mesh.example"]) == 0
+    own = Certificates(tmp_path)
+    accepting = own.accepting("decode", WORKERS)
+    by_address = own.connecting("prefill", WORKERS)
+    with _sockets() as (one, two):
+        server = asyncio.create_task(accept_tls(two, accepting))
+        with pytest.raises(LostError):
+            await connect_tls(one, by_address, "127.0.0.1")
+        one.close()
+        await asyncio.wait([server])
+        assert isinstance(server.exception(), LostError)
+    ends = await _greet(replace(by_address, peer_name="mesh.example"), accepting)
+    assert all(isinstance(end, TlsWire) for end in ends)
 
 
 async def test_another_service_of_the_mesh_may_not_write(certificates: Certificates) -> None:

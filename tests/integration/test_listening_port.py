@@ -16,7 +16,7 @@ import uvloop
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.core.newcomers import MAX_NEWCOMERS
 from kvmesh.rpc import listening_port
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import PeerTls
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import client_context, server_context
@@ -33,15 +33,15 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
+def files(tmp_path_factory: pytest.TempPathFactory) -> PeerTls:
     folder = tmp_path_factory.mktemp("certs")
     arguments = ("--services", "decode", "--hosts", "127.0.0.1,localhost")
     assert make_certs(["--out", str(folder), *arguments]) == 0
     pem, key = str(folder / "decode.pem"), str(folder / "decode.key")
-    return TlsConfig(pem, key, str(folder / "ca.pem"))
+    return PeerTls(pem, key, str(folder / "ca.pem"))
 
 
-def contexts(files: TlsConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def contexts(files: PeerTls) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Of a server and a client."""
     inside, outside = server_context(files, "test"), client_context(files, "test")
     assert inside is not None
@@ -75,7 +75,7 @@ async def silence(port: int, count: int) -> AsyncIterator[list[Ends]]:
             writer.close()
 
 
-async def flood(files: TlsConfig, turned_away: list[object]) -> None:
+async def flood(files: PeerTls, turned_away: list[object]) -> None:
     """Of too many handshakes the oldest is cut; who speaks TLS is served, before and after."""
     inside, outside = contexts(files)
     server = ListeningPort(inside, LONG_S, lambda _: Echo(), turned_away.append, limit=3)
@@ -106,11 +106,11 @@ async def flood(files: TlsConfig, turned_away: list[object]) -> None:
     assert server.num_greeting == 0
 
 
-async def test_of_too_many_handshakes_the_oldest_is_cut(files: TlsConfig) -> None:
+async def test_of_too_many_handshakes_the_oldest_is_cut(files: PeerTls) -> None:
     await flood(files, [])
 
 
-def test_handshakes_are_cut_on_the_loop_of_services(files: TlsConfig) -> None:
+def test_handshakes_are_cut_on_the_loop_of_services(files: PeerTls) -> None:
     errors: list[dict[str, Any]] = []
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_handshakes_are_cut_on_the_loop_of_services(files: TlsConfig) -> None:
     assert errors == []
 
 
-async def test_a_handshake_that_takes_long_or_is_none_is_cut(files: TlsConfig) -> None:
+async def test_a_handshake_that_takes_long_or_is_none_is_cut(files: PeerTls) -> None:
     inside, _ = contexts(files)
     away: list[object] = []
     server = ListeningPort(inside, 0.05, lambda _: Echo(), away.append)
@@ -133,7 +133,7 @@ async def test_a_handshake_that_takes_long_or_is_none_is_cut(files: TlsConfig) -
     server.close()
 
 
-async def test_who_is_not_wanted_gets_no_handshake(files: TlsConfig) -> None:
+async def test_who_is_not_wanted_gets_no_handshake(files: PeerTls) -> None:
     inside, _ = contexts(files)
     asked: list[str] = []
 
@@ -148,7 +148,7 @@ async def test_who_is_not_wanted_gets_no_handshake(files: TlsConfig) -> None:
 
 
 async def test_without_descriptors_the_port_rests_and_goes_on(
-    files: TlsConfig, monkeypatch: pytest.MonkeyPatch
+    files: PeerTls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, outside = contexts(files)
     server = ListeningPort(inside, LONG_S, lambda _: Echo())
@@ -171,7 +171,7 @@ async def test_without_descriptors_the_port_rests_and_goes_on(
     server.close()
 
 
-async def test_a_direct_port_holds_no_more_handshakes_than_newcomers(files: TlsConfig) -> None:
+async def test_a_direct_port_holds_no_more_handshakes_than_newcomers(files: PeerTls) -> None:
     listener = DirectListener(tls=files)
     await listener.start()
     async with silence(listener.port, MAX_NEWCOMERS + 2) as ends:
@@ -182,7 +182,7 @@ async def test_a_direct_port_holds_no_more_handshakes_than_newcomers(files: TlsC
         await listener.close()
 
 
-async def test_handshakes_on_a_data_port_give_way_too(files: TlsConfig) -> None:
+async def test_handshakes_on_a_data_port_give_way_too(files: PeerTls) -> None:
     inside, outside = contexts(files)
     send = SendOptions(kinds=("tcp",), lanes=2, stall_timeout_s=LONG_S, tls=DataTls(outside))
     receive = ReceiveOptions(stall_timeout_s=LONG_S, tls=DataTls(inside))

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from kvmesh.cli.certs import main as make_certs
-from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
+from kvmesh.rpc.channels import MeshAccess, PeerTls, open_channel
 from kvmesh.runtime.app import ServerConfig, serving
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
@@ -77,9 +77,9 @@ async def test_a_method_is_called_with_messages_built_from_what_is_told(tmp_path
 async def test_only_callers_that_are_named_may_ask(tmp_path: Path) -> None:
     assert make_certs(["--out", str(tmp_path), "--services", "scheduler,gateway,operator"]) == 0
 
-    def files(name: str) -> TlsConfig:
+    def files(name: str) -> PeerTls:
         cert, key, ca = (str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
-        return TlsConfig(cert, key, ca)
+        return PeerTls(cert, key, ca)
 
     callers = "gateway:Route,operator:ServerReflectionInfo"
     server = ServerConfig(tls=files("scheduler"), callers=callers)

@@ -17,14 +17,19 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.cli.health import SERVING, HealthTls, check_health
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, RouteQuery
-from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
+from kvmesh.rpc.channels import MeshAccess, PeerTls, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
-from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest, RouteResponse, WatchFleetRequest
+from kvmesh.v1.scheduler_service_pb2 import (
+    ListGroupsRequest,
+    OrderWorkerRequest,
+    RouteResponse,
+    WatchFleetRequest,
+)
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
@@ -38,7 +43,7 @@ def _openssl(*arguments: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> PeerTls:
     """A CA and one certificate for this host, good for both ends."""
     folder = tmp_path_factory.mktemp("certs")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -53,10 +58,10 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
         *("-keyout", "own.key", "-out", "own.pem"),
         folder=folder,
     )
-    return TlsConfig(str(folder / "own.pem"), str(folder / "own.key"), str(folder / "ca.pem"))
+    return PeerTls(str(folder / "own.pem"), str(folder / "own.key"), str(folder / "ca.pem"))
 
 
-async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: TlsConfig) -> None:
+async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: PeerTls) -> None:
     server = ServerConfig(tls=tls)
 
     async def build(config: WorkerConfig, context: ServiceContext) -> None:
@@ -81,7 +86,7 @@ async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: TlsConfig) -
                 assert await _health(address, HealthTls()) != SERVING
 
 
-async def test_routes_travel_encrypted_on_a_socket_of_their_own(tls: TlsConfig) -> None:
+async def test_routes_travel_encrypted_on_a_socket_of_their_own(tls: PeerTls) -> None:
     config = SchedulerConfig(server=ServerConfig(tls=tls))
     async with serving("scheduler", config, build_scheduler) as scheduler:
         client = RouteClient([f"127.0.0.1:{scheduler.port}"], MeshAccess(tls))
@@ -99,7 +104,7 @@ async def test_routes_travel_encrypted_on_a_socket_of_their_own(tls: TlsConfig) 
         assert scheduler.direct.num_open == 1
 
 
-async def test_callers_may_be_let_in_without_a_certificate(tls: TlsConfig) -> None:
+async def test_callers_may_be_let_in_without_a_certificate(tls: PeerTls) -> None:
     """A gateway's gRPC port for clients: it shows its certificate and asks for none."""
     server = ServerConfig(tls=replace(tls, verify_callers=False))
     async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
@@ -108,9 +113,42 @@ async def test_callers_may_be_let_in_without_a_certificate(tls: TlsConfig) -> No
         assert await _health(address, HealthTls()) != SERVING
 
 
-def _files(folder: Path, name: str) -> TlsConfig:
+async def test_certificates_may_be_for_the_mesh_in_place_of_addresses(tmp_path: Path) -> None:
+    """As where a launcher starts workers: nobody knows their addresses before."""
+    assert make_certs(["--out", str(tmp_path), "--hosts", "mesh.example"]) == 0
+    by_address = _files(tmp_path, "scheduler")
+    by_name = replace(by_address, peer_name="mesh.example")
+
+    async def build(config: WorkerConfig, context: ServiceContext) -> None:
+        await build_worker(config, context, WorkerMetrics(CollectorRegistry()))
+
+    config = SchedulerConfig(server=ServerConfig(tls=by_name))
+    async with serving("scheduler", config, build_scheduler) as scheduler:
+        target = f"127.0.0.1:{scheduler.port}"
+        worker = WorkerConfig(
+            server=ServerConfig(tls=by_name),
+            worker=WorkerSection(id="w", scheduler_targets=target, kvmanager_target=""),
+            engine=EngineSection(kind="fake"),
+        )
+        async with serving("worker", worker, build):
+            watch = FleetWatch([target], MeshAccess(by_name))
+            scheduler.spawn(watch.run(), "watch")
+            await _until_one_worker(watch)
+        client = RouteClient([target], MeshAccess(by_name))
+        scheduler.spawn(client.run(), "routes")
+        assert await client.wait_connected(10)
+        assert scheduler.direct.num_open == 1
+        for wrong in (by_address, replace(by_address, peer_name="another.example")):
+            async with open_channel(target, MeshAccess(wrong)) as channel:
+                stub: Any = SchedulerServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.ListGroups(ListGroupsRequest(), timeout=10)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def _files(folder: Path, name: str) -> PeerTls:
     cert, key, ca = (str(folder / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
-    return TlsConfig(cert, key, ca)
+    return PeerTls(cert, key, ca)
 
 
 async def test_only_named_services_may_call(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kvmesh.cli.stack_state import local_stack
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.errors import KvMeshError
-from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
+from kvmesh.rpc.channels import MeshAccess, PeerTls, open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
@@ -60,7 +60,7 @@ def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
         ConfigError: a TLS file or the secret's file cannot be used.
     """
     named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
-    tls = TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    tls = PeerTls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
     client_context(tls, "--tls")  # names a wrong file; gRPC only reports no answer
     return SchedulerAccess(
         tuple(named) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
@@ -177,7 +177,7 @@ class LiveFleet:
             raise NoAnswerError(failure)
 
 
-def _tls_hint(tls: TlsConfig) -> str:
+def _tls_hint(tls: PeerTls) -> str:
     """Returns a hint that TLS may be the reason why a running scheduler does not answer."""
     if not tls.ca:
         return "; one with TLS wants --tls-ca, --tls-cert and --tls-key"

@@ -52,6 +52,15 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTls(TlsConfig):
+    """TLS files of a service that also calls others of its mesh."""
+
+    peer_name: str = option(
+        "", "name that certificates of those it calls have, wherever they are; empty: their address"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class MeshAccess:
     """The credentials that a process shows to the services of its mesh.
 
@@ -60,7 +69,7 @@ class MeshAccess:
         secret: proves that the caller belongs to the mesh; None in a mesh without a secret.
     """
 
-    tls: TlsConfig = field(default_factory=TlsConfig)
+    tls: PeerTls = field(default_factory=PeerTls)
     secret: MeshSecret | None = None
 
 
@@ -83,11 +92,12 @@ def open_channel(target: str, access: MeshAccess = NO_ACCESS) -> grpc.aio.Channe
     return channel if access.secret is None else MemberChannel(channel, access.secret)
 
 
-def _open(target: str, tls: TlsConfig) -> grpc.aio.Channel:
+def _open(target: str, tls: PeerTls) -> grpc.aio.Channel:
     if not tls.ca:
         return grpc.aio.insecure_channel(target, options=_OPTIONS)
     credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
-    return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+    named = [("grpc.ssl_target_name_override", tls.peer_name)] if tls.peer_name else []
+    return grpc.aio.secure_channel(target, credentials, options=[*_OPTIONS, *named])
 
 
 def make_server(

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.core.newcomers import Newcomers
 from kvmesh.core.open_files import most_open_files
-from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, TlsConfig
+from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, PeerTls, TlsConfig
 from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.rpc.listening_port import ListeningPort
 from kvmesh.rpc.tls import client_context, server_context
@@ -245,11 +245,11 @@ class DirectClient:
 
     host: str
     response_type: type[Message]
-    tls: TlsConfig | None = None
+    tls: PeerTls | None = None
 
     @classmethod
     def of(
-        cls, target: str, response_type: type[Message], tls: TlsConfig | None = None
+        cls, target: str, response_type: type[Message], tls: PeerTls | None = None
     ) -> DirectClient:
         """Makes the client for a service at `host:port`."""
         host = target.rpartition(":")[0].strip("[]")
@@ -277,7 +277,8 @@ class DirectClient:
                 answered.set_result(None)
 
         connection = FramedConnection(first, 0)
-        context = None if self.tls is None else client_context(self.tls, "tls")
+        tls = self.tls or PeerTls()
+        context = client_context(tls, "tls")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 local = _local_socket(local_name) if context is None else None
@@ -285,7 +286,7 @@ class DirectClient:
                     await loop.create_unix_connection(lambda: connection, sock=local)
                 else:
                     # Certificates are for the name under which clients know the service.
-                    name = None if context is None else self.host
+                    name = None if context is None else tls.peer_name or self.host
                     await loop.create_connection(
                         lambda: connection, host, int(port), ssl=context, server_hostname=name
                     )

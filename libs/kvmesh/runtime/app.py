@@ -29,7 +29,7 @@ from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.core.mesh_secret import load_secret
 from kvmesh.core.open_files import raise_open_files
 from kvmesh.rpc.callers import RpcNames, RunningServer, check_callers
-from kvmesh.rpc.channels import MeshAccess, TlsConfig, bind_server, make_server
+from kvmesh.rpc.channels import MeshAccess, PeerTls, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.reflection import SERVICE_NAME, ReflectionServicer
 from kvmesh.runtime.admin_config import AdminConfig
@@ -65,7 +65,7 @@ class ServerConfig:
     share_port: bool = option(False, "other processes of this service may have the same ports")
     advertise_host: str = option("", "host that peers use to reach this service; default: host")
     drain_s: float = option(30.0, "longest time that a drain waits for running work")
-    tls: TlsConfig = option(TlsConfig, "")
+    tls: PeerTls = option(PeerTls, "")
     callers: str = option(
         "", "names in certificates that may call, or `name:Rpc`, comma-separated; empty: all"
     )

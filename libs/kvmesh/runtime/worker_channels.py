@@ -9,7 +9,7 @@ import ssl
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import PeerTls
 from kvmesh.rpc.tls import client_context, server_context
 from kvmesh.runtime.worker_config import DataSection, WorkerConfig
 from kvmesh.transfer.channel import NIXL, parse_kinds
@@ -92,7 +92,7 @@ def _kinds(config: WorkerConfig) -> tuple[str, ...]:
     if NIXL in kinds and not is_installed():
         text = "worker.channels names nixl, which is not here: pip install 'kvmesh[nixl]'"
         raise ConfigError(text)
-    if NIXL in kinds and config.data.tls != TlsConfig():
+    if NIXL in kinds and config.data.tls != PeerTls():
         text = "worker.channels names nixl, which does not encrypt: leave it or data.tls.* out"
         raise ConfigError(text)
     return kinds
@@ -102,7 +102,7 @@ def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | No
     peers = frozenset(name.strip() for name in data.peers.split(",") if name.strip())
     if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
         raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
-    return None if context is None else DataTls(context, peers)
+    return None if context is None else DataTls(context, peers, data.tls.peer_name)
 
 
 def _poll_s(microseconds: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Role
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import PeerTls
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -28,7 +28,7 @@ class DataSection:
     staging_mb: int = option(
         64, "pinned host memory per direction for blocks of a device, megabytes"
     )
-    tls: TlsConfig = option(TlsConfig, "")
+    tls: PeerTls = option(PeerTls, "")
     peers: str = option(
         "", "names in certificates of workers to share KV with, comma-separated; empty: all"
     )

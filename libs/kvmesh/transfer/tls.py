@@ -43,10 +43,12 @@ class DataTls:
     Attributes:
         context: certificate of this end and the authorities it trusts.
         peers: certificate names that the other end may have; empty allows all trusted ones.
+        peer_name: name for which a server's certificate is; empty: its address.
     """
 
     context: ssl.SSLContext
     peers: frozenset[str] = frozenset()
+    peer_name: str = ""
 
 
 class TlsWire:
@@ -232,13 +234,13 @@ async def connect_wire(endpoint: Endpoint, tls: DataTls | None) -> Wire:
     return wire
 
 
-async def connect_tls(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
+async def connect_tls(sock: socket.socket, tls: DataTls, host: str) -> TlsWire:
     """Wraps the client's end and completes its handshake.
 
     Raises:
         LostError: as `TlsWire.handshake`, or the other end is not an allowed peer.
     """
-    return await _greeted(TlsWire(sock, tls.context, server_name), tls.peers)
+    return await _greeted(TlsWire(sock, tls.context, tls.peer_name or host), tls.peers)
 
 
 async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
@@ -256,11 +258,11 @@ async def _greeted(wire: TlsWire, peers: frozenset[str]) -> TlsWire:
     return wire
 
 
-def connect_tls_blocking(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
+def connect_tls_blocking(sock: socket.socket, tls: DataTls, host: str) -> TlsWire:
     """Variant of `connect_tls` for a blocking socket; closes the socket on failure."""
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
-        wire = TlsWire(sock, tls.context, server_name)
+        wire = TlsWire(sock, tls.context, tls.peer_name or host)
         wire.handshake_blocking()
         _check_peer(wire, tls.peers)
         on_failure.pop_all()

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kvmesh.core.config import load_config, options_of
+from kvmesh.core.types import Role
 from scripts.render_manifests import CHART, HELM_ALONE, MANIFESTS, RELEASE, render
 from services.launcher.cluster import DEPLOYMENT_LABEL
 from services.launcher.config import LauncherConfig
@@ -65,7 +66,10 @@ VALUES: dict[str, dict[str, Any]] = {
             "groups": [{"name": "two", "scenario": "chat", "checkpoint": "/models/two"}],
         },
         "prefill": {"gpus": 1},
+        "spare": {"replicas": 1, "gpus": 1},
+        "tls": {"secret": "certificates"},
     },
+    "spares": {"spare": {"replicas": 2, "empty": True}},
     "own-redis": {
         "redis": {"enabled": False, "url": "rediss://redis.data:6379/0", "secret": "redis"},
         "networkPolicy": {"enabled": False},
@@ -103,7 +107,13 @@ def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
 def expected(manifests: list[Manifest]) -> set[str]:
     """Components that are to be there."""
     has_launcher = bool(of_kind(manifests, "Role"))
-    return set(CONFIGS) - (set() if has_launcher else KUBERNETES_ALONE)
+    spares = workloads(manifests).keys() & {"spare"}
+    return set(CONFIGS) - (set() if has_launcher else KUBERNETES_ALONE) | spares
+
+
+def service_of(name: str) -> str:
+    """The service that a component is; a spare decodes, or does what it is assigned."""
+    return "decode" if name == "spare" else name
 
 
 def ours(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
@@ -111,7 +121,7 @@ def ours(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
     for name, workload in workloads(manifests).items():
         pod = workload["spec"]["template"]["spec"]
         (container,) = pod["containers"]
-        if name in CONFIGS:
+        if service_of(name) in CONFIGS:
             yield name, pod, container
 
 
@@ -165,9 +175,9 @@ def test_templates_need_no_helm() -> None:
 def test_environments_are_valid_configs(manifests: list[Manifest]) -> None:
     for name, _, container in ours(manifests):
         variables = environment(container)
-        known = {option.env for option in options_of(CONFIGS[name])}
+        known = {option.env for option in options_of(CONFIGS[service_of(name)])}
         assert set(variables) - FOREIGN_VARIABLES <= known, name
-        config = load_config(CONFIGS[name], environ=variables)
+        config = load_config(CONFIGS[service_of(name)], environ=variables)
         assert ports(container)["grpc"] == config.server.port
         assert ports(container)["metrics"] == config.telemetry.metrics_port
         if "data" in ports(container):
@@ -247,7 +257,7 @@ def test_pods_have_no_rights(manifests: list[Manifest]) -> None:
 
 def test_pods_are_asked_over_grpc_and_may_drain(manifests: list[Manifest]) -> None:
     for name, pod, container in ours(manifests):
-        config = load_config(CONFIGS[name], environ=environment(container))
+        config = load_config(CONFIGS[service_of(name)], environ=environment(container))
         wait_s = (
             container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         )
@@ -278,7 +288,7 @@ def test_secrets_come_as_files_or_references(manifests: list[Manifest]) -> None:
 
 def test_gateways_count_what_tenants_used_together(manifests: list[Manifest]) -> None:
     urls = {
-        name: load_config(CONFIGS[name], environ=environment(container)).redis
+        name: load_config(CONFIGS[service_of(name)], environ=environment(container)).redis
         for name, _, container in ours(manifests)
         if name in ("gateway", "scheduler", "kvmanager")
     }
@@ -315,7 +325,7 @@ def test_autoscalers_follow_metrics_that_are_exported() -> None:
             assert metric["pods"]["metric"]["name"] in known_metrics()
 
 
-@pytest.mark.parametrize("values", ["defaults", "launched"])
+@pytest.mark.parametrize("values", ["defaults", "launched", "spares"])
 def test_only_those_who_call_may_call(values: str) -> None:
     """The policies allow exactly the edges that the environments make."""
     manifests = rendered(values)
@@ -327,11 +337,11 @@ def test_only_those_who_call_may_call(values: str) -> None:
                     if f"{RELEASE}-{peer}:" in value:
                         callers.add(name)
     # Gateways find workers through the scheduler.
-    called["prefill"].add("gateway")
-    called["decode"].add("gateway")
-    # Workers lease blocks from each other.
-    for worker in ("prefill", "decode"):
-        called[worker] |= {"prefill", "decode"}
+    workers = {"prefill", "decode", "spare"} & called.keys()
+    for worker in workers:
+        called[worker].add("gateway")
+        # Workers lease blocks from each other.
+        called[worker] |= workers
     for policy in of_kind(manifests, "NetworkPolicy"):
         name = policy["metadata"]["labels"]["app.kubernetes.io/component"]
         if name == "gateway":
@@ -354,10 +364,13 @@ def test_the_launcher_knows_every_deployment_of_workers_as_it_is() -> None:
     variables = environment(containers[f"{RELEASE}-launcher"])
     settings = load_config(LauncherConfig, environ=variables).kubernetes
     found = read_deployments(settings.deployments)
-    workers = [name for name in containers if "-prefill" in name or "-decode" in name]
+    kinds = ("-prefill", "-decode", "-spare")
+    workers = [name for name in containers if any(kind in name for kind in kinds)]
     assert sorted(found) == sorted(workers)
     for name, spec in found.items():
         own = environment(containers[name])
+        role = CONFIGS[service_of(spec.role.value)]
+        assert load_config(role, environ=own).worker.role == spec.role.value
         assert own["KVMESH_WORKER__SCENARIO"] == spec.scenario
         assert own["KVMESH_ENGINE__MODEL"] == (spec.checkpoint or "/app/models/pydoc-6m")
         assert own["KVMESH_ENGINE__MODEL_NAME"] == settings.model
@@ -366,10 +379,35 @@ def test_the_launcher_knows_every_deployment_of_workers_as_it_is() -> None:
     for each in of_kind(manifests, "Deployment"):
         name = each["metadata"]["name"]
         if name in found:
-            assert "replicas" not in each["spec"], "the launcher's to say"
+            is_spare = found[name].role is Role.SPARE
+            assert ("replicas" in each["spec"]) is is_spare, "of others the launcher's to say"
             labels = each["spec"]["selector"]["matchLabels"]
             assert labels[DEPLOYMENT_LABEL] == name
             assert labels.items() <= labels_of(each).items()
+
+
+def test_launched_workers_show_and_expect_one_name_in_certificates() -> None:
+    """Addresses of their pods are in no certificate; by its name everybody knows the mesh."""
+    for values, peer_name in (("launched", f"{RELEASE}-mesh"), ("secured", "")):
+        for name, _, container in ours(rendered(values)):
+            config = load_config(CONFIGS[service_of(name)], environ=environment(container))
+            sections = [config.server.tls]
+            if "data" in ports(container):
+                sections.append(config.data.tls)
+            for tls in sections:
+                assert tls.cert
+                assert tls.ca
+                assert tls.peer_name == peer_name, name
+
+
+def test_spares_are_as_many_as_the_values_say_with_or_without_a_model() -> None:
+    spares = workloads(rendered("spares"))["spare"]
+    assert (spares["kind"], spares["spec"]["replicas"]) == ("StatefulSet", 2)
+    for values, model in (("spares", ""), ("launched", "/app/models/pydoc-6m")):
+        (container,) = (each for name, _, each in ours(rendered(values)) if name == "spare")
+        config = load_config(CONFIGS["decode"], environ=environment(container))
+        assert (config.worker.role, config.engine.model) == ("spare", model)
+    assert "spare" not in workloads(rendered("defaults"))
 
 
 def test_the_launcher_alone_may_change_sizes_and_nothing_else() -> None:
@@ -378,7 +416,8 @@ def test_the_launcher_alone_may_change_sizes_and_nothing_else() -> None:
     sizes, pods = role["rules"]
     assert sizes["resources"] == ["deployments/scale"]
     assert sizes["verbs"] == ["get", "update"]
-    assert all(name.startswith((f"{RELEASE}-p", f"{RELEASE}-d")) for name in sizes["resourceNames"])
+    of_workers = tuple(f"{RELEASE}-{kind}" for kind in ("prefill", "decode", "spare"))
+    assert all(name.startswith(of_workers) for name in sizes["resourceNames"])
     assert (pods["resources"], pods["verbs"]) == (["pods"], ["list", "patch", "delete"])
     (binding,) = of_kind(manifests, "RoleBinding")
     (account,) = of_kind(manifests, "ServiceAccount")
@@ -395,7 +434,8 @@ def test_images_are_those_of_the_dockerfile(manifests: list[Manifest]) -> None:
     )
     for name, pod, container in ours(manifests):
         engine = environment(container).get("KVMESH_ENGINE__KIND", "")
-        image = f"kvmesh-{name}-vllm" if engine == "vllm" else f"kvmesh-{name}"
+        own = f"kvmesh-{service_of(name)}"
+        image = f"{own}-vllm" if engine == "vllm" else own
         assert container["image"].removeprefix("registry.example/") == f"{image}:0.1.0"
         assert ("imagePullSecrets" in pod) == container["image"].startswith("registry.example/")
         assert image.removeprefix("kvmesh-") in targets

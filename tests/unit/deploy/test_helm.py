@@ -35,7 +35,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "/engine/lora": {"engine": {"lora": "sql=/models/sql"}},
     "/engine/maxLoras": {"engine": {"maxLoras": 1}},
     "/image/registry": {"image": {"registry": "registry.example"}},
-    "/tls/secret": {"launcher": {"enabled": True}, "tls": {"secret": "certificates"}},
+    "/spare/replicas": {"spare": {"replicas": -1}},
     "/decode/autoscaling/enabled": {
         "launcher": {"enabled": True},
         "decode": {"autoscaling": {"enabled": True}},

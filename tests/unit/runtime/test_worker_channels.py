@@ -7,7 +7,7 @@ import pytest
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import PeerTls
 from kvmesh.runtime.worker_channels import receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import DataSection, WorkerConfig, WorkerSection
 from kvmesh.transfer.frames import Checksum
@@ -54,7 +54,7 @@ def test_an_engine_that_does_not_encrypt_is_refused_with_tls(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     config = WorkerConfig(
-        worker=WorkerSection(channels="nixl,tcp"), data=DataSection(tls=TlsConfig(ca="ca.pem"))
+        worker=WorkerSection(channels="nixl,tcp"), data=DataSection(tls=PeerTls(ca="ca.pem"))
     )
 
     for options in (send_options, receive_options):
@@ -84,7 +84,7 @@ def test_sizes_are_in_megabytes() -> None:
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(staging_mb=31), "at least 32"),
         (WorkerSection(), DataSection(poll_us=1001), "0 to 1000"),
-        (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
+        (WorkerSection(), DataSection(tls=PeerTls(ca="/nowhere.pem")), "data.tls"),
         (WorkerSection(), DataSection(peers="prefill"), "data.peers needs mTLS"),
     ],
 )
@@ -96,7 +96,7 @@ def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: st
 def test_a_broken_certificate_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "cert.pem"
     broken.write_text("no certificate")
-    tls = replace(TlsConfig(), cert=str(broken))
+    tls = replace(PeerTls(), cert=str(broken))
 
     with pytest.raises(ConfigError, match=r"data\.tls"):
         receive_options(WorkerConfig(data=DataSection(tls=tls)))

@@ -62,7 +62,7 @@
 
 {{- define "kvmesh.containerStart" }}
         - name: {{ .name }}
-          image: "{{ .root.Values.image.registry }}kvmesh-{{ .name }}{{ if and (eq .root.Values.engine.kind "vllm") (or (eq .name "prefill") (eq .name "decode")) }}-vllm{{ end }}:{{ .root.Values.image.tag }}"
+          image: "{{ .root.Values.image.registry }}kvmesh-{{ ternary "decode" .name (eq .name "spare") }}{{ if and (eq .root.Values.engine.kind "vllm") (has .name (list "prefill" "decode" "spare")) }}-vllm{{ end }}:{{ .root.Values.image.tag }}"
           imagePullPolicy: {{ .root.Values.image.pullPolicy }}
           securityContext:
             allowPrivilegeEscalation: false
@@ -119,10 +119,14 @@
 {{- $_ := set $env "KVMESH_TELEMETRY__TRACE__TARGET" .root.Values.tracing.collector }}
 {{- end }}
 {{- if .root.Values.tls.secret }}
-{{- range $part := ternary (list "SERVER" "DATA") (list "SERVER") (or (eq .name "prefill") (eq .name "decode")) }}
+{{- $launched := .root.Values.launcher.enabled }}
+{{- range $part := ternary (list "SERVER" "DATA") (list "SERVER") (has .name (list "prefill" "decode" "spare")) }}
 {{- $_ := set $env (printf "KVMESH_%s__TLS__CERT" $part) "/etc/kvmesh/tls/tls.crt" }}
 {{- $_ := set $env (printf "KVMESH_%s__TLS__KEY" $part) "/etc/kvmesh/tls/tls.key" }}
 {{- $_ := set $env (printf "KVMESH_%s__TLS__CA" $part) "/etc/kvmesh/tls/ca.crt" }}
+{{- if $launched }}{{- /* Workers are pods of Deployments, and no certificate names their addresses. */}}
+{{- $_ := set $env (printf "KVMESH_%s__TLS__PEER_NAME" $part) (printf "%s-mesh" $release) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if .root.Values.admin.secret }}
