@@ -232,8 +232,11 @@ async def _ill(fault: str, name: str, folder: Path) -> AsyncIterator[None]:
         fault_of(folder, name).write_text(fault)
     yield
     fault_of(folder, name).unlink(missing_ok=True)
-    if _pid(folder, name) == pid and fault != "killed":
-        os.kill(pid, signal.SIGKILL)
+    # A next life that began before the fault was over has it too.
+    last = _pid(folder, name)
+    if last and (last == pid or fault not in ("killed", "cut off")):
+        os.kill(last, signal.SIGKILL)
+        pid = last
     await until(lambda: _pid(folder, name) != pid, f"{name} has ended", 60)
 
 

@@ -256,6 +256,11 @@ class Fleet:
         """All members with their loads as reported."""
         return [(each.info, each.load) for each in self._members.values()]
 
+    def silent(self, now: float) -> dict[WorkerId, float]:
+        """Seconds since the last report of workers that are silent and were heard before."""
+        heard = ((name, now - each.reported_at) for name, each in self._members.items())
+        return {name: age for name, age in heard if SILENT_AFTER_S < age < math.inf}
+
     def note_detail(self, membership: Membership, detail: WorkerDetail) -> None:
         """Stores details for people. Does nothing if the membership is over."""
         member = self._current(membership)

@@ -6,6 +6,7 @@ Tests: tests/unit/scheduler/test_health.py, tests/chaos/test_engine_faults.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.health import Health
@@ -48,9 +49,13 @@ class FleetHealth:
     async def run(self) -> None:
         """Judges periodically, until cancelled."""
         while True:
+            slept_at = self._clock.now()
             await asyncio.sleep(JUDGE_S)
-            if not self.is_quiet:
-                await self.judge(self._clock.now())
+            now = self._clock.now()
+            # After a pause of this process itself, reports of workers are still unread.
+            silent = self._fleet.silent(now) if now < slept_at + 2 * JUDGE_S else {}
+            if silent or not self.is_quiet:
+                await self.judge(now, silent)
                 self._feed.changed()
 
     def note_query(self, query: RouteQuery, now: float) -> None:
@@ -63,10 +68,14 @@ class FleetHealth:
                 note(worker_id, now)
             self._told[name] = now
 
-    async def judge(self, now: float) -> None:
-        """Judges all workers once."""
+    async def judge(self, now: float, silent: Mapping[WorkerId, float] | None = None) -> None:
+        """Judges all workers once.
+
+        Args:
+            silent: as for `HealthBoard.verdicts`.
+        """
         version = self._fleet.version
-        verdicts = await in_turns(self._board.verdicts(self._fleet.reports(), now))
+        verdicts = await in_turns(self._board.verdicts(self._fleet.reports(), now, silent or {}))
         for info in self._fleet.judge(verdicts):
             verdict = verdicts[info.worker_id]
             word = verdict.level.name.lower()

@@ -83,6 +83,7 @@ class Behaviour:
     takes_offers: int = -1  # so many, and rejects all after them
     offer_reason: RefusalReason = RefusalReason.BUSY
     break_offers: int = 0  # the stream breaks instead of an answer
+    ignore_offers: int = 0  # no answer comes
     fail_prefills: int = 0
     lose_reservations: int = 0  # when the prefill is offered
     break_decode_after: int = 0  # tokens; then the stream breaks, once
@@ -430,7 +431,9 @@ class _Prefill(prefill_grpc.PrefillServiceServicer):
             worker.offers.append((offer.request_id, offer.attempt))
             worker.specs.append(sequence_spec_from_proto(offer.sequence))
             worker.traceparents.append(offer.traceparent)
-            if take(worker.does, "break_offers"):
+            if take(worker.does, "ignore_offers"):
+                pass
+            elif take(worker.does, "break_offers"):
                 outbox.put(BREAK)
             elif worker.rejects():
                 refusal = Refusal(worker.does.offer_reason, "told to reject", retry_after_ms=2500)

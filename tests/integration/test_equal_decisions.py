@@ -35,6 +35,7 @@ from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import read_trace
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
+from services.scheduler import fleet as scheduler_fleet
 from services.scheduler import router
 from tests.live_replay import NUM_BLOCKS, Round, WorkerPlan, live_mesh
 from tests.redis_server import redis_url
@@ -95,7 +96,7 @@ def decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return comparable_ask(ask.view, ask.query, ask.matches)
 
     # How long ago a live worker reported is this machine's, too.
-    for policies in (chain, seats, joint):
+    for policies in (chain, seats, joint, scheduler_fleet):
         monkeypatch.setattr(policies, "SILENT_AFTER_S", math.inf)
     for module in (router, sim_router):
         monkeypatch.setattr(module, "decide_route", decide)

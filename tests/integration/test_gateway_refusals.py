@@ -20,6 +20,7 @@ from kvmesh.core.types import (
     RoutePlan,
     RouteQuery,
 )
+from kvmesh.policy.answer_times import MAX_WAIT_S, MIN_ANSWERS, AnswerTimes
 from services.gateway.config import AccessConfig, QuotaConfig
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
@@ -176,6 +177,31 @@ async def test_two_prefill_workers_never_write_into_one_reservation(tmp_path: Pa
         first, second = stack.mesh.workers["d1"].reserves
         assert first in stack.mesh.workers["d1"].cancels
         assert second not in stack.mesh.workers["d1"].cancels
+        await stack.idle()
+
+
+async def test_who_does_not_answer_is_passed_over_as_soon_as_others_would_have_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    note_late = AnswerTimes.note_late
+
+    def noted(times: AnswerTimes, now: float) -> None:
+        waited.append(times.wait_s(now))
+        note_late(times, now)
+
+    monkeypatch.setattr(AnswerTimes, "note_late", noted)
+    async with gateway_stack(tmp_path, TWO_PAIRS) as stack:
+        for _ in range(MIN_ANSWERS):  # each has more than one
+            await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert waited == []
+        first = stack.mesh.workers["p1"]
+        first.does.ignore_offers, num_before = 1, len(first.offers)
+        answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "one request, one handoff"
+        assert len(first.offers) == num_before + 1
+        (wait_s,) = waited
+        assert wait_s < MAX_WAIT_S
         await stack.idle()
 
 

@@ -1,4 +1,4 @@
-"""Warm-up steps before the first request, since a device compiles a kernel at its first launch.
+"""Steps before the first request: a device compiles a kernel at its first launch, and may hang.
 
 Captured decode steps compile their kernels at capture; these steps cover the others.
 Tests: tests/unit/engine/test_warm_up.py, tests/unit/kernels/test_triton_kernels.py.
@@ -6,8 +6,18 @@ Tests: tests/unit/engine/test_warm_up.py, tests/unit/kernels/test_triton_kernels
 
 from __future__ import annotations
 
-from kvmesh.engine.measure import Stage
+from kvmesh.engine.measure import Stage, blocks_of
 from kvmesh.engine.protocol import ModelRunner
+
+
+def first_step(runner: ModelRunner) -> None:
+    """Computes one token, so that an engine that cannot compute never joins a fleet.
+
+    A device that hung may hang again in the process's next life. Then this step does not end, and
+    no request waits for it.
+    """
+    if blocks_of(runner, 1) <= runner.kv.num_blocks:
+        Stage(runner, [1]).run([0], [1])
 
 
 def warm_up(runner: ModelRunner, max_tokens: int) -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvmesh.core.health import Health
 from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
@@ -63,6 +64,10 @@ IDLE_S = 1.0
 """Seconds that a worker is idle before and after a refusal that counts: its earlier work is not the
 reason, and no report is under way that shows work it had just accepted."""
 
+SILENT_S = 2.25
+"""Seconds without a report after which a worker gets nothing new, until it reports again. Its lease
+ends soon after. It is suspect from the moment that routes try it last, `SILENT_AFTER_S`."""
+
 EJECTED_SHARE = 0.25
 """Largest fraction of a cluster's workers ejected at a time; one worker is always allowed."""
 
@@ -83,6 +88,7 @@ class HealthReason(enum.Enum):
     LOSES = "gateways lose requests there"
     DAMAGED = "it computes logits that are not numbers"
     REFUSES = "it refuses requests while it has nothing to do"
+    SILENT = "it does not report"
     RESTS = "it was ejected a short while ago"
     PROBATION = "it came back a short while ago"
     BUDGET = "too many of its cluster are ejected"
@@ -116,8 +122,11 @@ class Verdict:
     def is_ill(self) -> bool:
         """Whether the worker needs a substitute.
 
-        It was ejected, or is the last of its role and hangs.
+        It was ejected, or is the last of its role and hangs. One that is silent may report again;
+        it is replaced when its lease ends.
         """
+        if self.fault is HealthReason.SILENT:
+            return False
         is_last = self.reason is HealthReason.LAST
         return self.level >= Health.DEGRADED or (is_last and self.hangs)
 
@@ -130,6 +139,7 @@ class _Record:
     """Observations of one incarnation of a worker."""
 
     incarnation: int
+    silent_s: float = 0.0
     lost: deque[float] = field(default_factory=deque)
     refused: deque[float] = field(default_factory=deque)
     damaged: deque[float] = field(default_factory=deque)
@@ -153,7 +163,7 @@ class _Record:
         return (
             load.slowdown < SUSPECT_SHARE * SLOW_FACTOR
             and load.step_age_s < SUSPECT_SHARE * HANG_S
-            and not self.has_failed
+            and not (self.has_failed or self.silent_s)
             and self.ejected_at is None
             and self.back_at is None
         )
@@ -198,12 +208,16 @@ class HealthBoard:
             record.refused.append(now)
 
     def verdicts(
-        self, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
+        self,
+        workers: Sequence[tuple[WorkerInfo, WorkerLoad]],
+        now: float,
+        silent: Mapping[WorkerId, float] = MappingProxyType({}),
     ) -> Parts[dict[WorkerId, Verdict]]:
         """Returns the verdict on each worker.
 
         Args:
             workers: all live workers with their reported loads.
+            silent: seconds since the last report, of those for whom that is too long.
         """
         found: dict[WorkerId, Verdict] = {}
         clusters: set[str] = set()
@@ -212,6 +226,7 @@ class HealthBoard:
                 yield
             record = self._record(info)
             record.take(load, now)
+            record.silent_s = silent.get(info.worker_id, 0.0)
             if record.is_fine_with(load):
                 found[info.worker_id] = record.verdict = FINE
             else:
@@ -253,16 +268,19 @@ class HealthBoard:
                     why = HealthReason.LAST if stays else HealthReason.BUDGET
                     record.verdict = Verdict(Health.SUSPECT, why, fault)
                     continue
-                record.ejected_at = now
-                record.damaged.clear()  # what comes after its rest counts anew
+                if fault is not HealthReason.SILENT:  # its next report ends it, without a rest
+                    record.ejected_at = now
+                    record.damaged.clear()  # what comes after its rest counts anew
             budget -= 1
         return {info.worker_id: self._record(info).verdict for info, _ in judged}
 
     def _judged(self, record: _Record, fault: HealthReason, share: float, now: float) -> Verdict:
         if share >= 1.0:
-            if record.back_at is not None and record.ejected_at is None:
+            is_silent = fault is HealthReason.SILENT
+            if record.back_at is not None and record.ejected_at is None and not is_silent:
                 record.rest_s = min(2 * record.rest_s, MAX_REST_S)
-            record.back_at = None
+            if not is_silent:
+                record.back_at = None
             return Verdict(_FATAL.get(fault, Health.DEGRADED), fault, fault)
         if record.ejected_at is not None:
             if now < record.ejected_at + record.rest_s:
@@ -294,6 +312,7 @@ class HealthBoard:
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
             HealthReason.DAMAGED: len(record.damaged) / MIN_DAMAGED,
             HealthReason.REFUSES: sum(at <= now - IDLE_S for at in record.refused) / MIN_REFUSED,
+            HealthReason.SILENT: 0.0 if record.ejected_at else record.silent_s / SILENT_S,
         }
         # A fatal fault comes before one with a larger share.
         fault = max(shares, key=lambda each: (shares[each] >= 1 and each in _FATAL, shares[each]))

@@ -20,7 +20,7 @@ from kvmesh.engine.model_source import find_model, served_name
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.vllm_check import engine_environment, require_vllm
-from kvmesh.engine.warm_up import warm_up
+from kvmesh.engine.warm_up import first_step, warm_up
 from kvmesh.engine.weight_files import check_weight_files
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.runtime.worker_config import EngineSection
@@ -109,7 +109,9 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
     folder = folder or find_folder(config)
     name = config.model_name or served_name(config.model) or "fake"
     if folder is None or config.kind == "fake":
-        return _load_fake(config, folder, name)
+        fake = _load_fake(config, folder, name)
+        first_step(fake)
+        return fake
     threads = config.num_threads * config.num_ranks
     if threads > (cores := usable_cores()):
         log.warning("more_threads_than_cores", threads=threads, cores=cores)
@@ -129,7 +131,9 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         max_model_len=config.max_model_len or None,
         num_threads=config.num_threads,
     )
-    if config.device != "cpu":
+    if config.device == "cpu":
+        first_step(runner)
+    else:
         # Before static steps are used: the warm-up would compute its one-token steps statically.
         warm_up(runner, config.max_batch_tokens)
     runner.use_static_steps(static_batch)

@@ -165,14 +165,10 @@ class Simulation:
         self.fetches = Fetches(self.events, self.fleet, scenario.profile, self._stretch)
         self.chains = Chains(self.events, self.fleet, scenario.profile, self.fetches.begin)
         self.eviction = _eviction(scenario, self.events, self.fleet)
+        reasons = self.result.reasons
+        note = None if self.eviction is None else self.eviction.note
         self._router = SimRouter(
-            scenario,
-            self.events,
-            self.fleet,
-            lambda: self.control.offload,
-            self.result.reasons,
-            around,
-            None if self.eviction is None else self.eviction.note,
+            scenario, self.events, self.fleet, lambda: self.control.offload, reasons, around, note
         )
         self._desk = Desk(
             self.events,
@@ -188,7 +184,7 @@ class Simulation:
             PrefillTimes() if system.learns_deadlines else None,
             planned=self._planned,
         )
-        self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
+        self.control = Control(scenario, self.events, self.fleet, self._desk, reasons)
         self._computed: dict[WorkerId, int] = {}
 
     def run(self) -> Result:

@@ -97,6 +97,7 @@ class Attempt:
         outcome: None until the attempt is over.
         position: of the next token.
         num_offers: how often a prompt was offered to a worker that has answered or was lost.
+        answer_s: wait for the answer to a question; the owner may change it between questions.
     """
 
     def __init__(self, position: int, limits: Limits, deadline: float, num_asked: int = 0) -> None:
@@ -104,6 +105,7 @@ class Attempt:
         self.outcome: Outcome | None = None
         self.position = position
         self.num_offers = 0
+        self.answer_s = limits.answer_s
         self._limits = limits
         self._deadline = deadline
         self._progress_at = 0.0
@@ -122,6 +124,11 @@ class Attempt:
         return self._open.last.worker_id if self.state is State.HELD else None
 
     @property
+    def asked_at(self) -> float | None:
+        """When the question was asked that has no answer yet; None if there is none."""
+        return self._progress_at if self.state in _ASKING else None
+
+    @property
     def due(self) -> float:
         """When `tick` has to be called if nothing happens before; later events may change it."""
         state, limits = self.state, self._limits
@@ -129,7 +136,7 @@ class Attempt:
             patience_s = limits.stall_s if state is State.DECODE else limits.prefill_s
             return min(self._progress_at + patience_s, self._deadline)
         if state in _ASKING:
-            return min(self._progress_at + limits.answer_s, self._candidates.until)
+            return min(self._progress_at + self.answer_s, self._candidates.until)
         return math.inf
 
     # -- Finding workers --------------------------------------------------------------------------

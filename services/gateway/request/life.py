@@ -25,6 +25,7 @@ from kvmesh.core.types import (
     TokenLogprobs,
     WorkerId,
 )
+from kvmesh.policy.answer_times import MAX_WAIT_S
 from kvmesh.rpc.convert import fill_sequence_spec, limit_to_ms, reservation_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.v1 import types_pb2
@@ -52,8 +53,8 @@ from services.gateway.wire.worker_events import (
 )
 from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
 
-ANSWER_TIMEOUT_S = 2.0
-"""Seconds a worker has to answer an offer or a reservation before it counts as lost."""
+_ANSWERS = (Started, Reserved, Accepted, Refused)
+"""What workers answer to an offer or a reservation; a stream that broke is no answer."""
 
 
 class Receiver(Protocol):
@@ -129,7 +130,7 @@ class Life:
 
     def _new_attempt(self, num_asked: int) -> None:
         limits = self._mesh.limits
-        waits = Limits(ANSWER_TIMEOUT_S, limits.prefill_timeout_s, limits.stall_s)
+        waits = Limits(MAX_WAIT_S, limits.prefill_timeout_s, limits.stall_s)
         token_ids = self._request.prompt_ids
         again_until: float | None = None
         if self._tokens:
@@ -222,8 +223,9 @@ class Life:
 
     def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
         """Asks the workers of a plan, one after the other, until the time `until`."""
-        self._answer = None
-        self._perform_timed(self._attempt.ask(prefill, decode, until, self._loop.time()))
+        self._answer, now = None, self._loop.time()
+        self._attempt.answer_s = self._mesh.answers.wait_s(now)
+        self._perform_timed(self._attempt.ask(prefill, decode, until, now))
 
     async def answer(self) -> bool:
         """Waits until a worker takes the request or all refuse; True if a worker took it."""
@@ -253,6 +255,9 @@ class Life:
     def put(self, number: int, event: WorkerEvent) -> None:
         """Takes a worker's event."""
         attempt, now = self._attempt, self._loop.time()
+        asked_at = attempt.asked_at
+        if asked_at is not None and number == attempt.num_asked and isinstance(event, _ANSWERS):
+            self._mesh.answers.note(now - asked_at, now)
         actions: Actions
         match event:
             case Tokens():
@@ -288,8 +293,16 @@ class Life:
             self._timer = self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
+        # A process that stood still has answers to read, which come before what is due.
+        self._timer = self._loop.call_later(0, self._due)
+
+    def _due(self) -> None:
         self._timer, self._ticks_at = None, math.inf
-        self._perform_timed(self._attempt.tick(self._loop.time()))
+        attempt, now = self._attempt, self._loop.time()
+        asked_at = attempt.asked_at
+        if asked_at is not None and now >= asked_at + attempt.answer_s:
+            self._mesh.answers.note_late(now)
+        self._perform_timed(attempt.tick(now))
 
     def _perform(self, actions: Actions) -> None:
         while actions:
@@ -304,6 +317,7 @@ class Life:
             session = self._mesh.sessions.session(ask.candidate)
             link = session.prefill if ask.kind is Kind.OFFER else session.decode
             if not link.stream.connected and session.may_connect_s() > 0:
+                self._attempt.answer_s = MAX_WAIT_S  # for the connection, too
                 connecting = self._ask_later(ask, session, link)
                 self._connecting = self._loop.create_task(connecting)
                 return None

@@ -73,6 +73,8 @@ def test_the_fake_engine_takes_the_time_of_its_steps(
                             fake_token_bytes=64)  # fmt: skip
     runner = load_runner(section)
     assert runner.spec.layout.block_bytes == 64 * section.block_size
+    assert slept == [0.75], "the first step, before the worker joins"
+    slept.clear()
     tokens = list(range(1, 20))
     for start, end in ((0, 16), (18, 19)):
         runner.execute([SequenceChunk(1, tokens, start, end, (0, 1), 19, SamplingParams(), False)])

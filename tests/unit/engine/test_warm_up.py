@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
-from kvmesh.engine.warm_up import warm_up
+from kvmesh.engine.warm_up import first_step, warm_up
+from kvmesh.runtime.worker_config import EngineSection
+from kvmesh.runtime.worker_runner import load_runner
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 
@@ -64,3 +67,21 @@ def test_a_pool_without_room_computes_nothing() -> None:
     runner = FakeRunner(num_blocks=3, groups=KvGroups((0, 32), state_blocks=2))
     assert EngineCore(runner.spec, 3).max_model_len == 0
     warm_up(runner, 512)
+    first_step(runner)
+
+
+@pytest.mark.parametrize("kind", ["fake", "kvmesh"])
+def test_an_engine_computes_before_its_worker_can_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    runner_type, seen = FakeRunner if kind == "fake" else TorchRunner, list[tuple[int, int]]()
+    execute = runner_type.execute
+
+    def watched(runner: Any, chunks: list[SequenceChunk]) -> object:
+        seen.extend((chunk.start, chunk.end) for chunk in chunks)
+        return execute(runner, chunks)
+
+    monkeypatch.setattr(runner_type, "execute", watched)
+    folder = write_checkpoint(tmp_path)
+    load_runner(EngineSection(kind=kind, model=str(folder), num_blocks=8)).close()
+    assert seen == [(0, 1)]

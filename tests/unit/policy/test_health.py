@@ -24,6 +24,7 @@ from kvmesh.policy.health import (
     PEER_FACTOR,
     PROBATION_S,
     REST_S,
+    SILENT_S,
     SLOW_FACTOR,
     UNKNOWN_STEP_S,
     HealthBoard,
@@ -48,6 +49,7 @@ class Fleet:
         self.now = 0.0
         self.loads: dict[str, WorkerLoad] = {}
         self.infos: dict[str, WorkerInfo] = {}
+        self.silent: dict[WorkerId, float] = {}
         for role in (Role.PREFILL, Role.DECODE):
             for number in range(num_each):
                 name = f"{role.value[0]}{number}"
@@ -56,7 +58,7 @@ class Fleet:
     def judge(self, after_s: float = 0.5) -> dict[WorkerId, Verdict]:
         self.now += after_s
         told = [(info, self.loads[name]) for name, info in self.infos.items()]
-        return at_once(self.board.verdicts(told, self.now))
+        return at_once(self.board.verdicts(told, self.now, self.silent))
 
     def level(self, name: str, after_s: float = 0.5) -> Health:
         return self.judge(after_s)[WorkerId(name)].level
@@ -226,6 +228,35 @@ def test_who_comes_back_is_tried_last_and_rests_longer_the_next_time() -> None:
         assert fleet.level("p0") is Health.SUSPECT
         rest_s = min(2 * rest_s, MAX_REST_S)
     assert fleet.level("p0", PROBATION_S) is Health.OK
+
+
+def test_who_is_silent_gets_nothing_until_it_reports_again() -> None:
+    fleet = Fleet()
+    fleet.silent = {WorkerId("d0"): SILENT_S * 0.9}
+    assert fleet.level("d0") is Health.SUSPECT
+    fleet.silent = {WorkerId("d0"): SILENT_S}
+    verdict = fleet.judge()[WorkerId("d0")]
+    assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.SILENT)
+    assert not verdict.is_ill, "its place is filled when its lease ends"
+    fleet.silent = {}
+    assert fleet.level("d0") is Health.OK, "at once, without a rest"
+
+
+def test_where_all_are_silent_a_share_gets_nothing_and_the_last_stays() -> None:
+    fleet = Fleet()
+    fleet.silent = {WorkerId(name): SILENT_S for name in fleet.infos}
+    assert len(fleet.ejected()) == 2
+    pair = Fleet(num_each=1)
+    pair.silent = {WorkerId("d0"): SILENT_S}
+    assert pair.judge()[WorkerId("d0")].reason is HealthReason.LAST
+
+
+def test_who_rests_is_ill_although_it_is_silent() -> None:
+    fleet = Fleet()
+    fleet.loads["d0"] = SLOW
+    assert fleet.ejected() == {"d0"}
+    fleet.silent = {WorkerId("d0"): SILENT_S}
+    assert fleet.judge()[WorkerId("d0")].is_ill
 
 
 def test_another_life_begins_well() -> None:

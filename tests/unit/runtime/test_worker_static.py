@@ -43,7 +43,7 @@ def test_a_workers_runner_does_as_told(tmp_path: Path, word: str, buckets: tuple
     runner.close()
 
 
-@pytest.mark.parametrize(("device", "num_steps"), [("cpu", 0), ("cuda", 8)])
+@pytest.mark.parametrize(("device", "num_steps"), [("cpu", 1), ("cuda", 8)])
 def test_a_device_computes_steps_before_there_are_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, num_steps: int
 ) -> None:

@@ -64,6 +64,25 @@ async def test_an_engine_that_hangs_gets_nothing_and_is_said_to_be_dead() -> Non
     assert (await parts.decoders("c"))[-1] == "d0", "it is tried last"
 
 
+async def test_a_worker_that_no_longer_reports_gets_nothing_before_its_lease_ends() -> None:
+    parts = Judged()
+    await parts.second()
+    heard = parts.members.pop("d0")
+    for _ in range(2):
+        await parts.second()
+    now = parts.clock.now()
+    assert parts.fleet.silent(now) == {"d0": 2.0}
+    await parts.health.judge(now + 0.5, parts.fleet.silent(now + 0.5))
+    assert parts.shown("d0") == (Health.DEGRADED, True, "it does not report")
+    assert parts.fleet.report(heard, IDLE, now), "it is a member still"
+    assert parts.fleet.silent(now) == {}
+    await parts.health.judge(now)
+    assert parts.shown("d0")[:2] == (Health.OK, False)
+    restored = worker_info("r0", Role.DECODE)
+    assert parts.fleet.restore(restored, now)
+    assert "r0" not in parts.fleet.silent(now + 2.0), "it has not reported to this scheduler yet"
+
+
 async def test_the_last_of_a_role_is_asked_all_the_same() -> None:
     parts = Judged()
     await parts.second(d0=HANGS)
