@@ -30,10 +30,11 @@ def test_more_memory_below_pools_finds_more_where_pools_are_too_small() -> None:
 def test_the_rate_that_is_borne_is_the_last_one_with_nine_of_ten_in_time() -> None:
     borne = {"pool alone": 0.8, "host 10x": 1.6}
     rows: dict[str, Row] = {
-        f"{factor:g}x {label}": {"success": 0.95 if factor <= most else 0.85}
+        f"{factor:g}x {label}": {"success": 0.95 if factor <= most else 0.85, "hits": 0.9}
         for label, most in borne.items()
         for factor in FACTORS
     }
-    (target,) = _judge_loads("a trace", 10.0, rows).targets
-    assert target.value == 2.0
-    assert target.met
+    rows[f"1x {INFINITE}"] = {"hits": 1.0}
+    borne_more, hits = _judge_loads("a trace", 10.0, rows).targets
+    assert (borne_more.value, borne_more.met) == (2.0, True)
+    assert (hits.value, hits.met) == (0.9, True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from kvmesh.policy.global_lru import PoolEviction
+from kvmesh.sim.requests import block_hash
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.tiers import TierSizes
 from kvmesh.sim.workload import Workload, make_requests
-from tests.unit.sim.examples import profile, scenario
+from tests.unit.sim.examples import profile, scenario, trace
 
 
 def run(eviction: PoolEviction, tiers: TierSizes) -> Simulation:
@@ -45,3 +46,21 @@ def test_the_index_knows_who_holds_which_block() -> None:
     assert any(held.values())
     everything = set().union(*held.values())
     assert simulation.fleet.index.holders(workers, everything) == held
+
+
+def test_what_another_worker_keeps_leaves_first() -> None:
+    plan = scenario(trace(), fleet="home:d:hybrid:2", device={"num_blocks": 8})
+    simulation = Simulation(dataclasses.replace(plan, eviction=PoolEviction.GLOBAL))
+    full, other = simulation.fleet.workers.values()
+    names = [block_hash(number) for number in range(8)]
+    for worker, held in ((full, names[2:]), (full, names[:2]), (other, names[:2])):
+        blocks = worker.pool.allocate(len(held))
+        for block, key in zip(blocks, held, strict=True):
+            worker.pool.seal(block, key)
+        worker.pool.release(blocks)
+        simulation.fleet.note_change(worker)
+    assert full.pool.oldest(1) == [names[7]]
+    assert simulation.eviction is not None
+    simulation.eviction._end_window()
+    assert full.pool.oldest(3) == [names[1], names[0], names[7]]
+    assert simulation.eviction.given_up == {"pool": 2}
