@@ -167,10 +167,14 @@ class LiveMesh:
         hashes = tuple(chain_hashes(root, prompt_of(request), TRACE_BLOCK))
         held = {w.worker_id: len(w.core.pool.match(hashes)) for w in self.workers}
         expected = {name: count for name, count in held.items() if count}
-        lookup = self.scheduler.prefixes
+        lookup, index = self.scheduler.prefixes, self.scheduler.index
         assert lookup is not None
+        assert index is not None
 
         async def fact() -> bool:
+            # Routes ask the scheduler's index, which follows the kvmanager.
+            if not index.known or dict(index.match(layout.model_fingerprint, hashes)) != expected:
+                return False
             answer = await lookup.match(layout.model_fingerprint, hashes, PATIENCE_S)
             return {each.worker_id: each.num_blocks for each in answer.matches} == expected
 
