@@ -12,6 +12,7 @@ from typing import NewType
 
 from kvmesh.core.empty_spare import Origin
 from kvmesh.core.fetch_reason import FetchReason
+from kvmesh.core.health import NO_DEVICE_ERRORS, DeviceErrors
 from kvmesh.core.kv_formats import KV_DTYPE_BYTES, OWN_ENGINE, OWN_ORDER
 from kvmesh.core.kv_groups import PLAIN, KvGroups
 from kvmesh.core.pace import NO_LIMIT_S, PaceRoom
@@ -21,7 +22,6 @@ WorkerId = NewType("WorkerId", str)
 RequestId = NewType("RequestId", str)
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes: hash of the parent hash and the block's tokens."""
-
 BLOCK_HASH_BYTES = 16
 
 
@@ -310,8 +310,7 @@ class WorkerInfo:
         publishes: whether it publishes its blocks to a kvmanager; if not, no prefix is found there.
         missing_native: native libraries that it runs without, which makes it slower.
         pair_share: see `ModelRunner.pair_share`.
-        adapters: ids of the LoRA adapters that it serves (core/adapters.py).
-        embeds: whether it computes embeddings.
+        adapters, embeds: ids of its LoRA adapters, and whether it computes embeddings.
     """
 
     worker_id: WorkerId
@@ -349,12 +348,12 @@ class WorkerLoad:
         sent_bytes_total: KV bytes that left this worker since its start.
         sending_bytes: KV bytes that wait to be sent or are in flight.
         sending_s_total: seconds since its start with KV in flight over TCP.
-        step_age_s: seconds since the engine's running step began; 0: none runs.
-        step_expected_s: usual seconds of steps like the running one; 0: not known.
+        step_age_s, step_expected_s: age of the running step, and usual seconds of such; 0: none.
         slowdown: time of the latest steps over the usual time of such steps; 0: not known.
         room: room for requests with a TPOT limit.
         damaged_total: sequences for which the engine computed logits that are not numbers.
         host_token_s, disk_token_s: seconds to bring up a token's KV from that tier; 0: not known.
+        device: errors that its device reports.
     """
 
     prefill_active: int = 0
@@ -380,6 +379,7 @@ class WorkerLoad:
     damaged_total: int = 0
     host_token_s: float = 0.0
     disk_token_s: float = 0.0
+    device: DeviceErrors = NO_DEVICE_ERRORS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from kvmesh.core.errors import ConfigError
 
+_BUS_ID_BYTES = 32
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
 
 
@@ -45,6 +46,27 @@ def num_devices(driver: str = "libcuda.so.1") -> int:
     except (OSError, AttributeError):
         return 0
     return 0 if failed else count.value
+
+
+def pci_bus_id(index: int, driver: str = "libcuda.so.1") -> str:
+    """Returns the address on the PCI bus of a CUDA device that this process may use.
+
+    Args:
+        driver: file name of the driver library.
+
+    Raises:
+        OSError: there is no driver, or it does not know the device.
+    """
+    cuda = ctypes.CDLL(driver)
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(_BUS_ID_BYTES)
+    failed = (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(device), index)
+        or cuda.cuDeviceGetPCIBusId(text, _BUS_ID_BYTES, device)
+    )
+    if failed:
+        raise OSError(f"cuda:{index} has no PCI address, CUDA error {failed}")
+    return text.value.decode()
 
 
 def require_named_device(device: str, *, count_devices: Callable[[], int] = num_devices) -> None:

@@ -57,6 +57,10 @@ MIN_DAMAGED = 2
 """Number of sequences in that window with logits that are not numbers that ejects a worker; a
 single one may be the fault of its request."""
 
+MIN_DEVICE_ERRORS = 1
+"""Number of uncorrectable errors of its device in that window that ejects a worker: a computation
+may have read them."""
+
 MIN_REFUSED = 5
 """Number of requests in the window that an idle worker refuses before it is ejected."""
 
@@ -87,6 +91,8 @@ class HealthReason(enum.Enum):
     SLOW = "its steps take much longer than they did"
     LOSES = "gateways lose requests there"
     DAMAGED = "it computes logits that are not numbers"
+    DEVICE = "its device reports errors that it cannot correct"
+    DEVICE_LOST = "its device does not answer, or must be reset"
     REFUSES = "it refuses requests while it has nothing to do"
     SILENT = "it does not report"
     RESTS = "it was ejected a short while ago"
@@ -95,7 +101,8 @@ class HealthReason(enum.Enum):
     LAST = "it is the last of its role"
 
 
-_FATAL = {HealthReason.HANGS: Health.DEAD}
+_FATAL = {HealthReason.HANGS: Health.DEAD, HealthReason.DEVICE_LOST: Health.DEAD}
+"""Faults with which a worker computes nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +121,12 @@ class Verdict:
 
     @property
     def hangs(self) -> bool:
-        """Whether a step of the worker does not end, even if the worker keeps its place."""
+        """Whether the worker computes nothing more, even if it keeps its place.
+
+        A step of it does not end, or its device is lost.
+        """
         stays = self.reason in (HealthReason.LAST, HealthReason.BUDGET)
-        return self.level is Health.DEAD or (stays and self.fault is HealthReason.HANGS)
+        return self.level is Health.DEAD or (stays and self.fault in _FATAL)
 
     @property
     def is_ill(self) -> bool:
@@ -143,6 +153,7 @@ class _Record:
     lost: deque[float] = field(default_factory=deque)
     refused: deque[float] = field(default_factory=deque)
     damaged: deque[float] = field(default_factory=deque)
+    device_errors: deque[float] = field(default_factory=deque)
     last: WorkerLoad = WorkerLoad()
     idle_since: float | None = None
     ejected_at: float | None = None
@@ -152,8 +163,8 @@ class _Record:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the worker lost, refused or damaged a request in the window."""
-        return bool(self.lost or self.refused or self.damaged)
+        """Whether it lost, refused or damaged a request, or its device failed, in the window."""
+        return bool(self.lost or self.refused or self.damaged or self.device_errors)
 
     def is_fine_with(self, load: WorkerLoad) -> bool:
         """Whether the worker is healthy whatever its peers report, as almost all workers are.
@@ -163,7 +174,7 @@ class _Record:
         return (
             load.slowdown < SUSPECT_SHARE * SLOW_FACTOR
             and load.step_age_s < SUSPECT_SHARE * HANG_S
-            and not (self.has_failed or self.silent_s)
+            and not (self.has_failed or self.silent_s or load.device.failing or load.device.lost)
             and self.ejected_at is None
             and self.back_at is None
         )
@@ -174,6 +185,8 @@ class _Record:
             return  # the report is not new, and the worker was idle before
         for _ in range(min(load.damaged_total - self.last.damaged_total, MIN_DAMAGED)):
             self.damaged.append(now)
+        if load.device.errors_total > self.last.device.errors_total:
+            self.device_errors.append(now)
         if not _stands_idle(load, self.last):
             self.idle_since = None
             self.refused.clear()
@@ -182,7 +195,8 @@ class _Record:
         self.last = load
         for times in (self.lost, self.refused):
             _drop_before(times, now - LOST_WINDOW_S)
-        _drop_before(self.damaged, now - DAMAGED_WINDOW_S)
+        for times in (self.damaged, self.device_errors):
+            _drop_before(times, now - DAMAGED_WINDOW_S)
 
 
 class HealthBoard:
@@ -271,6 +285,7 @@ class HealthBoard:
                 if fault is not HealthReason.SILENT:  # its next report ends it, without a rest
                     record.ejected_at = now
                     record.damaged.clear()  # what comes after its rest counts anew
+                    record.device_errors.clear()
             budget -= 1
         return {info.worker_id: self._record(info).verdict for info, _ in judged}
 
@@ -306,11 +321,14 @@ class HealthBoard:
             crowd: median lateness (`_lateness`) of its machine's other workers now.
             slowdowns: sorted slowdowns of all workers of the cluster that report one.
         """
+        errors = len(record.device_errors) / MIN_DEVICE_ERRORS
         shares = {
             HealthReason.HANGS: load.step_age_s / _hang_s(load, crowd),
             HealthReason.SLOW: _slowness(load.slowdown, crowd, slowdowns),
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
             HealthReason.DAMAGED: len(record.damaged) / MIN_DAMAGED,
+            HealthReason.DEVICE: 1.0 if load.device.failing else errors,
+            HealthReason.DEVICE_LOST: float(load.device.lost),
             HealthReason.REFUSES: sum(at <= now - IDLE_S for at in record.refused) / MIN_REFUSED,
             HealthReason.SILENT: 0.0 if record.ejected_at else record.silent_s / SILENT_S,
         }

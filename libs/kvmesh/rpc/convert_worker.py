@@ -10,7 +10,7 @@ import math
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.empty_spare import Assignment, Origin
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.health import Health
+from kvmesh.core.health import NO_DEVICE_ERRORS, DeviceErrors, Health
 from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
@@ -190,6 +190,7 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         damaged_total=load.damaged_total,
         host_token_s=load.host_token_s,
         disk_token_s=load.disk_token_s,
+        device=_device_to_proto(load.device),
     )
 
 
@@ -219,7 +220,26 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         damaged_total=message.damaged_total,
         host_token_s=message.host_token_s,
         disk_token_s=message.disk_token_s,
+        device=_device_from_proto(message),
     )
+
+
+def _device_to_proto(device: DeviceErrors) -> types_pb2.DeviceErrors | None:
+    if device == NO_DEVICE_ERRORS:
+        return None
+    return types_pb2.DeviceErrors(
+        errors_total=device.errors_total,
+        last_xid=device.last_xid,
+        failing=device.failing,
+        lost=device.lost,
+    )
+
+
+def _device_from_proto(message: types_pb2.WorkerLoad) -> DeviceErrors:
+    if not message.HasField("device"):
+        return NO_DEVICE_ERRORS
+    told = message.device
+    return DeviceErrors(told.errors_total, told.last_xid, told.failing, told.lost)
 
 
 def _room_to_proto(room: PaceRoom) -> types_pb2.PaceRoom:

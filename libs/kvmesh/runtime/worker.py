@@ -30,6 +30,7 @@ from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.chain_metrics import ChainMetrics
 from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.device_watch import with_device_errors
 from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.native_code import native_levels
 from kvmesh.runtime.pool_copies import PoolCopies
@@ -285,7 +286,7 @@ class Worker:
         self._registration = SchedulerRegistration(
             section.schedulers,
             self._info,
-            self.report,
+            with_device_errors(self._context, self._config.engine.device, self.report),
             self._ordered_to_drain,
             self._context.access,
             operator=OperatorHooks(self.detail, *orders),
@@ -454,8 +455,7 @@ class Worker:
             self.core,
             links,
             cordoned=self.cordoned,
-            # At most one of the two is set.
-            budget_bytes_s=max(data.budget_mb_s, data.egress_mb_s) * MEGABYTE,
+            budget_bytes_s=max(data.budget_mb_s, data.egress_mb_s) * MEGABYTE,  # one of them is 0
         )
 
     @property

@@ -998,6 +998,7 @@ class WorkerLoad(_message.Message):
     DAMAGED_TOTAL_FIELD_NUMBER: _builtins.int
     HOST_TOKEN_S_FIELD_NUMBER: _builtins.int
     DISK_TOKEN_S_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -1046,6 +1047,10 @@ class WorkerLoad(_message.Message):
     def room(self) -> Global___PaceRoom:
         """What it can take of requests that limit their time per token."""
 
+    @_builtins.property
+    def device(self) -> Global___DeviceErrors:
+        """What its device reports of itself."""
+
     def __init__(
         self,
         *,
@@ -1072,14 +1077,49 @@ class WorkerLoad(_message.Message):
         damaged_total: _builtins.int = ...,
         host_token_s: _builtins.float = ...,
         disk_token_s: _builtins.float = ...,
+        device: Global___DeviceErrors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["room", b"room"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "room", b"room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "damaged_total", b"damaged_total", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "disk_token_s", b"disk_token_s", "draining", b"draining", "host_token_s", b"host_token_s", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "damaged_total", b"damaged_total", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "device", b"device", "disk_token_s", b"disk_token_s", "draining", b"draining", "host_token_s", b"host_token_s", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "room", b"room", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total", "slowdown", b"slowdown", "step_age_s", b"step_age_s", "step_expected_s", b"step_expected_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class DeviceErrors(_message.Message):
+    """Errors of a device since the worker started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERRORS_TOTAL_FIELD_NUMBER: _builtins.int
+    LAST_XID_FIELD_NUMBER: _builtins.int
+    FAILING_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    errors_total: _builtins.int
+    """Uncorrectable memory errors and critical XIDs."""
+    last_xid: _builtins.int
+    """The latest of these XIDs; 0: none."""
+    failing: _builtins.bool
+    """No row is left to replace a faulty one."""
+    lost: _builtins.bool
+    """It does not answer, or must be reset."""
+    def __init__(
+        self,
+        *,
+        errors_total: _builtins.int = ...,
+        last_xid: _builtins.int = ...,
+        failing: _builtins.bool = ...,
+        lost: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors_total", b"errors_total", "failing", b"failing", "last_xid", b"last_xid", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceErrors: _TypeAlias = DeviceErrors  # noqa: Y015
 
 @_typing.final
 class PaceRoom(_message.Message):

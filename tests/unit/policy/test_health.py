@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmesh.core.health import Health
+from kvmesh.core.health import DeviceErrors, Health
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.step_watch import StepWatch
@@ -107,6 +107,53 @@ def test_a_worker_that_computes_no_numbers_is_drained_and_one_bad_request_is_non
     fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1 + MIN_DAMAGED)
     verdict = fleet.judge()[WorkerId("d1")]
     assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.DAMAGED)
+
+
+def of_device(**errors: int) -> WorkerLoad:
+    return dataclasses.replace(FINE, device=DeviceErrors(**errors))  # type: ignore[arg-type]
+
+
+def test_one_uncorrectable_error_of_its_device_ejects_a_worker_for_a_rest() -> None:
+    fleet = Fleet()
+    fleet.loads["d1"] = of_device(errors_total=1, last_xid=48)
+    verdict = fleet.judge()[WorkerId("d1")]
+    assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.DEVICE)
+    assert fleet.level("d1", REST_S - 1) is Health.DEGRADED
+    assert fleet.level("d1", 2) is Health.SUSPECT
+    assert fleet.level("d1", PROBATION_S) is Health.OK, "an old error is no new one"
+    fleet.loads["d1"] = of_device(errors_total=2, last_xid=48)
+    assert fleet.level("d1") is Health.DEGRADED
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "reason"),
+    [
+        ({"failing": True}, Health.DEGRADED, HealthReason.DEVICE),
+        ({"lost": True}, Health.DEAD, HealthReason.DEVICE_LOST),
+        ({"lost": True, "failing": True}, Health.DEAD, HealthReason.DEVICE_LOST),
+    ],
+)
+def test_a_device_that_fails_for_good_keeps_its_worker_out(
+    device: dict[str, int], level: Health, reason: HealthReason
+) -> None:
+    fleet = Fleet()
+    fleet.loads["d1"] = of_device(**device)
+    for after_s in (0.5, REST_S + 1, MAX_REST_S):
+        verdict = fleet.judge(after_s)[WorkerId("d1")]
+        assert (verdict.level, verdict.reason) == (level, reason)
+        assert verdict.is_ill
+    assert verdict.hangs == (level is Health.DEAD), "a launcher ends who computes nothing more"
+    fleet.loads["d1"] = FINE
+    assert fleet.level("d1", 0.5) is Health.SUSPECT
+    assert fleet.level("d1", PROBATION_S) is Health.OK
+
+
+def test_the_last_of_its_role_stays_and_is_ended_if_its_device_is_lost() -> None:
+    fleet = Fleet(num_each=1)
+    fleet.loads["d0"] = of_device(lost=True)
+    verdict = fleet.judge()[WorkerId("d0")]
+    assert (verdict.level, verdict.reason) == (Health.SUSPECT, HealthReason.LAST)
+    assert verdict.hangs
 
 
 def test_a_worker_that_refuses_while_it_stands_idle_is_drained() -> None:

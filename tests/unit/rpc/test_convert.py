@@ -7,6 +7,7 @@ import pytest
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.health import DeviceErrors
 from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.slots import PrefixMatch
@@ -68,7 +69,10 @@ INFO = WorkerInfo(
     groups=KvGroups((0, 64), 3),
 )
 ROOM = PaceRoom(StepPace(0.01, 1e-7), 5000, 0.03, 1.5)
-LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5, room=ROOM)
+DEVICE = DeviceErrors(3, 48, failing=True, lost=True)
+LOAD = WorkerLoad(
+    *(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5), room=ROOM, device=DEVICE
+)
 FIRST_PART = PrefixSource(WorkerId("f"), 5, Endpoint("f", 3), 3, computes=True)
 SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7, computes=True, upstream=FIRST_PART)
 CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32, SOURCE)
