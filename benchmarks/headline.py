@@ -1,4 +1,4 @@
-"""The few numbers of the README, taken from the results: what a reader asks first.
+"""The few numbers that the README shows, taken from the results.
 
 `make bench-summary` writes them between `<!-- measured -->` and `<!-- end of measured -->`.
 Tests: tests/unit/benchmarks/test_headline.py.
@@ -90,13 +90,13 @@ def _engine(result: Result) -> tuple[str, str]:
 
 def _fetched(result: Result) -> tuple[str, str]:
     row = _row(result, channel="tcp", prefix=4096)
-    return f"{row['fetched_ms']['median']:,.0f} ms", f"computed {row['computed_ms']['median']:,.0f}"
+    return f"{row['fetched_ms']['median']:,.0f} ms", f"computed {row['computed_ms']['median']:,.0f} ms"
 
 
 def _brought_up(result: Result) -> tuple[str, str]:
     rows = [_row(result, what="first token", tier=tier) for tier in ("host", "disk")]
     host, disk = (f"{row['loaded_ms']['median']:,.0f}" for row in rows)
-    return f"{host} / {disk} ms", f"computed {rows[0]['computed_ms']['median']:,.0f}"
+    return f"{host} / {disk} ms", f"computed {rows[0]['computed_ms']['median']:,.0f} ms"
 
 
 def _link_speed(result: Result) -> tuple[str, str]:
@@ -130,7 +130,7 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     ),
     (
         "gateway",
-        "7x overload: first tokens in time per second / all late ones / neither answer nor refusal",
+        "7x overload: first tokens in time per second / late first tokens / requests that failed",
         _gateways("overload 7x", _in_time),
     ),
     (
@@ -140,18 +140,18 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     ),
     (
         "gateway",
-        "chats of 200 to 2,000 tokens per second, answers of 16, 32 in flight",
+        "requests per second (chats of 200 to 2,000 tokens, answers of 16), 32 in flight",
         _gateways("requests, 32 in flight", lambda row: f"{row['per s']:,}"),
     ),
     ("engine", "CPU engine, tokens per second, prefill and decode", _engine),
-    ("prefix_fetch", "first token behind 4,096 tokens that another worker holds, TCP", _fetched),
+    ("prefix_fetch", "TTFT of a prompt with 4,096 tokens that another worker holds, fetched over TCP", _fetched),
     (
         "tiers",
-        "first token behind 4,096 tokens that the pool has evicted, in host memory / on disk",
+        "TTFT of a prompt with 4,096 tokens evicted to host memory / to disk",
         _brought_up,
     ),
-    ("transfer", "KV over TCP, one peer", _link_speed),
-    ("footprint", "control plane at rest: memory together, slowest start", _at_rest),
+    ("transfer", "KV throughput over TCP to one peer", _link_speed),
+    ("footprint", "gateway, scheduler and kvmanager at rest: memory together, slowest start", _at_rest),
     ("routing", "one route decision among 1,000 workers, p99", _decision),
     ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
 )
