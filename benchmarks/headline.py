@@ -90,7 +90,8 @@ def _engine(result: Result) -> tuple[str, str]:
 
 def _fetched(result: Result) -> tuple[str, str]:
     row = _row(result, channel="tcp", prefix=4096)
-    return f"{row['fetched_ms']['median']:,.0f} ms", f"computed {row['computed_ms']['median']:,.0f} ms"
+    fetched, computed = row["fetched_ms"]["median"], row["computed_ms"]["median"]
+    return f"{fetched:,.0f} ms", f"computed {computed:,.0f} ms"
 
 
 def _brought_up(result: Result) -> tuple[str, str]:
@@ -144,14 +145,22 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
         _gateways("requests, 32 in flight", lambda row: f"{row['per s']:,}"),
     ),
     ("engine", "CPU engine, tokens per second, prefill and decode", _engine),
-    ("prefix_fetch", "TTFT of a prompt with 4,096 tokens that another worker holds, fetched over TCP", _fetched),
+    (
+        "prefix_fetch",
+        "TTFT of a prompt with 4,096 tokens that another worker holds, fetched over TCP",
+        _fetched,
+    ),
     (
         "tiers",
         "TTFT of a prompt with 4,096 tokens evicted to host memory / to disk",
         _brought_up,
     ),
     ("transfer", "KV throughput over TCP to one peer", _link_speed),
-    ("footprint", "gateway, scheduler and kvmanager at rest: memory together, slowest start", _at_rest),
+    (
+        "footprint",
+        "gateway, scheduler and kvmanager at rest: memory together, slowest start",
+        _at_rest,
+    ),
     ("routing", "one route decision among 1,000 workers, p99", _decision),
     ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
 )
