@@ -12,7 +12,7 @@ from kvmesh.runtime.worker_config import WorkerConfig, WorkerSection
 class DecodeSection(WorkerSection):
     """A worker whose default role is decode."""
 
-    role: str = option("decode", "prefill, decode, hybrid or spare: what the scheduler uses it for")
+    role: str = option("decode", "role of the worker at start: prefill, decode, hybrid or spare")
 
 
 @dataclass(frozen=True, slots=True)

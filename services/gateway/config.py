@@ -24,22 +24,29 @@ class HttpConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
-    max_body_bytes: int = positive(16 * 1024 * 1024, "longest request body")
-    processes: int = positive(1, "processes that share the ports; about one per core")
-    header_timeout_s: float = positive(20.0, "first request line and headers must come within this")
-    body_timeout_s: float = positive(60.0, "a request's body must come within this")
-    idle_timeout_s: float = positive(75.0, "a connection without a request is closed after this")
-    stall_timeout_s: float = positive(60.0, "a client that takes nothing for this long is cut")
-    max_connections: int = option(10_000, "connections at once; 0 is no limit")
+    max_body_bytes: int = positive(16 * 1024 * 1024, "maximum size of a request body, in bytes")
+    processes: int = positive(
+        1, "number of gateway processes that share the ports; about one per core"
+    )
+    header_timeout_s: float = positive(
+        20.0, "maximum seconds to receive the request line and headers"
+    )
+    body_timeout_s: float = positive(60.0, "maximum seconds to receive a request's body")
+    idle_timeout_s: float = positive(75.0, "seconds after which an idle connection is closed")
+    stall_timeout_s: float = positive(
+        60.0, "seconds after which a client that reads nothing is disconnected"
+    )
+    max_connections: int = option(10_000, "maximum open connections; 0: no limit")
     max_connections_per_address: int = option(
-        2048, "connections of one address; 0 is no limit, for a load balancer in front"
+        2048,
+        "maximum open connections per client address; 0: no limit, for use behind a load balancer",
     )
     tenant_metrics: bool = option(
-        False, "GET /metrics of this port names tenants, to everybody who reaches it"
+        False, "include tenant names in GET /metrics of this port, for every caller"
     )
     adapter_changes: bool = option(
         False,
-        "POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for all callers of this port",
+        "serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter to every caller of this port",
     )
     tls: TlsConfig = option(TlsConfig, "")
 
@@ -55,24 +62,27 @@ class ModelConfig:
         "models/pydoc-6m",
         "folder with tokenizer.json and the chat template, or org/name on the Hugging Face hub",
     )
-    served_name: str = option("", "name that clients use; default: name of the folder, or org/name")
-    aliases: str = option("", "further names that clients may use for it, comma-separated")
+    served_name: str = option(
+        "", "model name that clients use; empty: the folder name, or org/name"
+    )
+    aliases: str = option("", "additional names of the model for clients, comma-separated")
     others: str = option(
         "",
-        "further models, of other workers, as NAME=FOLDER, comma-separated; a folder that comes "
-        "again gives its model one more name",
+        "further models, served by other workers, as NAME=FOLDER, comma-separated; repeat "
+        "a folder to give its model another name",
     )
     use_generation_config: bool = option(
-        False, "take sampling defaults from generation_config.json"
+        False, "use the sampling defaults of generation_config.json"
     )
     tool_calls: str = option(
         "auto",
-        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
-        "mistral, qwen3_coder, deepseek_v3, kimi_k2, glm45, minimax, openai or none",
+        "format of tool calls: auto (detected from the chat template), hermes, "
+        "llama3_json, mistral, qwen3_coder, deepseek_v3, kimi_k2, glm45, minimax, openai "
+        "or none",
     )
     reasoning_parser: str = option(
         "auto",
-        "how the model marks its thinking: auto (by its chat template), qwen3, deepseek_r1, "
+        "format of reasoning: auto (detected from the chat template), qwen3, deepseek_r1, "
         "mistral, openai_gptoss or none",
     )
 
@@ -114,8 +124,8 @@ class ModelConfig:
 class SchedulerTargets:
     """Addresses of the schedulers."""
 
-    targets: str = option("127.0.0.1:7001", "host:port of the schedulers, comma-separated")
-    route_timeout_s: float = positive(0.5, "longest wait for a route plan")
+    targets: str = option("127.0.0.1:7001", "schedulers as host:port, comma-separated")
+    route_timeout_s: float = positive(0.5, "maximum seconds to wait for a route plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,30 +153,38 @@ class ScenarioConfig:
 class LimitsConfig:
     """Deadlines and limits of one request."""
 
-    ttft_deadline_ms: int = positive(10_000, "default longest wait until a worker takes a request")
+    ttft_deadline_ms: int = positive(
+        10_000, "default deadline until a worker accepts a request, in milliseconds"
+    )
     ttft_tiers: str = option(
         "",
-        "the same for shorter prompts, as TOKENS=MS, comma-separated: a prompt of at most so many "
-        "tokens waits so long, and longer ones for ttft_deadline_ms",
+        "shorter deadlines for short prompts, as TOKENS=MS, comma-separated: prompts of "
+        "up to TOKENS tokens wait at most MS; longer ones wait ttft_deadline_ms",
     )
     tpot_limit_ms: int = option(
-        0, "default longest mean time per token that requests accept; 0: any"
+        0, "default limit on the mean time per output token (TPOT), in milliseconds; 0: no limit"
     )
     itl_limit_ms: int = option(
-        0, "default longest time between two tokens that requests accept; 0: any"
+        0, "default limit on the time between two tokens (ITL), in milliseconds; 0: no limit"
     )
-    request_timeout_s: float = positive(600.0, "longest life of a request")
+    request_timeout_s: float = positive(
+        600.0, "maximum seconds from the arrival of a request to its end"
+    )
     prefill_timeout_s: float = positive(
-        60.0, "a prefill without its first token or handoff after this long is lost"
+        60.0, "seconds without a first token or handoff after which a prefill counts as lost"
     )
-    stall_s: float = positive(10.0, "a decode stream without tokens for this long is lost")
-    max_moves: int = option(3, "how often lost work of one request is started again")
-    max_choices: int = positive(16, "largest n")
-    max_prompts: int = positive(64, "most prompts in one completions request")
-    max_stop: int = option(16, "most stop strings")
-    max_stop_chars: int = option(1024, "longest stop string")
-    max_sequences: int = positive(128, "most generations of one request: n times prompts")
-    max_prompt_chars: int = positive(4_000_000, "most text of all prompts of one request")
+    stall_s: float = positive(
+        10.0, "seconds without tokens after which a decode stream counts as lost"
+    )
+    max_moves: int = option(
+        3, "maximum number of times that a request moves to another worker after a loss"
+    )
+    max_choices: int = positive(16, "maximum n (choices per prompt)")
+    max_prompts: int = positive(64, "maximum prompts per completions request")
+    max_stop: int = option(16, "maximum stop strings per request")
+    max_stop_chars: int = option(1024, "maximum characters of a stop string")
+    max_sequences: int = positive(128, "maximum sequences per request (n times prompts)")
+    max_prompt_chars: int = positive(4_000_000, "maximum characters of all prompts of one request")
 
     def tiers(self) -> tuple[TimeoutTier, ...]:
         """The default waits by prompt length, shortest first; the last is for all longer prompts.
@@ -212,21 +230,25 @@ class LimitsConfig:
 class AccessConfig:
     """Authentication of callers."""
 
-    api_keys: str = secret("accepted bearer keys, comma-separated; empty accepts everyone")
+    api_keys: str = secret("accepted bearer keys, comma-separated; empty: no key is needed")
     api_keys_file: str = option("", "file with one accepted bearer key per line")
-    tenants_file: str = option("", "tenants and hashed keys, a file that `kvmesh keys` makes")
-    tenants_in_redis: bool = option(False, "tenants and hashed keys are in Redis")
-    refresh_s: float = positive(2.0, "tenants and keys are read again after this long")
+    tenants_file: str = option("", "file with tenants and hashed keys, as written by `kvmesh keys`")
+    tenants_in_redis: bool = option(False, "read tenants and hashed keys from Redis")
+    refresh_s: float = positive(2.0, "interval in seconds at which tenants and keys are read again")
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaConfig:
     """Limits of callers that are not in the tenant directory; 0 is no limit."""
 
-    max_concurrent_per_key: int = option(0, "requests of one key at once")
-    requests_per_min_per_key: int = option(0, "requests of one key per minute")
-    tokens_per_min_per_key: int = option(0, "prompt and generated tokens of one key per minute")
-    burst_s: float = positive(10.0, "seconds of a rate that may be used at once; tenants' too")
+    max_concurrent_per_key: int = option(0, "maximum concurrent requests per key")
+    requests_per_min_per_key: int = option(0, "maximum requests per key and minute")
+    tokens_per_min_per_key: int = option(
+        0, "maximum prompt and generated tokens per key and minute"
+    )
+    burst_s: float = positive(
+        10.0, "burst size: seconds of a rate limit that may be used at once; also for tenants"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +257,15 @@ class SharedRedisConfig:
 
     url: str = option(
         "",
-        "redis:// or redis+sentinel:// URL; empty: each gateway counts quotas, streams die with it",
+        "redis:// or redis+sentinel:// URL; empty: each gateway counts quotas alone, and "
+        "its streams end with it",
     )
-    password: str = secret("password, if it is not part of the URL")
-    key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
-    timeout_s: float = positive(0.5, "a call that takes longer has failed")
-    password_file: str = option("", "file that holds the password")
+    password: str = secret("Redis password, if the URL does not contain it")
+    key_prefix: str = option(
+        "kvmesh:", "prefix of all keys; two meshes in one Redis need different prefixes"
+    )
+    timeout_s: float = positive(0.5, "timeout of one call, in seconds")
+    password_file: str = option("", "file with the Redis password")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +273,11 @@ class ResumeConfig:
     """The journal, with which another gateway can resume a stream; see `redis.url`."""
 
     journal_mib: int = option(
-        64, "most memory for streams of one process in Redis; 0 writes none: they die with it"
+        64,
+        "maximum MiB of Redis memory for the streams of one gateway process; 0: no "
+        "journal, streams end with their gateway",
     )
-    keep_s: float = positive(60.0, "a stream is kept for this long after its end")
+    keep_s: float = positive(60.0, "seconds for which a stream is kept after its end")
 
 
 @dataclass(frozen=True, slots=True)

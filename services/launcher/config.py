@@ -14,11 +14,11 @@ class KubernetesConfig:
     """The cluster and the Deployments whose size the launcher changes."""
 
     deployments: str = option(
-        "", "Deployments of workers, NAME=ROLE[:SCENARIO[:CHECKPOINT]], comma-separated"
+        "", "Deployments of workers as NAME=ROLE[:SCENARIO[:CHECKPOINT]], comma-separated"
     )
-    model: str = option("", "name under which all of these workers serve their model")
+    model: str = option("", "name of the model that all these workers serve")
     namespace: str = option("default", "namespace of the Deployments")
-    kubeconfig: str = option("", "kubeconfig file; empty: the service account of this pod")
+    kubeconfig: str = option("", "kubeconfig file; empty: use the pod's service account")
 
 
 @dataclass(frozen=True, slots=True)

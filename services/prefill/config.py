@@ -12,9 +12,7 @@ from kvmesh.runtime.worker_config import WorkerConfig, WorkerSection
 class PrefillSection(WorkerSection):
     """A worker whose default role is prefill."""
 
-    role: str = option(
-        "prefill", "prefill, decode, hybrid or spare: what the scheduler uses it for"
-    )
+    role: str = option("prefill", "role of the worker at start: prefill, decode, hybrid or spare")
 
 
 @dataclass(frozen=True, slots=True)

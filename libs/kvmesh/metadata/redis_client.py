@@ -52,10 +52,12 @@ class RedisConfig:
     url: str = option(
         "redis://127.0.0.1:6379/0", "redis://, rediss:// (TLS), unix:// or redis+sentinel:// URL"
     )
-    password: str = secret("password, if it is not part of the URL")
-    key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
-    timeout_s: float = positive(0.5, "a call that takes longer has failed")
-    password_file: str = option("", "file that holds the password")
+    password: str = secret("Redis password, if the URL does not contain it")
+    key_prefix: str = option(
+        "kvmesh:", "prefix of all keys; two meshes in one Redis need different prefixes"
+    )
+    timeout_s: float = positive(0.5, "timeout of one call, in seconds")
+    password_file: str = option("", "file with the Redis password")
 
 
 def _password(config: RedisConfig) -> str:

@@ -45,10 +45,16 @@ _OPTIONS: list[tuple[str, int]] = [
 class TlsConfig:
     """TLS files. If all are empty, connections are plain text."""
 
-    cert: str = option("", "certificate chain (PEM) that this service shows")
-    key: str = option("", "private key (PEM) of the certificate")
-    ca: str = option("", "CA (PEM) that peers must be signed by; set on both sides for mTLS")
-    verify_callers: bool = option(True, "with a CA: callers must show a certificate of it, too")
+    cert: str = option("", "file with the certificate chain (PEM) of this service")
+    key: str = option("", "file with the private key (PEM) of the certificate")
+    ca: str = option(
+        "",
+        "file with the CA (PEM) that must have signed the peers' certificates; set it on "
+        "both sides for mTLS",
+    )
+    verify_callers: bool = option(
+        True, "if a CA is set, require a client certificate that it signed"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,8 @@ class PeerTls(TlsConfig):
     """TLS files of a service that also calls others of its mesh."""
 
     peer_name: str = option(
-        "", "name that certificates of those it calls have, wherever they are; empty: their address"
+        "",
+        "name expected in the certificates of called services; empty: the address that is called",
     )
 
 

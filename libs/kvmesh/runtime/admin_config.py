@@ -16,12 +16,16 @@ class AdminConfig:
     """The admin port."""
 
     host: str = option(
-        "127.0.0.1", "address of the admin port; not this host's alone: a token is needed"
+        "127.0.0.1", "address of the admin port; an address other than loopback requires a token"
     )
     port: int = option(-1, "admin HTTP port; 0 picks a free one, -1 turns it off")
-    socket: str = option("", "Unix socket for the same calls, without a token, for its owner alone")
-    token: str = secret("token that callers of the admin port must send")
-    token_file: str = option("", "file that holds the token of the admin port")
+    socket: str = option(
+        "",
+        "path of a Unix socket for the same calls; it needs no token, and only its owner "
+        "has access",
+    )
+    token: str = secret("bearer token that callers of the admin port must send")
+    token_file: str = option("", "file with the bearer token of the admin port")
     tls: TlsConfig = option(TlsConfig, "")
 
     @property

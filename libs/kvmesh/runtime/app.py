@@ -60,17 +60,26 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(0, "gRPC port; 0 picks a free one")
     direct_port: int = option(
-        0, "port of direct streams between services; 0 picks a free one, -1 keeps all on gRPC"
+        0, "port for direct streams between services; 0 picks a free one, -1 uses gRPC only"
     )
-    share_port: bool = option(False, "other processes of this service may have the same ports")
-    advertise_host: str = option("", "host that peers use to reach this service; default: host")
-    drain_s: float = option(30.0, "longest time that a drain waits for running work")
+    share_port: bool = option(False, "let several processes of this service share the ports")
+    advertise_host: str = option(
+        "", "host name at which peers reach this service; empty: `server.host`"
+    )
+    drain_s: float = option(30.0, "maximum seconds that a drain waits for running requests")
     tls: PeerTls = option(PeerTls, "")
     callers: str = option(
-        "", "names in certificates that may call, or `name:Rpc`, comma-separated; empty: all"
+        "",
+        "certificate names that may call this service, as NAME or NAME:Rpc, "
+        "comma-separated; empty: all callers",
     )
-    secret: str = secret("the mesh's secret; callers without it are refused, this service shows it")
-    secret_file: str = option("", "file that holds the mesh's secret, the same for all services")
+    secret: str = secret(
+        "shared secret of the mesh: callers must prove that they hold it, and this service "
+        "proves it to peers"
+    )
+    secret_file: str = option(
+        "", "file with the shared secret of the mesh, the same for all services"
+    )
     admin: AdminConfig = option(AdminConfig, "")
 
 

@@ -17,20 +17,33 @@ class DataSection:
     """The data channel over the network."""
 
     lanes: int = option(
-        0, "TCP connections per peer; 0: by cores, and by what more or fewer of them gain"
+        0,
+        "TCP connections per peer; 0: chosen from the number of cores and the measured throughput",
     )
-    checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
-    budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
-    egress_mb_s: float = option(0.0, "TCP megabytes per second to all, reads included; 0: no bound")
-    window_mb: int = positive(64, "megabytes that one connection may be ahead of its answers")
-    copy_threads: int = positive(1, "that share a large copy out of shared memory")
-    poll_us: int = option(200, "microseconds to look for the next frame, while that pays; 0: not")
+    checksum: str = option("crc32c", "checksum of TCP payloads: crc32c, crc32 or none")
+    budget_mb_s: float = option(
+        0.0, "maximum megabytes per second over TCP to one peer; 0: no limit"
+    )
+    egress_mb_s: float = option(
+        0.0,
+        "maximum megabytes per second over TCP to all peers together, reads by peers "
+        "included; 0: no limit",
+    )
+    window_mb: int = positive(64, "maximum unacknowledged megabytes per connection")
+    copy_threads: int = positive(1, "threads that share a large copy from shared memory")
+    poll_us: int = option(
+        200,
+        "maximum microseconds of busy polling for the next frame, used only while it pays "
+        "off; 0: none",
+    )
     staging_mb: int = option(
-        64, "pinned host memory per direction for blocks of a device, megabytes"
+        64, "megabytes of pinned host memory per direction, for staging blocks of a device"
     )
     tls: PeerTls = option(PeerTls, "")
     peers: str = option(
-        "", "names in certificates of workers to share KV with, comma-separated; empty: all"
+        "",
+        "certificate names of the workers that may share KV with this one, "
+        "comma-separated; empty: all",
     )
 
 
@@ -38,22 +51,32 @@ class DataSection:
 class WorkerSection:
     """Identity, neighbours and limits of a worker."""
 
-    id: str = option("", "stable name; default: role, host and port")
-    role: str = option("hybrid", "prefill, decode, hybrid or spare: what the scheduler uses it for")
-    cluster: str = option("local", "cluster (datacentre) name")
-    scenario: str = option("", "scenario whose requests it serves; empty: those without a group")
-    scheduler_targets: str = option("127.0.0.1:7001", "schedulers, host:port, comma-separated")
-    kvmanager_target: str = option("127.0.0.1:7002", "kvmanager, host:port; empty: do not publish")
-    data_port: int = option(0, "data channel port; 0 picks a free one")
-    prefill_slots: int = option(1, "prompts held at once; all others are rejected")
-    decode_slots: int = option(32, "sequences held at once, reservations included")
-    lease_s: float = positive(10.0, "a reservation without renewal or progress ends after this")
-    stall_s: float = positive(5.0, "a transfer without progress fails after this")
-    handoff_s: float = positive(60.0, "a link whose handoffs would take longer is given up")
-    channels: str = option(
-        "local,ipc,shm,tcp", "kinds of data channel that may be used, best first"
+    id: str = option("", "unique, stable name of the worker; empty: role, host and port")
+    role: str = option("hybrid", "role of the worker at start: prefill, decode, hybrid or spare")
+    cluster: str = option("local", "name of the worker's cluster (datacentre)")
+    scenario: str = option(
+        "", "scenario whose requests the worker serves; empty: requests without a scenario"
     )
-    transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
+    scheduler_targets: str = option("127.0.0.1:7001", "schedulers as host:port, comma-separated")
+    kvmanager_target: str = option(
+        "127.0.0.1:7002", "kvmanager as host:port; empty: cached blocks are not published"
+    )
+    data_port: int = option(0, "port of the data channel; 0 picks a free one")
+    prefill_slots: int = option(1, "maximum concurrent prompts; further ones are rejected")
+    decode_slots: int = option(32, "maximum concurrent sequences, reservations included")
+    lease_s: float = positive(
+        10.0, "seconds without renewal or progress after which a reservation ends"
+    )
+    stall_s: float = positive(5.0, "seconds without progress after which a transfer fails")
+    handoff_s: float = positive(
+        60.0, "maximum seconds that a transfer may still need at its measured speed; else it fails"
+    )
+    channels: str = option(
+        "local,ipc,shm,tcp", "allowed kinds of data channel, comma-separated, preferred ones first"
+    )
+    transfer_mode: str = option(
+        "auto", "unit in which KV is sent: auto, whole (prompt), chunked or layered"
+    )
 
     @property
     def schedulers(self) -> list[str]:
@@ -82,45 +105,53 @@ class EngineSection:
 
     kind: str = option("kvmesh", "kvmesh, vllm, or fake (deterministic, computes nothing)")
     model: str = option(
-        "", "checkpoint folder, or org/name on the Hugging Face hub; a spare without one is empty"
+        "",
+        "checkpoint folder, or org/name on the Hugging Face hub; empty only for a spare "
+        "without a model",
     )
-    model_name: str = option(
-        "", "name under which the model is served; default: folder name, or org/name"
-    )
-    lora: str = option("", "LoRA adapters as NAME=FOLDER, comma-separated; with the engine vllm")
+    model_name: str = option("", "name of the served model; empty: the folder name, or org/name")
+    lora: str = option("", "LoRA adapters as NAME=FOLDER, comma-separated; engine vllm only")
     max_loras: int = option(
-        0, "LoRA adapters at once, those loaded while it runs included; 0: those of engine.lora"
+        0, "maximum LoRA adapters, those loaded at run time included; 0: only those of engine.lora"
     )
     max_lora_rank: int = positive(
-        16, "longest rank of adapters loaded while it runs; those of engine.lora may need more"
+        16, "maximum rank of adapters loaded at run time; adapters of engine.lora may raise it"
     )
     tensor_parallel: int = positive(
-        1, "processes that share each layer of the model by heads; with the engine vllm"
+        1, "tensor-parallel size: processes that share each layer by heads; engine vllm only"
     )
     pipeline_parallel: int = positive(
-        1, "parts that the layers are divided into, each with as many processes; with vllm"
+        1,
+        "pipeline-parallel size: stages of layers, each with tensor_parallel processes; "
+        "engine vllm only",
     )
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option("cpu", "cpu or cuda")
-    num_blocks: int = positive(1024, "KV blocks")
+    num_blocks: int = positive(1024, "number of KV blocks")
     block_size: int = positive(16, "token positions per KV block")
     num_threads: int = positive(1, "CPU threads of the engine")
-    max_model_len: int = option(0, "longest sequence in tokens; 0: the model's own limit")
-    max_batch_tokens: int = positive(512, "tokens computed in one step (chunk budget)")
-    growth_tokens: int = option(64, "room for new tokens that a reservation asks for")
+    max_model_len: int = option(
+        0, "maximum tokens of a sequence, prompt and answer; 0: the model's own limit"
+    )
+    max_batch_tokens: int = positive(512, "maximum tokens computed per step (chunk budget)")
+    growth_tokens: int = option(64, "tokens beyond the prompt for which a reservation takes blocks")
     state_interval_tokens: int = option(
-        0, "positions between cached states of linear layers; 0: as much room as their KV takes"
+        0,
+        "tokens between cached states of linear-attention layers; 0: chosen so that the "
+        "states take as much memory as the KV",
     )
     cuda_graphs: str = option(
-        "auto", "static decode steps: auto (with a device), on (on the CPU uncaptured) or off"
+        "auto", "static decode steps: auto (on a GPU), on (also on the CPU, without capture) or off"
     )
-    max_graph_batch: int = positive(64, "sequences of the largest static decode step")
+    max_graph_batch: int = positive(64, "maximum batch size of static decode steps")
     swap_gib: float = option(
-        -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
+        -1.0,
+        "GiB of host memory for the KV of preempted sequences; 0: none; -1: 4 on a GPU, 0 "
+        "on the CPU",
     )
-    fake_step_s: float = option(0.0, "length of a step of the fake engine")
-    fake_profile: str = option("", "profile file whose step times the fake engine takes")
-    fake_device: str = option("", "device of that profile")
+    fake_step_s: float = option(0.0, "seconds per step of the fake engine")
+    fake_profile: str = option("", "profile file with the step times of the fake engine")
+    fake_device: str = option("", "device whose times are taken from that profile")
     fake_token_bytes: int = option(8, "KV bytes per token of the fake engine, a multiple of 8")
 
     @property
@@ -133,19 +164,30 @@ class EngineSection:
 class FetchSection:
     """KV that workers read from each other's prefix caches."""
 
-    enabled: bool = option(True, "fetch prefixes that routes say other workers hold")
-    timeout_s: float = positive(10.0, "a fetch that takes longer is given up, the rest is computed")
-    stall_s: float = positive(2.0, "a fetch or query without progress for this long is given up")
-    lease_s: float = positive(
-        5.0, "blocks leased to a reader are free again so long after its reads"
+    enabled: bool = option(True, "fetch prefixes from other workers if a route names a holder")
+    timeout_s: float = positive(
+        10.0, "timeout of a fetch in seconds; the rest of the prefix is then computed"
     )
-    max_leases: int = option(64, "leases at once, half to one reader; 0: nothing is given away")
-    max_share: float = option(0.5, "of all blocks, in leases at once; half of that to one reader")
-    max_stores: int = option(0, "prefixes at once that other programs write here; 0: none may")
-    max_queries: int = option(8, "questions about KV here that are open at once, else refused")
-    leave_s: float = option(0.0, "a drained worker stays so long for what it holds to be copied")
+    stall_s: float = positive(2.0, "seconds without progress after which a fetch or query ends")
+    lease_s: float = positive(
+        5.0, "seconds after a reader's last read until its lease on blocks ends"
+    )
+    max_leases: int = option(
+        64, "maximum open leases, at most half of them to one host; 0: other workers cannot read"
+    )
+    max_share: float = option(
+        0.5, "maximum fraction of all blocks under lease, at most half of that to one host"
+    )
+    max_stores: int = option(0, "maximum concurrent stores by other programs; 0: they cannot store")
+    max_queries: int = option(
+        8, "maximum concurrent attention queries of other workers; further ones are refused"
+    )
+    leave_s: float = option(
+        0.0, "seconds that a drained worker stays, so that prefixes which only it holds are copied"
+    )
     query: str = option(
-        "auto", "ask where a prefix is instead of computing it: auto (by cost), always, never"
+        "auto",
+        "query a prefix at its holder instead of computing it: auto (by cost), always or never",
     )
 
 
@@ -154,10 +196,16 @@ class TiersSection:
     """Tiers for KV that the pool of blocks evicts."""
 
     host_gib: float = option(
-        0.0, "host memory for evicted KV, GiB; useful where it is more than the pool; 0: none"
+        0.0, "GiB of host memory for evicted KV; useful if larger than the pool; 0: none"
     )
-    disk_gib: float = option(0.0, "disk for KV that host memory evicts, or the pool, GiB; 0: none")
-    disk_path: str = option("", "folder on that disk; its file outlives the worker's restart")
+    disk_gib: float = option(
+        0.0,
+        "GiB of disk for KV evicted from host memory, or from the pool if there is no "
+        "host tier; 0: none",
+    )
+    disk_path: str = option(
+        "", "folder for the disk tier; its file is kept over restarts of the worker"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,23 +215,29 @@ class OutsideSection:
     url: str = option(
         "", "redis://, rediss:// (TLS), unix:// or redis+sentinel:// URL; empty: none"
     )
-    password: str = secret("password, if it is not part of the URL")
-    password_file: str = option("", "file that holds the password")
-    key_prefix: str = option("kvmesh:", "start of all keys")
-    timeout_s: float = positive(0.5, "a call that takes longer has failed")
-    ttl_s: float = positive(86400.0, "a block that is not used for this long is deleted there")
+    password: str = secret("Redis password, if the URL does not contain it")
+    password_file: str = option("", "file with the Redis password")
+    key_prefix: str = option("kvmesh:", "prefix of all keys")
+    timeout_s: float = positive(0.5, "timeout of one call, in seconds")
+    ttl_s: float = positive(
+        86400.0, "seconds without use after which a block is deleted from the store"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EventsSection:
     """KV events for outside indexers, as vLLM publishes them; needs the extra `events`."""
 
-    endpoint: str = option("", "ZMQ PUB address, for example tcp://*:5557; empty: off")
-    replay_endpoint: str = option("", "ZMQ ROUTER address for missed batches; empty: none")
+    endpoint: str = option(
+        "", "ZMQ PUB address for KV events, for example tcp://*:5557; empty: off"
+    )
+    replay_endpoint: str = option(
+        "", "ZMQ ROUTER address at which subscribers request missed batches; empty: none"
+    )
     topic: str = option("kv-events", "topic of the messages")
-    buffer_batches: int = positive(10_000, "batches kept for the replay")
-    encoding: str = option("array", "of an event: array, or map (vLLM 0.28 and later)")
-    int_hashes: bool = option(True, "block hashes as 64-bit numbers; else as bytes")
+    buffer_batches: int = positive(10_000, "number of batches kept for replay")
+    encoding: str = option("array", "encoding of an event: array, or map (vLLM 0.28 and later)")
+    int_hashes: bool = option(True, "send block hashes as 64-bit integers; else as bytes")
 
 
 @dataclass(frozen=True, slots=True)

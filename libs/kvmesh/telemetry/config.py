@@ -20,9 +20,9 @@ class TraceConfig:
     """Traces."""
 
     exporter: str = option("none", "none, otlp or jsonl")
-    target: str = option("", "collector host:port (otlp) or file (jsonl)")
-    ratio: float = option(1.0, "share of requests that are traced")
-    per_second: float = option(0.0, "of these, at most so many in a second; 0: no bound")
+    target: str = option("", "host:port of the collector (otlp), or a file (jsonl)")
+    ratio: float = option(1.0, "fraction of requests that are traced, 0 to 1")
+    per_second: float = option(0.0, "maximum traced requests per second; 0: no limit")
 
 
 @dataclass(frozen=True, slots=True)
