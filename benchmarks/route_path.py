@@ -47,12 +47,15 @@ IDLE_S = 10.0
 KNOWN_POLLS = 1_200
 """Looks for what was published, every 100 ms."""
 
+WORKERS_IN_A_PROCESS = 500
+"""A process that plays more of them may stand still for longer than their lease."""
+
 KINDS = ("no hashes", "1,900 unknown", "1,900 half known", "1,900 known")
 
 NOTES = (
     (
         "from the call of the gateway's client to its plan; scheduler, kvmanager and Redis are "
-        "processes of their own, and so are the workers, which share the machine's cores with them"
+        "processes of their own; the workers, up to 500 in a process, share the cores with them"
     ),
     (
         f"each worker of the first {NUM_DOCUMENTS * HOLDERS:,} holds one of {NUM_DOCUMENTS} "
@@ -72,7 +75,6 @@ class Mesh:
     metrics: dict[str, str]
     services: dict[str, Process]
     redis_pid: int
-    fleet: Process
     join_s: float
     missing: int
 
@@ -106,16 +108,19 @@ async def running(num_workers: int, folder: Path) -> AsyncIterator[Mesh]:
             services[name] = Process(name, command, folder)
             stack.callback(services[name].stop)
         begun = time.perf_counter()
-        command = [sys.executable, "-m", "benchmarks.route_fleet"]
-        fleet = Process("fleet", [*command, scheduler, kvmanager, str(num_workers)], folder)
-        stack.callback(fleet.stop)
-        missing = int(await fleet.line())
+        missing = 0
+        for first in range(0, num_workers, WORKERS_IN_A_PROCESS):
+            end = min(first + WORKERS_IN_A_PROCESS, num_workers)
+            command = [sys.executable, "-m", "benchmarks.route_fleet", scheduler, kvmanager]
+            fleet = Process(f"fleet-{first}", [*command, str(first), str(end)], folder)
+            stack.callback(fleet.stop)
+            missing += int(await fleet.line())
         join_s = time.perf_counter() - begun
         holders = min(num_workers, NUM_DOCUMENTS * HOLDERS)
         urls = {name: f"http://127.0.0.1:{port}/metrics" for name, (_, port) in ports.items()}
         await _until_known(urls["kvmanager"], holders * DOCUMENT_BLOCKS)
         assert redis.pid is not None
-        yield Mesh(scheduler, urls, services, redis.pid, fleet, join_s, missing)
+        yield Mesh(scheduler, urls, services, redis.pid, join_s, missing)
 
 
 async def _metric(url: str, name: str) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import StepPace
 from kvmesh.core.summary_statistics import mean
+from kvmesh.core.turns import Parts
 from kvmesh.core.types import Role
 from kvmesh.policy.groups import GroupKey, shares_of_groups
 from kvmesh.policy.pdserve import InstanceProfile, RatioStep
@@ -65,17 +66,21 @@ class GroupLoops:
         """Notes a request that was routed for the first time."""
         self._new.setdefault(scenario, _Arrived()).add(lengths)
 
-    def observe(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> None:
+    def observe(
+        self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float
+    ) -> Parts[None]:
         """Adds the loads of a cycle.
 
         Args:
             demand: requests that wait at the gateways.
         """
         groups = by_group(_movable(workers))
+        yield
         new, self._new = self._new, {}
         sizes = sizes_of(groups)
         arrived = dict.fromkeys(sizes, 0.0)
         waiting = waiting_by_group(groups, demand)
+        yield
         for scenario, they in new.items():
             for key, share in shares_of_groups({scenario: 1}, sizes).items():
                 arrived[key] += they.count * share
@@ -83,17 +88,14 @@ class GroupLoops:
                     monitor = self._monitors.setdefault(key, RatioMonitor())
                     monitor.note_prompts(they.mean, they.count * share)
         for key, members in groups.items():
-            loads = [each.load for each in members]
-            counts = StageCounts(
-                waiting[key],
-                sum(each.prefill_active - each.prefill_sending for each in loads),
-                sum(
-                    each.prefill_sending + each.decode_running + each.decode_preempted
-                    for each in loads
-                ),
-            )
+            prefilling = decoding = 0
+            for load in (each.load for each in members):
+                prefilling += load.prefill_active - load.prefill_sending
+                decoding += load.prefill_sending + load.decode_running + load.decode_preempted
             monitor = self._monitors.setdefault(key, RatioMonitor())
+            counts = StageCounts(waiting[key], prefilling, decoding)
             monitor.observe(counts, arrived[key], elapsed_s)
+            yield
 
     def end_window(
         self, workers: Sequence[FleetWorker], prompt_token_s: float | None = None

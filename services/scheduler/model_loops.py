@@ -129,15 +129,14 @@ class ModelLoops:
             num_new: requests routed for the first time since the last cycle.
             elapsed_s: seconds since the last cycle.
         """
-        self._meter.observe(workers, num_new, elapsed_s)
-        yield
-        self._paths.observe(workers)
+        yield from self._meter.observe(workers, num_new, elapsed_s)
+        yield from self._paths.observe(workers)
         self._pace = self._paths.pace(self._prompt_token_s())
         yield
         waiting = self._waiting(workers, demand)
         self._allocation.observe(waiting)
         yield
-        self._groups.observe(self._home(workers), demand, elapsed_s)
+        yield from self._groups.observe(self._home(workers), demand, elapsed_s)
 
     def _prompt_token_s(self) -> float | None:
         measured, expected = self._meter.prompt_token_s, self._expected

@@ -204,6 +204,7 @@ class Planner:
                     "threshold", threshold.reason.name.lower(), model=model, tokens=threshold.tokens
                 )
             metrics.THRESHOLD_TOKENS.labels(model).set(loops.threshold.tokens)
+            await asyncio.sleep(0)  # routes come first
             if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
                 await self._switch_roles(model, loops, workers, may_order=may_order)
             if ends_window and self._changes is not RoleChanges.OFF:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import PrefixSource
 from kvmesh.policy import path_meter
 from kvmesh.policy.path_meter import PathMeter
@@ -53,7 +54,7 @@ async def test_a_link_that_is_slower_than_computing_is_not_fetched_over(
             await driver.generate_from(source, reader, reader, make_spec(PROMPT, max_tokens=1))
             seconds = time.monotonic() - began
         meter = PathMeter()
-        meter.observe([shown(holder), shown(reader)])
+        at_once(meter.observe([shown(holder), shown(reader)]))
         travel_s = meter.pace(None).inside_token_s
         num_tokens = NUM_BLOCKS * BLOCK_SIZE
         # However fast the machine is, the link is not; and the lease is not the link's.

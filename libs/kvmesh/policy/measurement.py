@@ -8,11 +8,12 @@ Tests: tests/unit/policy/test_measurement.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.kv_groups import PLAIN, KvGroups
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.curves import Curve, Quadratic, Scaled
 from kvmesh.policy.prfaas import ServingProfile
@@ -103,7 +104,9 @@ class ServingMeter:
         """
         (self._far if is_far else self._near).lengths.append(max(uncached_tokens, 1))
 
-    def observe(self, workers: Iterable[FleetWorker], num_requests: int, elapsed_s: float) -> None:
+    def observe(
+        self, workers: Sequence[FleetWorker], num_requests: int, elapsed_s: float
+    ) -> Parts[None]:
         """Adds the loads of one cycle.
 
         Args:
@@ -114,10 +117,12 @@ class ServingMeter:
         for speed in (self._far, self._near, self._decode):
             speed.fade()
         self._batch_s *= KEEP
-        self._generated *= KEEP
-        self._requests = self._requests * KEEP + num_requests
+        # Routes read the mean length of answers meanwhile, so both of its parts change at the end.
+        generated = 0
         before, self._seen = self._seen, {}
-        for worker in workers:
+        for number, worker in enumerate(workers):
+            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+                yield
             if not worker.reported:
                 continue
             info, load = worker.info, worker.load
@@ -125,13 +130,15 @@ class ServingMeter:
             self._seen[info.worker_id] = now
             last = before.get(info.worker_id)
             if last is not None and last[0] == info.incarnation:
+                generated += now[2] - last[2]
                 self._add(worker, now[1] - last[1], now[2] - last[2], elapsed_s)
+        self._generated = self._generated * KEEP + generated
+        self._requests = self._requests * KEEP + num_requests
 
     def _add(self, worker: FleetWorker, computed: int, generated: int, elapsed_s: float) -> None:
         info, load = worker.info, worker.load
         self._slots = info.decode_slots
         self._kv_bytes = KvBytes(info.groups, info.layout.block_bytes, info.layout.block_size)
-        self._generated += generated
         # Each generated token but the first of a prompt was also computed.
         prompts = max(computed - generated, 0)
         speed = self._far if info.cluster == self._remote else self._near

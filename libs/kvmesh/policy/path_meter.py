@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, ASK, COPY, GET, FleetWorker, LinkDetail
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
@@ -53,7 +54,7 @@ class PathMeter:
         self._token_bytes = 0.0
         self._asked = (0.0, 0.0)
 
-    def observe(self, workers: Sequence[FleetWorker]) -> None:
+    def observe(self, workers: Sequence[FleetWorker]) -> Parts[None]:
         """Adds the bytes that the links carried since the last call, and the speed of queries."""
         asked: list[tuple[float, float]] = []
         for carried in (self._inside, self._between):
@@ -62,7 +63,9 @@ class PathMeter:
         clusters = {each.info.worker_id: each.info.cluster for each in workers}
         self._forget(clusters)
         before, self._seen = self._seen, {}
-        for worker in workers:
+        for number, worker in enumerate(workers):
+            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+                yield
             info = worker.info
             self._token_bytes = info.layout.block_bytes / info.layout.block_size
             for link in worker.detail.links:

@@ -241,17 +241,20 @@ class _Link:
 
     async def _report(self, stream: RegistrationStream) -> None:
         changed = follows_up = False
+        now = asyncio.get_running_loop().time
         while not self._over and not self._refused:
             if stream.connected and not self._leaving:
                 self._send_news(stream, must_tell=changed or follows_up)
                 self._send_detail(stream)
-            await asyncio.sleep(MIN_GAP_S)
+            told_at = now()
             follows_up, changed = changed, False
             pause_s = min(FOLLOW_UP_S, self._interval_s) if follows_up else self._interval_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
                 changed = True
+                # One timer for an idle worker: only a change has to wait for others.
+                await asyncio.sleep(max(told_at + MIN_GAP_S - now(), 0.0))
             self._wake.clear()
 
     def _send_news(self, stream: RegistrationStream, *, must_tell: bool) -> None:

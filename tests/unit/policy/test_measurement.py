@@ -6,6 +6,7 @@ import pytest
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.kv_groups import KvGroups
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.measurement import ServingMeter
@@ -38,7 +39,7 @@ def measured(*, cycles: int, far_speed: int = 0) -> ServingMeter:
     meter = ServingMeter(FAR)
     for cycle in range(cycles + 1):
         far = [prefill(far_speed * cycle, FAR)] if far_speed else []
-        meter.observe([prefill(1000 * cycle), decode(200 * cycle), *far], 2, 1.0)
+        at_once(meter.observe([prefill(1000 * cycle), decode(200 * cycle), *far], 2, 1.0))
     return meter
 
 
@@ -70,7 +71,7 @@ def test_the_remote_cluster_has_its_own_speed() -> None:
 def test_a_worker_that_restarted_counts_anew() -> None:
     meter = measured(cycles=20)
     before = meter.serving
-    meter.observe([prefill(10, incarnation=2), decode(4200)], 2, 1.0)
+    at_once(meter.observe([prefill(10, incarnation=2), decode(4200)], 2, 1.0))
     assert before is not None
     assert meter.serving is not None
     assert meter.serving.local_prefill_s(1000) == pytest.approx(before.local_prefill_s(1000))
@@ -80,15 +81,15 @@ def test_totals_from_before_the_first_report_are_of_no_cycle() -> None:
     meter = measured(cycles=20)
     before = meter.prompt_token_s
     guessed = FleetWorker(prefill(0, incarnation=2).info, WorkerLoad(), reported=False)
-    meter.observe([guessed], 0, 1.0)
-    meter.observe([prefill(9_000_000, incarnation=2)], 0, 1.0)
+    at_once(meter.observe([guessed], 0, 1.0))
+    at_once(meter.observe([prefill(9_000_000, incarnation=2)], 0, 1.0))
     assert meter.prompt_token_s == pytest.approx(before)
 
 
 def test_cycles_may_be_of_any_length() -> None:
     meter = ServingMeter(FAR)
     for cycle in range(10):
-        meter.observe([prefill(1000 * cycle), decode(200 * cycle)], 2, 0.5)
+        at_once(meter.observe([prefill(1000 * cycle), decode(200 * cycle)], 2, 0.5))
     assert meter.serving is not None
     # Half of each half second for a thousand tokens; 0.4 s for 50 steps.
     assert meter.serving.local_prefill_s(1000) == pytest.approx(0.25)
@@ -98,19 +99,19 @@ def test_cycles_may_be_of_any_length() -> None:
 def test_less_than_a_second_of_work_says_nothing_of_speed() -> None:
     meter = ServingMeter(FAR)
     for cycle in range(2):
-        meter.observe([prefill(1000 * cycle, compute_used=0.9)], 1, 1.0)
+        at_once(meter.observe([prefill(1000 * cycle, compute_used=0.9)], 1, 1.0))
     assert meter.prompt_token_s is None
-    meter.observe([prefill(2000, compute_used=0.9)], 1, 1.0)
+    at_once(meter.observe([prefill(2000, compute_used=0.9)], 1, 1.0))
     assert meter.prompt_token_s == pytest.approx(0.0009)
 
 
 def test_a_prompts_pace_is_that_at_home_before_that_far_away() -> None:
     meter = ServingMeter(FAR)
     for cycle in range(6):
-        meter.observe([prefill(4000 * cycle, FAR)], 1, 1.0)
+        at_once(meter.observe([prefill(4000 * cycle, FAR)], 1, 1.0))
     assert meter.prompt_token_s == pytest.approx(0.000125)
     for cycle in range(6, 16):
-        meter.observe([prefill(4000 * cycle, FAR), prefill(1000 * cycle)], 1, 1.0)
+        at_once(meter.observe([prefill(4000 * cycle, FAR), prefill(1000 * cycle)], 1, 1.0))
     assert meter.prompt_token_s == pytest.approx(0.0005)
 
 
@@ -126,7 +127,7 @@ def test_generated_tokens_are_no_prompts_of_a_hybrid() -> None:
             compute_used=0.5,
             memory_bandwidth_used=0.8,
         )
-        meter.observe([FleetWorker(info, load)], 2, 1.0)
+        at_once(meter.observe([FleetWorker(info, load)], 2, 1.0))
     assert meter.serving is not None
     assert meter.serving.local_prefill_s(1000) == pytest.approx(0.5)
 
@@ -137,7 +138,7 @@ def test_decode_that_is_not_seen_at_work_is_not_known() -> None:
     info = worker_info("d", Role.DECODE)
     for cycle in range(10):
         idle = FleetWorker(info, WorkerLoad(decode_tokens_total=200 * cycle, decode_running=4))
-        meter.observe([prefill(1000 * cycle), idle], 2, 1.0)
+        at_once(meter.observe([prefill(1000 * cycle), idle], 2, 1.0))
     assert meter.prompt_token_s == pytest.approx(0.0005)
     assert meter.serving is None
 
@@ -160,7 +161,7 @@ def test_a_measured_speed_keeps_the_constant_and_the_curve_of_the_profile() -> N
         for tokens in lengths:
             meter.note_prompt(tokens, is_far=False)
         meter.note_prompt(100_000, is_far=True)
-        meter.observe([prefill(1000 * cycle), decode(200 * cycle)], 2, 1.0)
+        at_once(meter.observe([prefill(1000 * cycle), decode(200 * cycle)], 2, 1.0))
     serving = meter.serving
     assert serving is not None
     local = PROFILE.local_prefill_s
@@ -177,7 +178,7 @@ def test_without_a_profile_the_workers_attention_gives_the_curve() -> None:
         meter.note_prompt(1000, is_far=False)
         told = prefill(1000 * cycle)
         told = FleetWorker(replace(told.info, pair_share=1e-3), told.load)
-        meter.observe([told, decode(200 * cycle)], 2, 1.0)
+        at_once(meter.observe([told, decode(200 * cycle)], 2, 1.0))
     serving = meter.serving
     assert serving is not None
     assert serving.local_prefill_s(1000) == pytest.approx(0.5)
@@ -191,7 +192,7 @@ def test_what_a_hybrid_hands_off_grows_by_its_full_group_alone() -> None:
     for cycle in range(21):
         told = decode(200 * cycle)
         told = FleetWorker(replace(told.info, groups=groups), told.load)
-        meter.observe([prefill(1000 * cycle), told], 2, 1.0)
+        at_once(meter.observe([prefill(1000 * cycle), told], 2, 1.0))
     serving = meter.serving
     assert serving is not None
     assert serving.kv_bytes(32) == LAYOUT.block_bytes * (2 + 2 + 3)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from kvmesh.core.details import ANSWER, ASK, COPY, GET, FleetWorker, LinkDetail, WorkerDetail
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import WorkerId, WorkerLoad
 from kvmesh.policy.path_meter import MIN_BYTES, PathMeter
 from kvmesh.policy.prefix_source import FetchPace
@@ -28,8 +29,10 @@ def seen(name: str, *links: tuple[str, int, float], cluster: str = "east") -> Fl
 def test_ways_inside_and_between_are_apart() -> None:
     meter = PathMeter()
     far = seen("c", cluster="west")
-    meter.observe(
-        [seen("a", ("b", 10 * MIN_BYTES, 2.0), ("c", 2 * MIN_BYTES, 4.0)), seen("b"), far]
+    at_once(
+        meter.observe(
+            [seen("a", ("b", 10 * MIN_BYTES, 2.0), ("c", 2 * MIN_BYTES, 4.0)), seen("b"), far]
+        )
     )
     pace = meter.pace(0.5)
     assert pace.token_s == 0.5
@@ -43,25 +46,27 @@ def test_questions_say_nothing_of_how_fast_kv_travels() -> None:
         LinkDetail(WorkerId("b"), kind, bytes_total=9 * MIN_BYTES, busy_s=9.0) for kind in ASKS
     ]
     asker = dataclasses.replace(seen("a"), detail=WorkerDetail(links=tuple(asked)))
-    meter.observe([asker, seen("b")])
+    at_once(meter.observe([asker, seen("b")]))
     assert meter.pace(0.5) == FetchPace(0.5)
 
 
 def test_totals_count_once() -> None:
     meter = PathMeter()
     fleet = [seen("a", ("b", 8 * MIN_BYTES, 1.0)), seen("b")]
-    meter.observe(fleet)
+    at_once(meter.observe(fleet))
     first = meter.pace(None)
     for _ in range(3):
-        meter.observe(fleet)
+        at_once(meter.observe(fleet))
     assert meter.pace(None).inside_token_s == pytest.approx(first.inside_token_s)
-    meter.observe([seen("a", ("b", 16 * MIN_BYTES, 9.0)), seen("b")])
+    at_once(meter.observe([seen("a", ("b", 16 * MIN_BYTES, 9.0)), seen("b")]))
     assert meter.pace(None).inside_token_s > 3 * first.inside_token_s
 
 
 def test_little_says_nothing() -> None:
     meter = PathMeter()
-    meter.observe([seen("a", ("b", MIN_BYTES - 1, 1.0), ("gone", 1 << 40, 1.0)), seen("b")])
+    at_once(
+        meter.observe([seen("a", ("b", MIN_BYTES - 1, 1.0), ("gone", 1 << 40, 1.0)), seen("b")])
+    )
     assert meter.pace(None) == FetchPace()
 
 
@@ -73,11 +78,11 @@ def test_questions_are_as_quick_as_the_middle_one_of_those_measured() -> None:
         dataclasses.replace(seen(name), detail=WorkerDetail(links=(link,)))
         for name, link in zip("acd", links, strict=True)
     ]
-    meter.observe([*askers, seen("b")])
+    at_once(meter.observe([*askers, seen("b")]))
     pace = meter.pace(0.5)
     assert pace.ask_chunk_s == pytest.approx(0.003 * LAYOUT.num_layers)
     assert pace.ask_pair_s == pytest.approx(0.006)
-    meter.observe([seen("b")])
+    at_once(meter.observe([seen("b")]))
     assert meter.pace(0.5).ask_chunk_s == 0.0
 
 
@@ -88,20 +93,20 @@ def test_far_questions_say_nothing_of_those_within_a_cluster() -> None:
         LinkDetail(WorkerId("c"), ANSWER, rtt_s=0.5, pair_s=0.3),
     )
     asker = dataclasses.replace(seen("a"), detail=WorkerDetail(links=links))
-    meter.observe([asker, seen("b"), seen("c", cluster="west")])
+    at_once(meter.observe([asker, seen("b"), seen("c", cluster="west")]))
     assert meter.pace(0.5).ask_chunk_s == pytest.approx(0.001 * LAYOUT.num_layers)
 
 
 def test_each_link_has_its_own_speed_while_both_ends_are_there() -> None:
     meter = PathMeter()
     slow = ("b", 4 * MIN_BYTES, 4.0), ("c", 4 * MIN_BYTES, 0.5)
-    meter.observe([seen("a", *slow), seen("b"), seen("c")])
+    at_once(meter.observe([seen("a", *slow), seen("b"), seen("c")]))
     second_s = TOKEN_BYTES / (4 * MIN_BYTES)
     assert meter.links == pytest.approx({("a", "b"): 4 * second_s, ("a", "c"): 0.5 * second_s})
     for _ in range(9):  # it rests, and is not forgotten
-        meter.observe([seen("a", *slow), seen("b"), seen("c")])
+        at_once(meter.observe([seen("a", *slow), seen("b"), seen("c")]))
     assert meter.links[WorkerId("a"), WorkerId("b")] == pytest.approx(4 * second_s)
-    meter.observe([seen("a", *slow), seen("c")])
+    at_once(meter.observe([seen("a", *slow), seen("c")]))
     assert list(meter.links) == [("a", "c")]
 
 
@@ -109,5 +114,5 @@ def test_reads_of_a_link_are_not_of_its_sender() -> None:
     meter = PathMeter()
     read = LinkDetail(WorkerId("b"), GET, bytes_total=9 * MIN_BYTES, busy_s=9.0)
     reader = dataclasses.replace(seen("a"), detail=WorkerDetail(links=(read,)))
-    meter.observe([reader, seen("b")])
+    at_once(meter.observe([reader, seen("b")]))
     assert meter.links == {}

@@ -93,7 +93,7 @@ def test_who_waits_counts_in_seconds_in_which_nobody_comes() -> None:
         if second == WINDOW_S - 1:
             for _ in range(MIN_REQUESTS):
                 loops.note_new("", MeanLengths(100, 100, 10))
-        loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0)
+        at_once(loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0))
     (found,) = loops.end_window(workers)
     assert found.step.grow is Role.PREFILL
 
@@ -206,6 +206,6 @@ def test_the_scheduler_takes_no_step_with_which_the_group_would_serve_less() -> 
         for _ in range(MIN_REQUESTS):
             loops.note_new("", MeanLengths(4000, 4000, 100))
         for _ in range(int(WINDOW_S)):
-            loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0)
+            at_once(loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0))
         (found,) = loops.end_window(workers, token_s)
         assert (found.step.grow, found.step.reason) == (grow, reason)
