@@ -21,21 +21,21 @@ with ended_when_interrupted():
 
 COMMANDS = {
     "up": "start a local stack: Redis, control plane, workers, gateway",
-    "chat": "talk to the model of a running stack",
-    "top": "workers and requests, live, in the terminal",
-    "fleet": "list the workers; cordon, drain or give another role to one",
+    "chat": "chat with the model of a running stack",
+    "top": "show workers and requests live in the terminal",
+    "fleet": "list workers; cordon or drain a worker, or change its role",
     "group": "set up, scale, upgrade and remove groups of workers",
     "adapter": "load, list and remove LoRA adapters while requests run",
-    "pool": "show hot prefixes, who holds them and what was copied",
+    "pool": "show hot prefixes, the workers that hold them, and copies",
     "bench": "measure latency, throughput and goodput of a running stack",
-    "doctor": "say what is wrong with this machine or a running stack",
-    "health": "ask one service for its gRPC health; the exit code is the answer",
-    "proof": "print the header with which grpcurl calls a service of a closed mesh",
-    "certs": "make a development CA and certificates for all services",
-    "keys": "make, list and revoke API keys; set the limits of tenants",
-    "profile": "measure a model on this machine, for plan and simulate",
-    "plan": "search the routing threshold and the split of prefill and decode instances",
-    "simulate": "replay a trace against the policies, with modelled engines and links",
+    "doctor": "check this machine and a running stack, and say what to fix",
+    "health": "check the gRPC health of one service; exit code 0: healthy",
+    "proof": "print the header that grpcurl needs to call a service of a mesh with a secret",
+    "certs": "create a development CA and certificates for all services",
+    "keys": "create, list and revoke API keys; set limits of tenants",
+    "profile": "measure the costs of a model on this machine, for plan and simulate",
+    "plan": "find the routing threshold and the split into prefill and decode instances",
+    "simulate": "replay a trace through the policies, with modelled engines and links",
 }
 
 OWN_PARSERS = ("up", "chat", "top", "bench", "doctor", "profile")
@@ -57,8 +57,9 @@ def _overview() -> str:
     rows = "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
     return (
         f"usage: kvmesh <command> [options]\n\ncommands:\n{rows}\n\n"
-        "`kvmesh <command> --help` explains a command's flags. Every flag has an environment\n"
-        "twin: --num-blocks is KVMESH_NUM_BLOCKS. `kvmesh --version` tells the version.\n"
+        "`kvmesh <command> --help` explains a command's flags. Every flag can be set by an\n"
+        "environment variable: --num-blocks is KVMESH_NUM_BLOCKS. `kvmesh --version` prints the\n"
+        "version.\n"
     )
 
 

@@ -36,10 +36,10 @@ from kvmesh.v1.scheduler_service_pb2 import (
 )
 
 _EPILOG = """\
-An adapter is a model of the API: clients name it in `model`. Workers need places for adapters
-(--max-loras of `kvmesh up`, --engine.max-loras of workers). Workers that start later load the same
-adapters. With a name that is already loaded, `load` reads the folder again: requests that run keep
-the weights that they began with.
+An adapter is a model of the API: clients name it in `model`. --max-loras of `kvmesh up`, or
+--engine.max-loras of workers, reserves room for adapters. Workers that start later load the same
+adapters. If the name is already loaded, `load` reads the folder again; running requests keep the
+weights with which they began.
 
 options of every action (`kvmesh adapter list --help` explains them):
   --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS  --secret-file FILE
@@ -59,15 +59,21 @@ def _parser() -> argparse.ArgumentParser:
     add_scheduler_flags(common, 120.0)
     parser = new_parser("kvmesh adapter", "Loads and removes LoRA adapters.", _EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    load = actions.add_parser("load", parents=[common], help="load one, or load it again")
+    load = actions.add_parser("load", parents=[common], help="load an adapter, or reload it")
     load.add_argument(
-        "adapter", metavar="NAME=FOLDER", help="a PEFT folder, as the workers' machines see it"
+        "adapter",
+        metavar="NAME=FOLDER",
+        help="name, and PEFT folder as seen by the workers' machines",
     )
-    remove = actions.add_parser("remove", parents=[common], help="take one away")
-    remove.add_argument("name", metavar="NAME", help="its name")
+    remove = actions.add_parser("remove", parents=[common], help="remove an adapter")
+    remove.add_argument("name", metavar="NAME", help="name of the adapter")
     for action in (load, remove):
-        add_flag(action, "--model", "", "whose adapter it is; default: the only model")
-    listing = actions.add_parser("list", parents=[common], help="all adapters, and who has them")
+        add_flag(
+            action, "--model", "", "model that the adapter belongs to; default: the only model"
+        )
+    listing = actions.add_parser(
+        "list", parents=[common], help="list all adapters and the workers that hold them"
+    )
     add_switch(listing, "--json", "print JSON")
     return parser
 

@@ -198,17 +198,22 @@ def main(argv: Sequence[str]) -> int:
     """Writes the files; an existing CA is used again."""
     parser = new_parser(
         "kvmesh certs",
-        "Makes a development CA and certificates for all services, good for mTLS.",
+        "Creates a development CA and certificates for all services, suitable for mTLS.",
         "example: kvmesh certs --out certs --hosts 127.0.0.1,localhost,node-1.example",
     )
-    add_flag(parser, "--out", "certs", "folder for the files", metavar="FOLDER")
+    add_flag(parser, "--out", "certs", "folder to which the files are written", metavar="FOLDER")
     hosts, services = "127.0.0.1,::1,localhost", ",".join((*SERVICES, PUBLIC))
-    text = "names and addresses of all hosts"
+    text = "names and addresses of all hosts, comma-separated"
     add_flag(parser, "--hosts", hosts, text, kind=host_list, metavar="LIST")
     add_flag(
-        parser, "--services", services, "whom to make one for", kind=service_list, metavar="LIST"
+        parser,
+        "--services",
+        services,
+        "services to create certificates for, comma-separated",
+        kind=service_list,
+        metavar="LIST",
     )
-    add_flag(parser, "--days", 30, "how long they are valid", kind=num_days)
+    add_flag(parser, "--days", 30, "validity in days", kind=num_days)
     arguments = parser.parse_args(argv)
     folder = Path(arguments.out)
     try:

@@ -21,7 +21,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add_url_flag(made)
     add_ca_flag(made)
-    add_flag(made, "--redis-url", "", "a running Redis; default: what `up` would start")
+    add_flag(
+        made,
+        "--redis-url",
+        "",
+        "URL of a running Redis; default: check the one that `kvmesh up` would start",
+    )
     add_flag(made, "--model", "", "model folder; default: the embedded model", metavar="DIR")
     add_state_flag(made)
     return made

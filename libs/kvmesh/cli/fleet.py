@@ -43,19 +43,20 @@ Workers = tuple[FleetWorker, ...]
 
 _EPILOG = """\
 orders:
-  cordon    new work is routed elsewhere; what runs goes on. Lasts until uncordon or a restart
-  uncordon  routes come again
-  drain     as cordon, then the worker finishes what runs and leaves the fleet. Its process stays,
-            idle and NOT_SERVING, until it is stopped or started again
-  set-role  prefill, decode, hybrid or spare from now on; nothing is interrupted, since every
-            worker can do both, and a spare gets nothing new. Lasts until a restart, or until the
-            planner gives it another role
+  cordon    routes no new requests to the worker; running ones continue. Lasts until uncordon or a
+            restart of the worker
+  uncordon  routes new requests to the worker again
+  drain     as cordon; then the worker finishes its running requests and leaves the fleet. Its
+            process stays, idle and NOT_SERVING, until it is stopped or restarted
+  set-role  changes the role to prefill, decode, hybrid or spare. Running requests continue, since
+            every worker can do both; a spare gets no new ones. Lasts until a restart, or until the
+            planner changes the role
 
 options of every action (`kvmesh fleet list --help` explains them):
   --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS  --secret-file FILE
   --tls-ca FILE  --tls-cert FILE  --tls-key FILE
 
-Each order returns when the fleet shows its effect.
+Each order returns when the fleet list shows its effect.
 
 examples:
   kvmesh fleet list --json
@@ -70,9 +71,13 @@ exit code: 0 done; 1 no answer, unknown worker, or not done in time; 2 wrong usa
 def _parser() -> argparse.ArgumentParser:
     common = OneLineParser(add_help=False)
     add_scheduler_flags(common, 30.0)
-    parser = new_parser("kvmesh fleet", "Lists the workers and gives orders to one.", _EPILOG)
+    parser = new_parser(
+        "kvmesh fleet",
+        "Lists the workers, and cordons, drains or changes the role of one.",
+        _EPILOG,
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", parents=[common], help="all workers and their load")
+    listing = actions.add_parser("list", parents=[common], help="list all workers and their load")
     add_switch(listing, "--json", "print JSON")
     for name, text in (
         ("cordon", "route no new work to a worker"),
@@ -81,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         ("set-role", "use it for something else"),
     ):
         order = actions.add_parser(name, parents=[common], help=text)
-        order.add_argument("worker", metavar="WORKER", help="its worker.id")
+        order.add_argument("worker", metavar="WORKER", help="worker.id of the worker")
         if name == "set-role":
             order.add_argument("role", choices=[role.value for role in Role])
     return parser

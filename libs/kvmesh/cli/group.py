@@ -49,23 +49,23 @@ _FIELDS = {"scenario", "checkpoint", "prefill", "decode", "hybrid"}
 
 _EPILOG = """\
 GROUP is the scenario that a group serves (x-kvmesh-scenario of requests), or `any` for the group
-that serves all others. Workers are started and ended by the scheduler's launcher; `kvmesh up` is
-one. What is taken away gets nothing new and ends when nothing runs there any more.
+that serves all other requests. The scheduler's launcher starts and ends workers; `kvmesh up` is a
+launcher. A worker that is removed gets no new requests and ends when its last request has ended.
 
-  apply FILE  makes the groups of a TOML file what it says; others stay as they are:
+  apply FILE  changes groups to match a TOML file; groups that are not in the file stay as they are:
                 [[group]]
                 scenario = "chat"
-                checkpoint = "/models/one"   # left out: the model of the launcher's others
+                checkpoint = "/models/one"   # omit it for the launcher's model
                 prefill = 1
                 decode = 2
-  upgrade     starts workers of another checkpoint beside those that serve. When all of them are
-              ready, new requests go there. A stream ends with the checkpoint that it began with
+  upgrade     starts workers with another checkpoint beside the serving ones. When all of them are
+              ready, new requests go there. A stream ends on the checkpoint on which it began
 
 options of every action (`kvmesh group list --help` explains them):
   --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS  --secret-file FILE
   --tls-ca FILE  --tls-cert FILE  --tls-key FILE
 
-Each action but list waits until the group is as wished; --no-wait returns at once.
+Each action except list waits until the group has its desired state; --no-wait returns at once.
 
 examples:
   kvmesh group list
@@ -80,23 +80,29 @@ exit code: 0 done; 1 no answer, unknown group, or not done in time; 2 wrong usag
 def _parser() -> argparse.ArgumentParser:
     common = OneLineParser(add_help=False)
     add_scheduler_flags(common, 600.0)
-    parser = new_parser("kvmesh group", "Sets groups of workers up and changes them.", _EPILOG)
+    parser = new_parser(
+        "kvmesh group", "Sets up, scales, upgrades and removes groups of workers.", _EPILOG
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", parents=[common], help="all groups and their workers")
+    listing = actions.add_parser("list", parents=[common], help="list all groups and their workers")
     add_switch(listing, "--json", "print JSON")
-    apply = actions.add_parser("apply", parents=[common], help="make groups what a file says")
+    apply = actions.add_parser("apply", parents=[common], help="change groups to match a file")
     apply.add_argument("file", metavar="FILE", help="TOML with [[group]] tables")
-    scale = actions.add_parser("scale", parents=[common], help="give a group other numbers")
-    upgrade = actions.add_parser("upgrade", parents=[common], help="let it serve another model")
-    remove = actions.add_parser("remove", parents=[common], help="let it end what runs, and go")
+    scale = actions.add_parser(
+        "scale", parents=[common], help="change a group's numbers of workers"
+    )
+    upgrade = actions.add_parser(
+        "upgrade", parents=[common], help="switch a group to another model"
+    )
+    remove = actions.add_parser(
+        "remove", parents=[common], help="remove a group after its running requests have ended"
+    )
     for action in (scale, upgrade, remove):
         action.add_argument("group", metavar="GROUP", help=f"its scenario, or `{ANY}`")
     for role in ("prefill", "decode", "hybrid"):
         text = f"{role} workers; -1: as many as now"
         add_flag(scale, f"--{role}", -1, text, kind=_count_or_same)
-    add_flag(
-        upgrade, "--to", "", "model folder, as the launcher's machine sees it", metavar="MODEL"
-    )
+    add_flag(upgrade, "--to", "", "model folder as seen by the launcher's machine", metavar="MODEL")
     for action in (apply, scale, upgrade, remove):
         add_switch(action, "--no-wait", "return when the wish is written down")
     return parser

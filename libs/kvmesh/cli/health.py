@@ -74,14 +74,14 @@ def main(argv: Sequence[str]) -> int:
     """Checks one service; returns exit code 0 if it is serving, else 1."""
     parser = new_parser(
         "kvmesh health",
-        "Asks a service for its gRPC health. Exit code 0: serving; 1: not serving or no answer.",
+        "Checks the gRPC health of a service. Exit code 0: serving; 1: not serving or no answer.",
         "example: kvmesh health 127.0.0.1:7001",
     )
     parser.add_argument("target", metavar="HOST:PORT")
-    add_flag(parser, "--timeout", 3.0, "seconds to wait for the answer", kind=positive)
-    add_flag(parser, "--tls-ca", "", "CA (PEM) of a service that uses TLS")
-    add_flag(parser, "--tls-cert", "", "client certificate (PEM), where the service asks for one")
-    add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
+    add_flag(parser, "--timeout", 3.0, "timeout in seconds", kind=positive)
+    add_flag(parser, "--tls-ca", "", "CA file (PEM) for a service that uses TLS")
+    add_flag(parser, "--tls-cert", "", "client certificate file (PEM), if the service requires one")
+    add_flag(parser, "--tls-key", "", "private key file (PEM) of the certificate")
     arguments = parser.parse_args(argv)
     if not arguments.target.startswith("unix:") and not _ADDRESS.fullmatch(arguments.target):
         parser.error(f"{arguments.target!r} is not HOST:PORT, such as 127.0.0.1:7001")

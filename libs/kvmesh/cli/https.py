@@ -16,7 +16,7 @@ _NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
 
 def add_ca_flag(parser: argparse.ArgumentParser) -> None:
     """Adds `--tls-ca`, for `trust`."""
-    text = "CA (PEM) of a server with https://; default: those that this machine trusts"
+    text = "CA file (PEM) for https:// servers; default: the CAs that this machine trusts"
     add_flag(parser, "--tls-ca", "", text, metavar="FILE")
 
 

@@ -58,30 +58,33 @@ example: kvmesh keys create --tenant acme --requests-per-min 600 --tenants-file 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "kvmesh keys",
-        "Makes, lists and revokes API keys. Gateways notice within `access.refresh_s`.",
+        "Creates, lists and revokes API keys. Gateways apply changes within "
+        "`access.refresh_s` seconds.",
         _EPILOG,
     )
     parser.add_argument("action", choices=["create", "limit", "list", "revoke"])
     parser.add_argument("key_id", nargs="?", default="", metavar="ID")
-    add_flag(parser, "--tenants-file", "tenants.json", "the gateway's access.tenants_file")
+    add_flag(
+        parser, "--tenants-file", "tenants.json", "tenants file, the gateway's access.tenants_file"
+    )
     add_flag(
         parser,
         "--redis-url",
         "",
-        "Redis to use instead of a file; password: KVMESH_REDIS__PASSWORD",
+        "URL of a Redis to use instead of the file; set its password in KVMESH_REDIS__PASSWORD",
     )
-    add_flag(parser, "--key-prefix", "kvmesh:", "start of the keys in Redis")
-    add_flag(parser, "--tenant", "", "whose key, whose limits")
+    add_flag(parser, "--key-prefix", "kvmesh:", "prefix of the keys in Redis")
+    add_flag(parser, "--tenant", "", "name of the tenant")
     for name, kind, text in (
-        ("requests-per-min", int, "requests per minute; 0 is no limit"),
-        ("tokens-per-min", int, "prompt and generated tokens per minute; 0 is no limit"),
-        ("max-concurrent", int, "requests at once; 0 is no limit"),
-        ("priority", int, "who goes first while prefill is scarce; higher is earlier"),
-        ("weight", float, "share among tenants of the same priority"),
-        ("ttft-ms", int, "longest wait for workers, where a request names none; 0: the gateway's"),
-        ("tpot-ms", int, "longest mean time per token, likewise"),
-        ("itl-ms", int, "longest time between two tokens, likewise"),
-        ("group-share", float, "largest share of a group's decode slots; 0 is no limit"),
+        ("requests-per-min", int, "maximum requests per minute; 0: no limit"),
+        ("tokens-per-min", int, "maximum prompt and generated tokens per minute; 0: no limit"),
+        ("max-concurrent", int, "maximum concurrent requests; 0: no limit"),
+        ("priority", int, "priority while prefill workers are scarce; higher goes first"),
+        ("weight", float, "weight of the tenant's share among tenants of equal priority"),
+        ("ttft-ms", int, "default wait for a worker in milliseconds; 0: the gateway's default"),
+        ("tpot-ms", int, "default limit on TPOT in milliseconds; 0: the gateway's default"),
+        ("itl-ms", int, "default limit on ITL in milliseconds; 0: the gateway's default"),
+        ("group-share", float, "maximum fraction of a group's decode slots; 0: no limit"),
     ):
         add_flag(parser, f"--{name}", None, text, kind=kind)
     return parser

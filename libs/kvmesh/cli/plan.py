@@ -29,8 +29,8 @@ from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.trace import read_trace, uncached_lengths
 
 DESCRIPTION = """\
-Searches the routing threshold and the split of prefill and decode instances that serve the most
-requests per second, with the throughput model of PrfaaS 3.4."""
+Finds the routing threshold and the split into prefill and decode instances that serve the most
+requests per second, by the throughput model of PrfaaS (section 3.4)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,14 +63,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     known = ", ".join(shipped_profiles())
     add_flag(parser, "--profile", "prfaas", f"costs: a JSON file, or one of {known}")
-    add_flag(parser, "--remote", None, "prefill instances of the other cluster", kind=count)
-    add_flag(parser, "--local", None, "instances at home", kind=positive_int)
-    add_flag(parser, "--egress-gbps", None, "bandwidth between the clusters", kind=not_negative)
-    add_flag(parser, "--ttft-s", TTFT_S, "longest time to the first token", kind=positive)
-    add_flag(parser, "--lengths", "", "trace file to take the prompt lengths from")
-    add_flag(parser, "--json", "", "file for the plan as JSON", kind=output_file)
     add_flag(
-        parser, "--plot", "", "file for a plot of the search (PNG, SVG or PDF)", kind=picture_file
+        parser, "--remote", None, "number of prefill instances in the remote cluster", kind=count
+    )
+    add_flag(parser, "--local", None, "number of instances in the local cluster", kind=positive_int)
+    add_flag(
+        parser, "--egress-gbps", None, "bandwidth between the clusters in Gbit/s", kind=not_negative
+    )
+    add_flag(
+        parser, "--ttft-s", TTFT_S, "limit on the time to first token, in seconds", kind=positive
+    )
+    add_flag(parser, "--lengths", "", "trace file from which prompt lengths are taken")
+    add_flag(parser, "--json", "", "file to which the plan is written as JSON", kind=output_file)
+    add_flag(
+        parser,
+        "--plot",
+        "",
+        "file to which a plot of the search is written (PNG, SVG or PDF)",
+        kind=picture_file,
     )
     return parser
 

@@ -30,15 +30,15 @@ _NAME_CHARS = 12
 """Number of shown characters of a prefix's hash."""
 
 _EPILOG = """\
-Asks the admin port of a kvmanager (--server.admin.port). With several replicas the one that plans
-knows most; another one shows what it saw when it planned last.
+Reads the admin port of a kvmanager (--server.admin.port). With several replicas, ask the one that
+plans; another one shows the state of the time when it last planned.
 
 examples:
   kvmesh pool
   kvmesh pool --admin-url http://127.0.0.1:7102
   kvmesh pool --admin-url http://127.0.0.1:7102 --admin-token-file admin.token --json
 
-exit code: 0; 1 if nobody answers; 2 wrong usage
+exit code: 0; 1 if no kvmanager answers; 2 wrong usage
 """
 
 
@@ -51,18 +51,24 @@ class NoViewError(KvMeshError):
 
 def main(argv: Sequence[str]) -> int:
     """Prints the view once."""
-    parser = new_parser("kvmesh pool", "Shows hot prefixes and the copies of them.", _EPILOG)
+    parser = new_parser("kvmesh pool", "Shows hot prefixes and their copies.", _EPILOG)
     add_flag(
         parser,
         "--admin-url",
         "",
-        "admin port of a kvmanager; default: that of `kvmesh up`",
+        "URL of a kvmanager's admin port; default: the kvmanager of `kvmesh up`",
         metavar="http://HOST:PORT",
     )
     add_state_flag(parser)
-    add_flag(parser, "--admin-token-file", "", "file with the token of that port", metavar="FILE")
+    add_flag(
+        parser,
+        "--admin-token-file",
+        "",
+        "file with the bearer token of the admin port",
+        metavar="FILE",
+    )
     add_ca_flag(parser)
-    add_flag(parser, "--timeout", 5.0, "seconds to wait for the answer", kind=positive)
+    add_flag(parser, "--timeout", 5.0, "timeout in seconds", kind=positive)
     add_switch(parser, "--json", "print JSON")
     arguments = parser.parse_args(argv)
     url = arguments.admin_url or _local_url(arguments.state_dir)

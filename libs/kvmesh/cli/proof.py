@@ -20,12 +20,14 @@ def main(argv: Sequence[str]) -> int:
     parser = new_parser(
         "kvmesh proof",
         "Prints the header that proves, for one gRPC method, that its caller holds the mesh's\n"
-        f"secret. It is valid for {MAX_AGE_S} seconds. The secret is that of the running stack of\n"
-        "`kvmesh up`, unless --secret-file names another one.",
+        f"secret. It is valid for {MAX_AGE_S} seconds. Without --secret-file, it uses the secret\n"
+        "of the running stack of `kvmesh up`.",
         "example:\n  kvmesh proof kvmesh.v1.SchedulerService/WatchFleet",
     )
     parser.add_argument("method", metavar="SERVICE/METHOD")
-    text = "the mesh's secret; default: that of the stack of `kvmesh up`"
+    text = (
+        "file with the shared secret of the mesh; default: the secret of the stack of `kvmesh up`"
+    )
     add_flag(parser, "--secret-file", "", text, metavar="FILE")
     add_state_flag(parser)
     arguments = parser.parse_args(argv)

@@ -20,9 +20,13 @@ def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> No
         metavar="HOST:PORT",
     )
     add_state_flag(parser)
-    add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=positive)
-    text = "the mesh's secret; default: that of the stack of `kvmesh up`"
+    add_flag(parser, "--timeout", timeout_s, "timeout in seconds", kind=positive)
+    text = (
+        "file with the shared secret of the mesh; default: the secret of the stack of `kvmesh up`"
+    )
     add_flag(parser, "--secret-file", "", text, metavar="FILE")
-    add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
-    add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")
-    add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
+    add_flag(parser, "--tls-ca", "", "CA file (PEM) for schedulers that use TLS")
+    add_flag(
+        parser, "--tls-cert", "", "client certificate file (PEM), if the schedulers require one"
+    )
+    add_flag(parser, "--tls-key", "", "private key file (PEM) of the certificate")

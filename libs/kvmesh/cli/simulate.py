@@ -87,40 +87,120 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--profile", "flowkv", f"costs: a JSON file, or one of {known}")
     add_flag(parser, "--system", "kvmesh", f"systems to compare: {', '.join(SYSTEMS)}")
     fleet = "home:a100:prefill:4,home:a100:decode:4"
-    add_flag(parser, "--fleet", fleet, "CLUSTER:DEVICE:ROLE:COUNT,...; `remote` prefills only")
-    text = "trace file: Mooncake's, Azure's, BurstGPT's or this project's; default: made requests"
-    add_flag(parser, "--trace", "", text)
-    add_flag(parser, "--requests", 1000, "requests to make, or to read", kind=positive_int)
-    add_flag(parser, "--load", 1.0, "factor on the arrival rate of a trace", kind=positive)
-    add_flag(parser, "--rate", 1.0, "requests per second to make", kind=positive)
-    add_flag(parser, "--burst", 1.0, "rate of bursts over rate of calm times", kind=positive)
-    add_flag(parser, "--turns", 1, "requests per session to make", kind=positive_int)
-    add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
-    add_switch(parser, "--closed-loop", "a session's next turn follows its answer")
-    add_switch(parser, "--chains", "idle prefill workers compute long prompts together")
-    text = "KV blocks of 512 tokens in the pool of each worker; 0: as many as its device has"
-    add_flag(parser, "--pool-blocks", 0, text, kind=count)
-    text = "KV blocks of 512 tokens in host memory below each pool; 0: none"
-    add_flag(parser, "--host-blocks", 0, text, kind=count)
-    add_flag(parser, "--disk-blocks", 0, "likewise on disk", kind=count)
-    add_flag(parser, "--host-gb-s", 25.0, "KV comes up from host memory as fast", kind=positive)
-    add_flag(parser, "--disk-gb-s", 6.0, "and from disk", kind=positive)
-    add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
-    add_flag(parser, "--jitter", 0.1, "transfers take up to this share longer", kind=not_negative)
-    add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
-    text = "longest time to the first token; 0: 5 s, 30 s for prompts over 8,192 tokens"
-    add_flag(parser, "--ttft-ms", 0.0, text, kind=not_negative)
-    text = "longest mean time per token of an answer"
-    add_flag(parser, "--tpot-ms", 100.0, text, kind=positive)
-    text = "longest time between two tokens that workers are told of; 0: any"
-    add_flag(parser, "--itl-ms", 0.0, text, kind=not_negative)
-    add_flag(parser, "--json", "", "file for all numbers", kind=output_file)
     add_flag(
-        parser, "--csv", "", "file for the table's numbers, a row per system", kind=output_file
+        parser,
+        "--fleet",
+        fleet,
+        "workers as CLUSTER:DEVICE:ROLE:COUNT, comma-separated; cluster `remote` only prefills",
     )
-    add_flag(parser, "--png", "", "file for the plots", kind=output_file)
-    add_flag(parser, "--html", "", "file for table and plots in one page", kind=output_file)
+    _add_workload_flags(parser)
+    add_switch(parser, "--chains", "let idle prefill workers compute long prompts together")
+    _add_tier_flags(parser)
+    add_flag(
+        parser, "--failures", "", "failures as SECONDS:kill|restart|link:VALUE, comma-separated"
+    )
+    add_flag(
+        parser,
+        "--jitter",
+        0.1,
+        "maximum random delay of transfers, as a fraction of their duration",
+        kind=not_negative,
+    )
+    add_flag(parser, "--seed", 0, "random seed of arrivals, ties and jitter", kind=count)
+    _add_limit_flags(parser)
+    _add_output_flags(parser)
     return parser
+
+
+def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "trace file in the format of Mooncake, Azure, BurstGPT or KVMesh; default: "
+        "synthetic requests"
+    )
+    add_flag(parser, "--trace", "", text)
+    add_flag(
+        parser,
+        "--requests",
+        1000,
+        "number of requests to generate, or to read from the trace",
+        kind=positive_int,
+    )
+    add_flag(
+        parser,
+        "--load",
+        1.0,
+        "factor by which the arrival rate of a trace is multiplied",
+        kind=positive,
+    )
+    add_flag(parser, "--rate", 1.0, "arrival rate of synthetic requests, per second", kind=positive)
+    add_flag(
+        parser,
+        "--burst",
+        1.0,
+        "ratio of the arrival rates in bursts and between them",
+        kind=positive,
+    )
+    add_flag(parser, "--turns", 1, "turns per synthetic session", kind=positive_int)
+    add_flag(parser, "--shared", 0, "number of prefixes that synthetic sessions share", kind=count)
+    add_switch(
+        parser,
+        "--closed-loop",
+        "send each turn of a session only after the answer to the turn before",
+    )
+
+
+def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
+    text = "pool of each worker in KV blocks of 512 tokens; 0: the size of its device"
+    add_flag(parser, "--pool-blocks", 0, text, kind=count)
+    text = "host-memory tier of each worker in KV blocks of 512 tokens; 0: none"
+    add_flag(parser, "--host-blocks", 0, text, kind=count)
+    add_flag(
+        parser,
+        "--disk-blocks",
+        0,
+        "disk tier of each worker in KV blocks of 512 tokens; 0: none",
+        kind=count,
+    )
+    add_flag(
+        parser,
+        "--host-gb-s",
+        25.0,
+        "bandwidth for loading KV from host memory, in GB/s",
+        kind=positive,
+    )
+    add_flag(
+        parser, "--disk-gb-s", 6.0, "bandwidth for loading KV from disk, in GB/s", kind=positive
+    )
+
+
+def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    text = "limit on the time to first token in ms; 0: 5 s, 30 s for prompts over 8,192 tokens"
+    add_flag(parser, "--ttft-ms", 0.0, text, kind=not_negative)
+    text = "limit on the mean time per output token, in ms"
+    add_flag(parser, "--tpot-ms", 100.0, text, kind=positive)
+    text = "limit on the time between two tokens that workers keep, in ms; 0: no limit"
+    add_flag(parser, "--itl-ms", 0.0, text, kind=not_negative)
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    add_flag(
+        parser, "--json", "", "file to which all numbers are written as JSON", kind=output_file
+    )
+    add_flag(
+        parser,
+        "--csv",
+        "",
+        "file to which the table is written as CSV, one row per system",
+        kind=output_file,
+    )
+    add_flag(parser, "--png", "", "file to which the plots are written (PNG)", kind=output_file)
+    add_flag(
+        parser,
+        "--html",
+        "",
+        "file to which table and plots are written as one HTML page",
+        kind=output_file,
+    )
 
 
 def _requests(arguments: argparse.Namespace, profile: Profile) -> tuple[TraceRequest, ...]:

@@ -125,7 +125,9 @@ def local_stack(state_dir: str) -> dict[str, Any]:
 
 def add_state_flag(parser: argparse.ArgumentParser) -> None:
     """Adds `--state-dir`, which `local_stack` takes."""
-    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    add_flag(
+        parser, "--state-dir", "", "state folder of `kvmesh up`; default: .kvmesh", metavar="DIR"
+    )
 
 
 def add_url_flag(parser: argparse.ArgumentParser, *, several: bool = False) -> None:

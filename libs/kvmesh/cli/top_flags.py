@@ -23,10 +23,10 @@ exit code: 0; 1 if no scheduler answers; 2 wrong usage
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser with all flags."""
-    made = new_parser("kvmesh top", "Workers and requests, live. Ctrl-C leaves.", _EPILOG)
+    made = new_parser("kvmesh top", "Shows workers and requests live. Ctrl-C exits.", _EPILOG)
     add_scheduler_flags(made, 5.0)
     add_url_flag(made)
-    add_flag(made, "--interval", 1.0, "seconds between two pictures", kind=positive)
-    add_switch(made, "--once", "one picture, then leave")
-    add_switch(made, "--json", "print JSON, one object per picture")
+    add_flag(made, "--interval", 1.0, "seconds between two refreshes", kind=positive)
+    add_switch(made, "--once", "show one snapshot and exit")
+    add_switch(made, "--json", "print JSON, one object per snapshot")
     return made
