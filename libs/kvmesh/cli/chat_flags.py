@@ -21,8 +21,8 @@ LINE_COMMANDS = """\
 """
 _EPILOG = f"""\
 On a terminal, it reads your lines until Ctrl-D, and Ctrl-C stops an answer. The model's reasoning
-is shown dimmed, on a terminal only. From a pipe, each line is one question. With --prompt, it asks one
-question and exits. If a gateway dies during an answer, the answer continues at the gateway that
+is shown dimmed, on a terminal only. From a pipe, each line is one question. With --prompt, it asks
+one question and exits. If a gateway dies during an answer, the answer continues at the gateway that
 responds first. Lines that begin with a slash are commands:
 
 {LINE_COMMANDS}

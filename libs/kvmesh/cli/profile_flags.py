@@ -10,7 +10,8 @@ from kvmesh.cli.flags import add_flag, new_parser, output_file, picture_file, po
 DESCRIPTION = """\
 Measures the costs of a model on this machine: prefill by prompt length and cached length, decode
 steps by batch size and context length, memory bandwidth and loopback bandwidth. Fits the costs,
-with error bars, and writes a profile for `kvmesh plan` and `kvmesh simulate`. Run it on an idle machine.
+with error bars, and writes a profile for `kvmesh plan` and `kvmesh simulate`. Run it on an idle
+machine.
 
 With --url, which `kvmesh up --run` sets, it measures a running stack instead: its workers, how much
 they slow each other down on one host, and the costs of gateway and scheduler."""
