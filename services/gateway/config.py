@@ -201,7 +201,7 @@ class LimitsConfig:
         rising = [*sorted(waits.items()), (sys.maxsize, self.ttft_deadline_ms)]
         if any(shorter > longer for (_, shorter), (_, longer) in pairwise(rising)):
             raise ConfigError(
-                f"limits.ttft_tiers: longer prompts wait as long or longer, and the longest for "
+                f"limits.ttft_tiers: waits must not fall with length, nor exceed "
                 f"limits.ttft_deadline_ms={self.ttft_deadline_ms}; got {self.ttft_tiers}"
             )
         return tuple(TimeoutTier(tokens, wait / 1000) for tokens, wait in rising)

@@ -124,8 +124,8 @@ class Entrance:
                 return
         raise busy(
             self.metrics,
-            f"requests wait for {doorstep.age_s:.1f} s until this gateway begins with them; "
-            f"this one has {patience_s:g} s",
+            f"requests wait {doorstep.age_s:.1f} s before this gateway starts them; this one may "
+            f"wait {patience_s:g} s",
             doorstep.age_s,
         )
 
@@ -146,11 +146,11 @@ class Entrance:
         if kept is None:
             kept = await self._in_journal(given)
         if kept is None or kept.head.owner != owner:
-            raise GoneError("Last-Event-ID: nothing is kept of this stream")
+            raise GoneError("Last-Event-ID: no record of this stream is kept")
         if kept.head.kind != kind:
-            raise GoneError(f"Last-Event-ID: that stream is a {kept.head.kind}")
+            raise GoneError(f"Last-Event-ID: the stream is a {kept.head.kind}")
         if body and body != kept.head.body:
-            raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
+            raise InvalidRequestError("Last-Event-ID: the stream began with another body", HEADER)
         return kept
 
     async def _in_journal(self, given: GivenId) -> Kept | None:

@@ -161,10 +161,10 @@ class Frontend:
         num_choices = len(call.prompts) * call.n
         if delivered is not None:
             if len(delivered.checkpoints) != num_choices:
-                raise GoneError("that stream has another number of choices")
+                raise GoneError("the stream has another number of choices")
             makers = tuple(maker_of(each) for each in delivered.checkpoints)
             if any(each and adapter_name(it) != adapter_name(adapter) for each, it in makers):
-                raise GoneError("that stream is of another model")
+                raise GoneError("the stream is of another model")
             return tuple((each, it if each else adapter) for each, it in makers)
         draw, embeds = self._mesh.rng.random(), call.embedding >= 0
         served = self._mesh.router.served(caller.scenario, draw, adapter, embeds=embeds)

@@ -113,7 +113,9 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     async def _note_reads(self, requests: Any) -> None:
         async for message in incoming(requests):
             if message.WhichOneof("message") != "reads":
-                raise ProtocolError("watch_order", "after its start a watcher tells of reads only")
+                raise ProtocolError(
+                    "watch_order", "after its start, a watcher may only report reads"
+                )
             for read in message.reads.reads:
                 check_hashes(read.block_hashes)
                 blocks = len(read.block_hashes) // BLOCK_HASH_BYTES

@@ -222,7 +222,7 @@ CASES = {
     ),
     "tls-files-swapped": Case("holds no certificate", env=_tls("decode.key", "decode.pem")),
     "tls-of-another-ca": Case(
-        "would be refused by who trusts data.tls.ca",
+        "would be refused by peers that trust data.tls.ca",
         env=_tls("decode.pem", "decode.key", "other/ca.pem"),
     ),
 }

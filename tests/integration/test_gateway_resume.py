@@ -286,7 +286,7 @@ async def test_streams_that_cannot_go_on_say_so(two: tuple[Stack, Stack]) -> Non
     assert "x-kvmesh-resumable" not in headers
     for path in ("responses", "messages"):
         status, raw, _ = await post(one, path, {"model": MODEL, "input": "hi"}, f"{'x' * 22}:1")
-        assert (status, b"cannot be gone on with" in raw) == (400, True)
+        assert (status, b"cannot be resumed" in raw) == (400, True)
 
 
 async def test_prompts_of_other_tokens_are_not_gone_on_with(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def read_ca(folder: Path) -> Issued | None:
         raise ConfigError(f"{folder}: ca.key is not the key of ca.pem")
     if cert.not_valid_after_utc <= _in_days(0):
         raise ConfigError(
-            f"{folder}: the CA ended on {cert.not_valid_after_utc.date()}; remove ca.key and "
+            f"{folder}: the CA expired on {cert.not_valid_after_utc.date()}; remove ca.key and "
             "ca.pem, make all certificates again, and give every service its new files"
         )
     return Issued(cert, key)
@@ -166,7 +166,7 @@ def host_list(raw: str) -> tuple[str, ...]:
     """Parses names and addresses, comma-separated."""
     hosts = tuple(each.strip() for each in raw.split(",") if each.strip())
     if not hosts:
-        raise argparse.ArgumentTypeError("it names nobody; name the hosts that peers connect to")
+        raise argparse.ArgumentTypeError("the list is empty; give the hosts that peers connect to")
     for each in hosts:
         if not each.isascii():
             raise argparse.ArgumentTypeError(f"{each!r} is not in its ASCII form (xn--...)")
@@ -182,7 +182,7 @@ def service_list(raw: str) -> tuple[str, ...]:
         if not _SERVICE.fullmatch(each):
             raise argparse.ArgumentTypeError(f"{each!r}: 1 to 64 letters, digits, dots, - or _")
         if each == _CA:
-            raise argparse.ArgumentTypeError("'ca' is the authority itself")
+            raise argparse.ArgumentTypeError("'ca' is reserved for the CA itself")
     return services
 
 

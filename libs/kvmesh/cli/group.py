@@ -156,7 +156,8 @@ def read_groups(file: Path) -> list[GroupWish]:
 def _wish_of(table: dict[str, Any], file: Path) -> GroupWish:
     if unknown := table.keys() - _FIELDS:
         known = ", ".join(sorted(_FIELDS))
-        raise ConfigError(f"{file}: a group has no {', '.join(sorted(unknown))}; it has {known}")
+        names = ", ".join(sorted(unknown))
+        raise ConfigError(f"{file}: a group has no field {names}; its fields are {known}")
     try:
         wish = GroupWish(**{**table, "scenario": _scenario(table.get("scenario", ""))})
         wish_from_proto(wish)
@@ -246,7 +247,7 @@ async def _until_done(access: SchedulerAccess, wishes: Sequence[GroupWish]) -> N
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         told = [f"{name or ANY} is {_says(view)}" for name, view in views.items()]
-        text = f"not after {access.timeout_s:g} s: {'; '.join(told)}; give it longer with --timeout"
+        text = f"not done after {access.timeout_s:g} s: {'; '.join(told)}; increase --timeout"
         raise NoAnswerError(text) from error
 
 

@@ -108,7 +108,7 @@ async def _change(store: TenantStore, change: Change) -> None:
         raw, directory = await _read(store)
         if await store.replace(raw, directory_to_json(change(directory))):
             return
-    raise StoreUnavailableError("others change the directory all the time; try again")
+    raise StoreUnavailableError("the directory keeps changing; try again")
 
 
 def _named_limits(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def check_native(find: Callable[[NativeLibrary], tuple[Path, str]] = find_librar
     try:
         levels = [f"{library.folder} {find(library)[1]}" for library in LIBRARIES]
     except NativeError as error:
-        remedy = "workers compute by torch and copy by Python, slower; `make setup` in a checkout"
+        remedy = "workers compute with torch and are slower; run `make setup` in a checkout"
         return Finding.warn("native code", str(error), remedy)
     best = usable_levels()[0].name
     return Finding.ok("native code", f"{', '.join(levels)}; the best of this CPU is {best}")
@@ -158,7 +158,7 @@ def native_notes(
         try:
             find(library)
         except NativeError as error:
-            return [f"workers run without native code, slower: {error}"]
+            return [f"workers run slower, without native code: {error}"]
     return []
 
 
@@ -168,7 +168,7 @@ def check_cores(cores: int, omp_num_threads: str) -> Finding:
     if cores < 2:
         return Finding.warn("cores", detail, "two or more keep engine and control plane apart")
     if omp_num_threads.isdecimal() and int(omp_num_threads) >= cores:
-        remedy = "engines side by side would spin against each other; unset it, `up` divides cores"
+        remedy = "engines would compete for cores; unset it, and `up` divides the cores"
         return Finding.warn("cores", detail, remedy)
     return Finding.ok("cores", detail)
 

@@ -193,8 +193,8 @@ def _redis_problems(redis_url: str) -> list[str]:
         return [f"--redis-url {_shown(url)!r} is not redis://, rediss:// or unix://"]
     if not _is_reachable(url, address):
         problem = (
-            f"nothing accepts connections at {_shown(url)}; start that Redis first, or leave "
-            "--redis-url away: `up` starts one"
+            f"nothing accepts connections at {_shown(url)}; start that Redis first, or omit "
+            "--redis-url: `up` then starts one"
         )
         return [problem]
     # Imported here: it takes half a second, and only a named server needs it.

@@ -123,7 +123,7 @@ class LiveFleet:
         """
         if not await self._wait(is_true, self._access.timeout_s):
             raise NoAnswerError(
-                f"not after {self._access.timeout_s:g} s: {what}; give it longer with --timeout"
+                f"not done after {self._access.timeout_s:g} s: {what}; increase --timeout"
             )
 
     async def _wait(

@@ -146,20 +146,20 @@ def _other_models(arguments: argparse.Namespace, first: str) -> tuple[OtherModel
 def _adapters(text: str, engine: str) -> str:
     """Returns the adapters with absolute folders, valid wherever a worker starts."""
     if text and engine == "kvmesh":
-        raise ConfigError("--lora: adapters are served by --engine vllm")
+        raise ConfigError("--lora: only --engine vllm serves adapters")
     return ",".join(f"{each.name}={each.folder}" for each in read_adapters(text))
 
 
 def _places(count: int, engine: str) -> int:
     if count and engine == "kvmesh":
-        raise ConfigError("--max-loras: adapters are served by --engine vllm")
+        raise ConfigError("--max-loras: only --engine vllm serves adapters")
     return count
 
 
 def _ranks(arguments: argparse.Namespace, flag: str) -> int:
     count: int = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
     if count > 1 and arguments.engine != "vllm":
-        raise ConfigError(f"{flag}: engines of several ranks are those of --engine vllm")
+        raise ConfigError(f"{flag}: only --engine vllm runs several ranks")
     return count
 
 
@@ -241,8 +241,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, l
     """
     if not is_checkout(CHECKOUT):
         raise ConfigError(
-            f"{CHECKOUT} is no checkout of the repository, and the services run from one; "
-            "clone it, and start this in its root"
+            f"{CHECKOUT} is not a checkout of the repository, which the services need; clone the "
+            "repository, and run this command in its root"
         )
     ports = api_ports(arguments.port, arguments.grpc_port, arguments.console_port)
     options = stack_options(arguments, ports, usable_cores())

@@ -199,7 +199,7 @@ def request_message(
 
 def _milliseconds(seconds: float, name: str) -> int:
     if not 0 <= seconds < 4_000_000:
-        raise InvalidRequestError(f"{seconds} s is no limit", name)
+        raise InvalidRequestError(f"{seconds} s is not a valid limit", name)
     # 0 would mean "the default", so a tiny limit becomes one millisecond.
     return max(1, round(seconds * 1000)) if seconds > 0 else 0
 

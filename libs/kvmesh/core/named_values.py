@@ -21,6 +21,6 @@ def named_values(text: str, option: str, form: str) -> dict[str, str]:
         if not (name and value):
             raise ConfigError(f"{option} is {form}, comma-separated; got {each!r}")
         if name in found:
-            raise ConfigError(f"{option} is {form}, comma-separated; the name {name} comes twice")
+            raise ConfigError(f"{option} is {form}, comma-separated; {name} appears twice")
         found[name] = value
     return found

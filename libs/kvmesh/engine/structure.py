@@ -122,7 +122,7 @@ class GrammarConstraint:
             raise StructureError(f"the text does not follow its structure: {_reason(matcher)}")
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            raise StructureError(f"the structure cannot go on: {_reason(matcher)}")
+            raise StructureError(f"no token can continue the structure: {_reason(matcher)}")
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
         known = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
         mask[: len(known)] = known

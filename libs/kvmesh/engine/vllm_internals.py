@@ -114,7 +114,7 @@ class VllmExecutor:
         """
         unknown = unknown_fields()
         if unknown:
-            raise ConfigError(f"this vLLM wants what we do not give it: {', '.join(unknown)}")
+            raise ConfigError(f"unknown fields of this vLLM: {', '.join(unknown)}")
         _allow_order_on_cpu()
         self._request = request
         self._ranks: Ranks | None = None
@@ -332,7 +332,7 @@ def _layers(config: VllmConfig, num_here: int) -> tuple[int, int]:
     first, end = config.model_config.get_layers_start_end_indices(config.parallel_config)
     if end - first != num_here:
         raise ConfigError(
-            f"layers {first} to {end - 1} of this model keep {num_here} caches, so it is not to be "
+            f"layers {first} to {end - 1} of this model keep {num_here} caches, so it cannot be "
             "divided: set engine.pipeline_parallel 1"
         )
     return first, int(config.model_config.get_total_num_hidden_layers())

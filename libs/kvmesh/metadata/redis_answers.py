@@ -23,7 +23,7 @@ def understanding() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise StoreUnavailableError(f"Redis gave a senseless answer: {error!r}") from error
+        raise StoreUnavailableError(f"Redis sent an invalid answer: {error!r}") from error
 
 
 def bytes_of(answer: Any) -> bytes:

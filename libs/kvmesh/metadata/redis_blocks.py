@@ -121,5 +121,5 @@ def _as_lost() -> Iterator[None]:
 
 def _as_many(answer: Any, count: int) -> list[Any]:
     if not isinstance(answer, list) or len(answer) != count:
-        raise StoreUnavailableError(f"Redis answered with something else than {count} values")
+        raise StoreUnavailableError(f"Redis did not answer with {count} values")
     return answer

@@ -44,7 +44,7 @@ class RedisMasters:
         if not (self._name and (number or "0").isdecimal()):
             raise ConfigError(
                 "redis.url: give sentinels as redis+sentinel://HOST:PORT,HOST:PORT/NAME, or with "
-                "/NAME/NUMBER at the end; NAME is that of the master in their configuration"
+                "/NAME/NUMBER at the end; NAME is the master's name in their configuration"
             )
         self._server = where._replace(scheme=SCHEMES[where.scheme], path=f"/{number or 0}")
         self._password = password
@@ -76,7 +76,7 @@ class RedisMasters:
         async with self._connection(asked, with_login=with_login) as client:
             found: Any = await client.sentinel_get_master_addr_by_name(self._name)
         if not found:
-            raise RedisError(f"it knows no {self._name}")
+            raise RedisError(f"it knows no master {self._name}")
         host, port = (_text(word) for word in found)
         netloc = f"{self._login}{self._at}[{host}]:{port}" if ":" in host else ""
         server = self._server._replace(netloc=netloc or f"{self._login}{self._at}{host}:{port}")

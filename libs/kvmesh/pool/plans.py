@@ -112,7 +112,7 @@ def gen_plans(
         ValueError: the degrees add up to more workers than there are.
     """
     if len(batches) != len(degrees) or min(degrees, default=1) < 1:
-        raise ValueError("one degree of at least 1 for each batch")
+        raise ValueError("each batch needs a degree of at least 1")
     if sum(degrees) > len(tree.workers):
         raise ValueError(f"{sum(degrees)} workers wanted, {len(tree.workers)} are there")
     queries: list[QueryPlan | None] = []

@@ -52,7 +52,9 @@ class FleetMirror:
                 continue
             known = self._workers.get(WorkerId(each.worker_id))
             if known is None:
-                raise ProtocolError("bad_fleet", f"nobody knows {each.worker_id!r}")
+                raise ProtocolError(
+                    "bad_fleet", f"an update of the unknown worker {each.worker_id!r}"
+                )
             self._workers[known.info.worker_id] = dataclasses.replace(
                 known,
                 load=worker_load_from_proto(each.load),

@@ -99,8 +99,8 @@ def check_trust(cert: str, key: str, ca: str, section: str) -> None:
         raise ConfigError(f"{section}.cert: {cert}: {said}; make a new one")
     if ca and (said := _refusal(cert, key, ca)):
         raise ConfigError(
-            f"{section}.cert: {cert} would be refused by who trusts {section}.ca: {ca}: {said}; "
-            "name the CA that signed it"
+            f"{section}.cert: {cert} would be refused by peers that trust {section}.ca: {ca}: "
+            f"{said}; name the CA that signed it"
         )
 
 

@@ -92,7 +92,7 @@ def _sharing(fields: Fields) -> Sharing:
     loop = _loop(fields.child("loop")) if fields.has("loop") else None
     found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop)
     if min(found.prefill, found.decode) < 1:
-        raise ConfigError(f"{fields.path}: nobody computes faster beside others: {found}")
+        raise ConfigError(f"{fields.path}: workers cannot compute faster beside others: {found}")
     return found
 
 

@@ -239,8 +239,8 @@ def as_counted_chat(body: CountBody) -> ChatBody:
 def _chat(body: CountBody, more: Mapping[str, Any]) -> ChatBody:
     if body.messages[-1].role == "assistant":
         raise InvalidRequestError(
-            "messages: the last one is the assistant's; an answer that is begun already is not "
-            "gone on with: end with a message of the user",
+            "messages: the last message is the assistant's, and a started answer cannot be "
+            "continued: end with a message of the user",
             "messages",
         )
     messages = [Message(role="system", content=_text(body.system))] if body.system else []

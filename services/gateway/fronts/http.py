@@ -186,8 +186,8 @@ class HttpFront:
     async def _single(self, request: web.Request, form: Form[BodyT]) -> web.StreamResponse:
         if HEADER in request.headers:  # otherwise the client would silently get a different answer
             raise InvalidRequestError(
-                f"Last-Event-ID: streams of {request.path} cannot be gone on with, and their "
-                "events have no id; send the request without it for a new answer",
+                f"Last-Event-ID: streams of {request.path} cannot be resumed, and their events "
+                "have no id; send the request without this header for a new answer",
                 HEADER,
             )
         async with self._entrance.admit(authorization_of(request)) as ticket:

@@ -127,7 +127,7 @@ class AdapterRoutes:
                     if error.code() in _AWAY:
                         continue
                     raise InvalidRequestError(error.details() or error.code().name) from error
-        raise LostError("no scheduler answers; adapters are as they were, or will be as asked")
+        raise LostError("no scheduler answered; the change may or may not happen")
 
     async def _seen(self, fact: Callable[[], bool]) -> None:
         """Waits until the fleet shows a change, so that the caller's next request finds it."""

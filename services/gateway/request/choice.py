@@ -141,12 +141,14 @@ def going_on(choices: Sequence[Choice], delivered: Delivered, vocab_size: int) -
         InvalidRequestError: a delivered token is outside the vocabulary.
     """
     if delivered.prompt_sum != prompt_sum(choices):
-        raise GoneError("the prompt has other tokens here: ask for the whole answer again")
+        raise GoneError(
+            "this gateway tokenises the prompt differently: request the whole answer again"
+        )
     for choice, behind in zip(choices, delivered.choices, strict=True):
         if behind is not None:
             check_known(behind.token_ids, vocab_size, "tokens so far")
             left = choice.request.sampling.max_tokens - len(behind.token_ids)
             if left < 1 and not behind.is_complete:
-                raise GoneError("all tokens came: there is nothing to go on with")
+                raise GoneError("all tokens were delivered: there is nothing to resume")
     pairs = zip(choices, delivered.choices, strict=True)
     return [changed(choice, behind=behind) for choice, behind in pairs]

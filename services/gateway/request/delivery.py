@@ -131,7 +131,7 @@ def delivered_text(tokenizer: TextTokenizer, choice: Choice, token_ids: Sequence
     """
     piece = _detokenizer(tokenizer, choice).push(token_ids)
     if piece.stop is not None:
-        raise GoneError("the answer had ended: there is nothing to go on with")
+        raise GoneError("the answer has ended: there is nothing to resume")
     return piece.text
 
 

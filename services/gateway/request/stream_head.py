@@ -112,9 +112,9 @@ def head_of_start(
     except (ValueError, struct.error, binascii.Error) as error:
         raise InvalidRequestError("Last-Event-ID: no id of an event", HEADER) from error
     if owner_sum != crc32(owner.encode()):
-        raise GoneError("Last-Event-ID: nothing is kept of this stream")
+        raise GoneError("Last-Event-ID: no record of this stream is kept")
     if body_sum != crc32(body):
-        raise InvalidRequestError("Last-Event-ID: that stream has another body", HEADER)
+        raise InvalidRequestError("Last-Event-ID: the stream began with another body", HEADER)
     every = _each(checkpoints, num_choices)
     return Head(
         kind, owner, request_id, created, seed, prompt_sum, every, scenario, placement, body

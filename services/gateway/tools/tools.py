@@ -97,7 +97,7 @@ def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
         return ToolUse(ToolMode.REQUIRED, names, parallel=parallel)
     if family is None:
         raise InvalidRequestError(
-            "tool_choice: this model's chat template has no form for calls; allowed: none, "
+            "tool_choice: this model's chat template has no format for calls; allowed: none, "
             "required, or a function by name",
             "tool_choice",
         )

@@ -121,7 +121,7 @@ def test_an_authority_that_has_ended_is_said(
 ) -> None:
     write(make_ca(days=0), tmp_path, "ca")
     assert make(tmp_path) == 1
-    assert "the CA ended on" in capsys.readouterr().err
+    assert "the CA expired on" in capsys.readouterr().err
 
 
 def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_file_of_groups(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("[[group]]\nprefill = 1", "needs a prefill and a decode worker"),
-        ("[[group]]\nprefil = 1", "a group has no prefil; it has checkpoint"),
+        ("[[group]]\nprefil = 1", "a group has no field prefil; its fields are checkpoint"),
         ("[[group]]\nhybrid = -1", "any"),
         ('[[group]]\nhybrid = "one"', "any"),
         ("[[group]]\nhybrid = 1\n[[group]]\nhybrid = 1", "two groups of one scenario"),

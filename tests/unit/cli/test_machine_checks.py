@@ -134,7 +134,7 @@ def test_a_start_without_native_code_that_is_needed_is_told(
         return Path(), "avx2"
 
     notes = checks.native_notes(engine, device, find)
-    told = f"workers run without native code, slower: {missing} is missing"
+    told = f"workers run slower, without native code: {missing} is missing"
     assert notes == ([told] if is_told else [])
 
 

@@ -34,7 +34,7 @@ def test_waits_that_cannot_be_read_are_told(tiers: str) -> None:
 
 @pytest.mark.parametrize("tiers", ["256=9001", "256=2000,512=1000"])
 def test_a_shorter_prompt_does_not_wait_longer(tiers: str) -> None:
-    with pytest.raises(ConfigError, match="longer prompts wait as long or longer"):
+    with pytest.raises(ConfigError, match="waits must not fall with length"):
         LimitsConfig(ttft_deadline_ms=9000, ttft_tiers=tiers).tiers()
 
 

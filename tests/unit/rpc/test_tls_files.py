@@ -96,7 +96,7 @@ def test_a_key_of_another_certificate(made: Path) -> None:
 
 def test_a_certificate_of_another_ca(made: Path) -> None:
     text = refused(*pair(made / "one"), made / "two" / "ca.pem")
-    assert "would be refused by who trusts server.tls.ca" in text
+    assert "would be refused by peers that trust server.tls.ca" in text
     load(*pair(made / "one"))
 
 
