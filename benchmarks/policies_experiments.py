@@ -22,6 +22,7 @@ from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import Summary, summarize
 from kvmesh.sim.scenario import Scenario, parse_failures
 from kvmesh.sim.simulation import simulate
+from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.workload import Workload, closed_loop, make_requests
 
@@ -146,32 +147,42 @@ def experiments(size: float, seed: int) -> list[Experiment]:
 
 
 _QUEUES_AND_OFFERS = ("local_queues", "pending_tokens", "forwarding", "kvmesh")
+_CONNECTIONS = "local queues by connections"
 _IDLE_ONLY = "forwarding, 1 slot, live deadlines"
-_CAPACITY_NOTE = (
-    "`capacity` is the time of all prefill workers until the last arrival, over the time that all "
-    "prompts together would take them: the success of who serves the mix that comes, without a "
-    "pause and nothing in vain. Who serves more short prompts than long ones can have more"
-)
+_WARM_S = 10.0
+"""Users begin within three seconds; by then their requests no longer arrive together."""
+
+_FORWARDING_NOTES = f"""\
+`{_CONNECTIONS}`: gateways count their open connections, which last until the answer ends, as in the
+ paper's baseline. `local_queues` counts prompts instead
+- rows have what ended while as many requests as users were in flight, as in the paper: from
+ {_WARM_S:g} s on, until the first user has no further request. Rows with 1 slot have the chunks of
+ workers' defaults, so that KV leaves while a prompt is computed
+- `capacity` is the time of all prefill workers in that window, over the time that the prompts of
+ all requests that ended would take them: the success of who serves the mix that comes, without a
+ pause and nothing in vain. Who serves more short prompts than long ones can have more\
+""".replace("\n ", " ").split("\n- ")
 
 
-def _run_beside_capacity(label: str, scenario: Scenario) -> Outcome:
-    """Simulates one scenario; its row also has the share of prompts that prefill can compute."""
+def _run_at_constant_load(label: str, scenario: Scenario) -> Outcome:
+    """Simulates a closed loop; its row is of the time in which every user has a request in flight,
+    and has the share of the prompts that prefill can compute.
+    """
     result = simulate(scenario)
-    row, requests = summary_row(summarize(result)), result.requests
-    groups = [each for each in scenario.fleet if each.role is Role.PREFILL]
-    [device] = {scenario.profile.devices[each.device] for each in groups}
-    # Of a refused prompt, as much would have been cached as of the others.
-    left = 1.0 - row["hits"] / max(row["success"], 1e-9)
-    needed_s = sum(
-        device.prefill_s(
-            each.trace.input_tokens * left
-            if each.first_token_s is None
-            else each.trace.input_tokens - each.cached_tokens
-        )
-        for each in requests
-    )
-    until_s = max(each.arrival_s for each in requests)
-    there_s = until_s * sum(each.count for each in groups)
+    last: dict[str, float] = {}
+    for each in result.requests:
+        user = each.trace.session
+        last[user] = max(last.get(user, 0.0), each.arrival_s)
+    until_s = min(last.values())
+    assert until_s > _WARM_S, "the load lasts longer than its beginning"
+    ended = [each for each in result.requests if _WARM_S < (each.finished_s or 0.0) <= until_s]
+    found = dataclasses.replace(result, requests=ended, finished_s=until_s)
+    row = summary_row(summarize(found))
+    prefill = [each for each in scenario.fleet if each.role is Role.PREFILL]
+    [device] = {scenario.profile.devices[each.device] for each in prefill}
+    # No prompts share a prefix, so nothing is cached.
+    needed_s = sum(device.prefill_s(each.trace.input_tokens) for each in ended)
+    there_s = (until_s - _WARM_S) * sum(each.count for each in prefill)
     row["capacity"] = round(min(there_s / needed_s, 1.0), 4)
     return Outcome(row, Series.of(label, result))
 
@@ -192,18 +203,25 @@ def forwarding(size: float, seed: int) -> Experiment:
             for key, device in profile.devices.items()
         },
     )
+    counting = dataclasses.replace(SYSTEMS["local_queues"], by_connections=True)
     live = dataclasses.replace(SYSTEMS["forwarding"], learns_deadlines=True)
     for factor in (1, 2, 3, 4):
-        num_users = max(int(30 * size), 1) * factor
-        workload = Workload(num_users * 12, 1.0, lengths, output_tokens=128, turns=12, think_s=0.0)
+        num_users, turns = max(int(30 * size), 1) * factor, 24
+        workload = Workload(
+            num_users * turns, 1.0, lengths, output_tokens=128, turns=turns, think_s=0.0
+        )
         requests = closed_loop(workload, seed)
-        runs = {each: (profile, SYSTEMS[each]) for each in _QUEUES_AND_OFFERS}
-        runs["forwarding, 1 slot"] = (one_slot, SYSTEMS["forwarding"])
-        runs[_IDLE_ONLY] = (one_slot, live)
-        for kind, (costs, system) in runs.items():
-            scenario = Scenario(costs, fleet, system, requests, closed_loop=True)
+        runs = {each: (profile, SYSTEMS[each], ChunkTokens()) for each in _QUEUES_AND_OFFERS}
+        as_live = ChunkTokens(alone=512)
+        runs[_CONNECTIONS] = (profile, counting, ChunkTokens())
+        runs["local_queues, 1 slot"] = (one_slot, SYSTEMS["local_queues"], as_live)
+        runs[f"{_CONNECTIONS}, 1 slot"] = (one_slot, counting, as_live)
+        runs["forwarding, 1 slot"] = (one_slot, SYSTEMS["forwarding"], as_live)
+        runs[_IDLE_ONLY] = (one_slot, live, as_live)
+        for kind, (costs, system, chunks) in runs.items():
+            scenario = Scenario(costs, fleet, system, requests, chunks=chunks, closed_loop=True)
             label = f"{factor}x {kind}"
-            run = partial(_run_beside_capacity, label, scenario)
+            run = partial(_run_at_constant_load, label, scenario)
             jobs.append(Job(name, label, run, len(requests)))
 
     def judge(rows: Rows) -> Verdict:
@@ -211,8 +229,11 @@ def forwarding(size: float, seed: int) -> Experiment:
         least = min(success[f"{n}x kvmesh"] for n in (1, 2, 3, 4))
         capacity = rows[f"4x {_IDLE_ONLY}"]["capacity"]
         note = (
-            f"at 4x local queues keep {success['4x local_queues']:.1%}, forwarding to workers of "
-            f"four slots {success['4x forwarding']:.1%}, to idle workers only and with the live "
+            f"at 4x local queues keep {success['4x local_queues']:.1%}, by connections "
+            f"{success[f'4x {_CONNECTIONS}']:.1%}, with one slot and small chunks "
+            f"{success['4x local_queues, 1 slot']:.1%} and "
+            f"{success[f'4x {_CONNECTIONS}, 1 slot']:.1%}, forwarding to workers of four slots "
+            f"{success['4x forwarding']:.1%}, to idle workers only and with the live "
             f"rule for deadlines {success[f'4x {_IDLE_ONLY}']:.1%} of the {capacity:.1%} that six "
             f"prefill workers can compute, the default {success['4x kvmesh']:.1%}: no order of "
             "offers serves more than the capacity of prefill; decode workers that help do"
@@ -226,7 +247,7 @@ def forwarding(size: float, seed: int) -> Experiment:
                 Target("forwarding to idle workers: success at 4x, of the capacity", of_capacity,
                        0.99),
             ],
-            [note, _CAPACITY_NOTE],
+            [note, *_FORWARDING_NOTES],
         )  # fmt: skip
 
     return Experiment(name, jobs, judge)

@@ -20,9 +20,14 @@ BY_CONNECTIONS = frozenset({"pdserve"})
 class Connections:
     """This gateway's requests at each prefill worker, and the worker whose batch is being
     filled.
+
+    Args:
+        fills: whether one worker's batch is filled before the next one's. Workers with queues never
+            refuse, so there the fewest connections alone decide.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fills: bool = True) -> None:
+        self._fills = fills
         self._open: Counter[WorkerId] = Counter()
         self._filling: WorkerId | None = None
 
@@ -35,7 +40,8 @@ class Connections:
     def accepted(self, name: WorkerId) -> None:
         """Records that a worker accepted an offer; the connection lasts until the answer ends."""
         self._open[name] += 1
-        self._filling = name
+        if self._fills:
+            self._filling = name
 
     def rejected(self, name: WorkerId) -> None:
         """Records that a worker refused an offer because it is busy."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvmesh.core.pace import StepPace
 from kvmesh.core.turns import at_once
@@ -36,8 +37,21 @@ from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 
 
+@dataclass(slots=True)
+class _Group:
+    """Loops of one group.
+
+    Attributes:
+        num_new: requests that arrived since the last sample.
+    """
+
+    roles: RoleLoop = field(default_factory=RoleLoop)
+    monitor: RatioMonitor = field(default_factory=RatioMonitor)
+    num_new: int = 0
+
+
 class Control:
-    """The loops of one run.
+    """The loops of one run. Each group has roles and a ratio of its own.
 
     Args:
         reasons: decisions are counted here.
@@ -56,10 +70,8 @@ class Control:
         self._fleet = fleet
         self._desk = desk
         self._reasons = reasons
-        self._roles = RoleLoop()
+        self._groups = {each.info.scenario: _Group() for each in fleet.workers.values()}
         self._allocation = AllocationLoop()
-        self._monitor = RatioMonitor()
-        self._num_new = 0
         self._carried = 0.0
         self._sending = SendingMeter()
         # As in the service, a loss of bandwidth shows only in the bytes that leave.
@@ -84,18 +96,22 @@ class Control:
             self._every(CYCLE_S, self._switch_roles)
         if system.monitor:
             self._every(CYCLE_S, self._observe_stages)
-            self._every(WINDOW_S, self._move_ratio)
+            self._every(WINDOW_S, self._move_ratios)
         if system.reallocate:
             self._every(CYCLE_S, self._observe_queues)
             self._every(REALLOCATE_S, self._reallocate)
 
     def note_prompt(self, request: SimRequest, plan: RoutePlan) -> None:
-        """Adds a new request, with its first plan, as a scheduler does."""
+        """Adds a new request, with its first plan, as a scheduler does.
+
+        It counts for the group of the plan's first worker.
+        """
         uncached = request.num_tokens - plan.prefill[0].cached_tokens
         output = request.trace.output_tokens
         self._allocation.note_prompt(uncached, output)
-        self._monitor.note_prompts(MeanLengths(uncached, request.num_tokens, output))
-        self._num_new += 1
+        group = self._groups[self._fleet.workers[plan.prefill[0].worker_id].info.scenario]
+        group.monitor.note_prompts(MeanLengths(uncached, request.num_tokens, output))
+        group.num_new += 1
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -149,18 +165,19 @@ class Control:
     # --- role switches -----------------------------------------------------------------------
 
     def _switch_roles(self) -> None:
-        local = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
-        cycle = at_once(self._roles.cycle(self._read(local), self._events.now()))
-        self._reasons[f"regime: {cycle.regime.value}"] += 1
-        for switch in cycle.switches:
-            self._fleet.workers[switch.worker_id].set_role(switch.role)
-            self._roles.carried_out(switch)
-            self._reasons[f"switch: {switch.reason.value}"] += 1
+        for label, group in self._groups.items():
+            movable = [each for each in self._members(label) if each.info.role is not Role.HYBRID]
+            readings = self._read(movable, self._waiting(label))
+            cycle = at_once(group.roles.cycle(readings, self._events.now()))
+            self._reasons[f"regime: {cycle.regime.value}"] += 1
+            for switch in cycle.switches:
+                self._fleet.workers[switch.worker_id].set_role(switch.role)
+                group.roles.carried_out(switch)
+                self._reasons[f"switch: {switch.reason.value}"] += 1
 
-    def _read(self, workers: list[SimWorker]) -> list[WorkerReading]:
+    def _read(self, workers: list[SimWorker], waiting: Waiting) -> list[WorkerReading]:
         num_prefill = max(sum(w.info.role is Role.PREFILL for w in workers), 1)
         num_decode = max(len(workers) - num_prefill, 1)
-        waiting = self._waiting()
         share = Waiting(waiting.prefill / num_prefill, waiting.decode / num_decode)
         return [_reading(worker, share) for worker in workers]
 
@@ -173,7 +190,8 @@ class Control:
         local = self._local()
         decoding = sum(worker.info.role is not Role.PREFILL for worker in local)
         queues = self._allocation.take_queues(len(local) - decoding, decoding)
-        if not self._allocation.has_lengths or self._roles.is_helping:
+        is_helping = any(group.roles.is_helping for group in self._groups.values())
+        if not self._allocation.has_lengths or is_helping:
             return
         hardware = self._hardware(self._offload.take_capacity())
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
@@ -186,37 +204,44 @@ class Control:
         found = question.answer()
         move = found.move
         self._reasons[f"reallocation: {move.reason.value}"] += 1
-        if move.to_role is not None and self._turn_one(move.to_role):
+        if move.to_role is not None and self._turn_one(move.to_role, local):
             num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
             self._offload.threshold = found.threshold(self._offload.threshold, num_prefill)
 
     def _observe_stages(self) -> None:
-        loads = [(worker.load(), worker.num_waiting) for worker in self._local()]
-        waiting = self._waiting()
-        queued = sum(num_waiting for _, num_waiting in loads)
-        counts = StageCounts(
-            Waiting(waiting.prefill + queued, waiting.decode),
-            sum(load.prefill_active - num_waiting for load, num_waiting in loads),
-            sum(load.decode_running + load.decode_preempted for load, _ in loads),
-        )
-        self._monitor.observe(counts, self._num_new, CYCLE_S)
-        self._num_new = 0
+        for label, group in self._groups.items():
+            loads = [(worker.load(), worker.num_waiting) for worker in self._members(label)]
+            waiting = self._waiting(label)
+            queued = sum(num_waiting for _, num_waiting in loads)
+            counts = StageCounts(
+                Waiting(waiting.prefill + queued, waiting.decode),
+                sum(load.prefill_active - num_waiting for load, num_waiting in loads),
+                sum(load.decode_running + load.decode_preempted for load, _ in loads),
+            )
+            group.monitor.observe(counts, group.num_new, CYCLE_S)
+            group.num_new = 0
 
-    def _move_ratio(self) -> None:
-        movable = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
+    def _move_ratios(self) -> None:
+        for label, group in self._groups.items():
+            self._move_ratio(self._members(label), group.monitor)
+
+    def _move_ratio(self, members: list[SimWorker], monitor: RatioMonitor) -> None:
+        movable = [worker for worker in members if worker.info.role is not Role.HYBRID]
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
-        profile = _profile_of(movable[0], self._monitor.lengths) if movable else None
-        step = self._monitor.end_window(num_prefill, len(movable) - num_prefill, profile)
+        profile = _profile_of(movable[0], monitor.lengths) if movable else None
+        step = monitor.end_window(num_prefill, len(movable) - num_prefill, profile)
         if step is None:
             return
         self._reasons[f"monitor: {step.reason.value}"] += 1
-        turned = [step.grow is not None and self._turn_one(step.grow) for _ in range(step.count)]
+        turned = [
+            step.grow is not None and self._turn_one(step.grow, movable) for _ in range(step.count)
+        ]
         if any(turned):
-            self._monitor.carried_out()
+            monitor.carried_out()
 
-    def _turn_one(self, role: Role) -> bool:
-        giver = choose_giver([(each.info, each.load()) for each in self._local()], role)
+    def _turn_one(self, role: Role, workers: list[SimWorker]) -> bool:
+        giver = choose_giver([(each.info, each.load()) for each in workers], role)
         if giver is None:
             return False
         self._fleet.workers[giver].set_role(role)
@@ -224,10 +249,20 @@ class Control:
 
     # --- inputs of the policies --------------------------------------------------------------
 
-    def _waiting(self) -> Waiting:
-        held = sum(each.has_reservation for each in self._desk.searching.values())
-        rest = len(self._desk.searching) - held
-        return split_waiting(held, rest, [worker.load() for worker in self._local()])
+    def _waiting(self, label: str | None = None) -> Waiting:
+        """Returns the requests that wait in all groups, or in that of a label."""
+        searching = [
+            each
+            for request, each in self._desk.searching.items()
+            if label is None or self._desk.lanes.label(request) == label
+        ]
+        held = sum(each.has_reservation for each in searching)
+        members = self._local() if label is None else self._members(label)
+        loads = [worker.load() for worker in members]
+        return split_waiting(held, len(searching) - held, loads)
+
+    def _members(self, label: str) -> list[SimWorker]:
+        return [worker for worker in self._local() if worker.info.scenario == label]
 
     def _remote(self) -> list[SimWorker]:
         return [w for w in self._fleet.living() if w.info.cluster == REMOTE]

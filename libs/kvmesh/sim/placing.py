@@ -72,6 +72,7 @@ class Desk:
         fetch: fetches a prefix to a worker before it computes.
         searching: requests that look for workers now.
         connections: the gateway's connections; some policies offer in their order, not the plan's.
+        by_connections: whether all do.
         lanes: turns of the gateway's waiting requests.
         prefill_times: times of earlier prompts, if searches end by them; else None.
         planned: called with the first plan of a request that no worker had before.
@@ -88,6 +89,7 @@ class Desk:
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
     lanes: Lanes = field(default_factory=Lanes)
     prefill_times: PrefillTimes | None = None
+    by_connections: bool = False
     planned: Callable[[SimRequest, RoutePlan], None] = _not_noted
 
 
@@ -233,7 +235,7 @@ class Placing:
             return False
         candidates = {each.worker_id: each for each in plan.prefill}
         names = list(candidates)
-        if plan.policy in BY_CONNECTIONS:
+        if self._desk.by_connections or plan.policy in BY_CONNECTIONS:
             names = self._desk.connections.order(names)
         return any(self._offer(candidates[name]) for name in names)
 

@@ -178,10 +178,11 @@ class Simulation:
             self._placed,
             self._refused,
             {},
-            Connections(),
+            Connections(fills=not system.queue_offers),
             self._bring,
             Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
             PrefillTimes() if system.learns_deadlines else None,
+            system.by_connections,
             planned=self._planned,
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, reasons)

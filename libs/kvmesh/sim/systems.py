@@ -26,6 +26,8 @@ class System(Composition):
             late.
         learns_deadlines: whether a search ends when the first token would come too late, by the
             times of earlier prompts, as gateways do; else at the deadline itself.
+        by_connections: whether gateways offer to the worker with the fewest of their connections
+            first. A connection lasts until the answer ends.
     """
 
     queue_offers: bool = False
@@ -33,6 +35,7 @@ class System(Composition):
     grouped: bool = False
     rejects_early: bool = False
     learns_deadlines: bool = False
+    by_connections: bool = False
 
     @property
     def is_indexed(self) -> bool:

@@ -30,11 +30,15 @@ class Lanes:
 
     def of(self, request: SimRequest) -> Turns:
         """Returns the turns of the group that serves a request."""
-        label = serving_label(request.trace.scenario, self._labels)
+        label = self.label(request)
         turns = self._turns.get(label)
         if turns is None:
             turns = self._turns[label] = Turns()
         return turns
+
+    def label(self, request: SimRequest) -> str:
+        """Returns the scenario of the group that serves a request; empty if it has none."""
+        return serving_label(request.trace.scenario, self._labels)
 
 
 class Turns:

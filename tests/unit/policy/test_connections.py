@@ -20,6 +20,16 @@ def test_offers_go_to_the_batch_being_filled_then_by_connections() -> None:
     assert gateway.num_open == 0
 
 
+def test_without_batches_to_fill_the_fewest_connections_come_first() -> None:
+    gateway = Connections(fills=False)
+    gateway.accepted(B)
+    assert gateway.order([A, B, C]) == [A, C, B]
+    gateway.accepted(A)
+    gateway.accepted(C)
+    gateway.ended(C)
+    assert gateway.order([A, B, C])[0] == C
+
+
 def test_who_is_busy_does_not_end_the_batch_of_another() -> None:
     gateway = Connections()
     gateway.accepted(B)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from kvmesh.core.types import Role
 from kvmesh.policy.pdserve import RatioReason, TimeoutTier
 from kvmesh.sim.scenario import Objectives
 from kvmesh.sim.simulation import Simulation, simulate
@@ -50,3 +51,20 @@ def test_a_scenario_without_a_group_may_go_anywhere() -> None:
     fleet = "chat:d:prefill:1,chat:d:decode:1"
     done = simulate(scenario(trace(scenario="other"), fleet=fleet, system="pdserve"))
     assert done.requests[0].prefill_on == "chat-prefill-0"
+
+
+def test_the_ratio_of_one_group_takes_nobody_from_another() -> None:
+    # Prompts pile up in one group. Its own decode workers help, those of the idle group do not.
+    requests = [trace(1.0 * n, 4, 20, first_id=100 * n, scenario="code") for n in range(90)] + [
+        trace(5.0 * n, 1, 20, first_id=10**6 + 100 * n, scenario="chat") for n in range(18)
+    ]
+    fleet = "chat:d:prefill:2,chat:d:decode:4,code:d:prefill:1,code:d:decode:4"
+    simulation = Simulation(scenario(*requests, fleet=fleet, system="pdserve", objectives=PATIENT))
+    simulation.run()
+    prefill = [
+        worker.info.worker_id
+        for worker in simulation.fleet.living()
+        if worker.info.role is Role.PREFILL
+    ]
+    assert sum(each.startswith("code") for each in prefill) > 1
+    assert sum(each.startswith("chat") for each in prefill) == 2
