@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet_groups import STATE, group_file
-from benchmarks.fleet_load import Clients, clients, p99_ms, say, serving
+from benchmarks.fleet_load import WAIT_S, Clients, clients, p99_ms, say, serving
 from benchmarks.result import Row, Target
 from kvmesh.cli.scheduler_access import LiveFleet
 from kvmesh.cli.stack_state import read_description
@@ -47,24 +47,29 @@ class Way:
         more: of its environment.
         groups: further ones, with their prefill and decode workers.
         keeps_port: somebody else has the port of the lost worker, so it cannot come back.
+        clients: how many ask.
     """
 
     words: tuple[str, ...]
     more: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[tuple[str, int, int], ...] = ()
     keeps_port: bool = False
+    clients: int = 4
 
 
 SUBSTITUTES = {
     "spare": Way(("--prefill", "2", "--decode", "2", "--spare", "1")),
     "empty": Way(("--prefill", "2", "--decode", "2", "--empty-spare", "1")),
     "return": Way(("--prefill", "2", "--decode", "2")),
-    "flip": Way(("--prefill", "4", "--decode", "1"), {"KVMESH_PLANNING__ROLES": "apply"}),
+    # The prefill side has slack even while it takes up the streams of the lost worker.
+    "flip": Way(
+        ("--prefill", "4", "--decode", "1"), {"KVMESH_PLANNING__ROLES": "apply"}, clients=2
+    ),
     "slack": Way(("--prefill", "1", "--decode", "1"), groups=(("other", 1, 3),)),
     "process": Way(("--prefill", "2", "--decode", "2"), keeps_port=True),
 }
-NUM_CLIENTS, LONG_ANSWER = 4, 60
-"""Prefill workers have little to do, so that one of them may help."""
+LONG_ANSWER = 60
+"""Tokens. Prefill workers have little to do, so that one of them may help."""
 
 
 async def substitutes(folder: Path, _scale: float) -> list[Row]:
@@ -91,7 +96,7 @@ async def _filled(name: str, way: Way, told: Mapping[str, Any], view: LiveFleet)
     whole = serving(view, Role.DECODE)
     async with (
         AsyncExitStack() as later,
-        clients(f"http://{told['http']}", {"": NUM_CLIENTS}, LONG_ANSWER) as load,
+        clients(f"http://{told['http']}", {"": way.clients}, LONG_ANSWER) as load,
     ):
         await load.more(16)
         lost = member(dict(told), LOST)
@@ -100,10 +105,10 @@ async def _filled(name: str, way: Way, told: Mapping[str, Any], view: LiveFleet)
         began = loop.time()
         if way.keeps_port:
             await later.enter_async_context(a_taken_port(int(lost["address"].rpartition(":")[2])))
-        await until(lambda: not whole <= serving(view, Role.DECODE), "its loss is seen", 60)
+        await until(lambda: not whole <= serving(view, Role.DECODE), "its loss is seen", WAIT_S)
         seen_s = loop.time() - began
         await until(
-            lambda: len(serving(view, Role.DECODE)) >= len(whole), "its place is filled", 60
+            lambda: len(serving(view, Role.DECODE)) >= len(whole), "its place is filled", WAIT_S
         )
         full_s = loop.time() - began
         await load.more(16)
@@ -170,7 +175,7 @@ async def ejection(folder: Path, scale: float) -> list[Row]:
     faulty(folder, *(name for _, name in FAULTS))
     async with running_up(folder, *EIGHT, more=STEPS) as told, watched(told) as view:
         url = f"http://{told['http']}"
-        await until(lambda: len(view.workers) == 8, "eight are there", 60)
+        await until(lambda: len(view.workers) == 8, "eight are there", WAIT_S)
         for fault, name in FAULTS:
             async with clients(url, {"": EJECT_CLIENTS}, TOKENS) as load:
                 row = await _ejected(fault, name, folder, url, view, load, int(80 * scale))
@@ -197,13 +202,13 @@ async def _ejected(
 
     async with _ill(fault, name, folder):
         began = loop.time()
-        await until(lambda: is_out(Health.SUSPECT), f"{name} is tried last", 60)
+        await until(lambda: is_out(Health.SUSPECT), f"{name} is tried last", WAIT_S)
         last_s = loop.time() - began
         if fault not in MAY_STAY:
-            await until(lambda: is_out(Health.DEGRADED), f"{name} is ejected", 60)
+            await until(lambda: is_out(Health.DEGRADED), f"{name} is ejected", WAIT_S)
         out_s = loop.time() - began
         await load.more(count)
-    await until(lambda: is_well(view), "all are well again", 90)
+    await until(lambda: is_well(view), "all are well again", WAIT_S)
     after = load.asked[since:]
     spared = [each for each in after if not each.met(name)]
     return {
@@ -237,7 +242,7 @@ async def _ill(fault: str, name: str, folder: Path) -> AsyncIterator[None]:
     if last and (last == pid or fault not in ("killed", "cut off")):
         os.kill(last, signal.SIGKILL)
         pid = last
-    await until(lambda: _pid(folder, name) != pid, f"{name} has ended", 60)
+    await until(lambda: _pid(folder, name) != pid, f"{name} has ended", WAIT_S)
 
 
 def _pid(folder: Path, name: str) -> int:

@@ -105,7 +105,7 @@ ROWS: dict[str, Row] = {
     "isolation": {**ROW, "case": "policy kvmesh", "ratio": 1.0},
     "upgrade": ROW,
     "substitutes": {**ROW, "as meant": True, "substitutes": 1},
-    "restarts": {"answers": 9, "failed or wrong": 0},
+    "restarts": {"answers": 9, "failed or wrong": 0, "longest pause ms": 900},
     "ejection": {**ROW, "case": "hang", "ratio": 1.0, "ejected s": 2.0, "met it": 4}
     | {"ejected beside": 0},
 }
@@ -124,6 +124,11 @@ def test_targets_are_met_or_not(part: str) -> None:
     assert all(target.met for target in PARTS[part].judge(rows))
     worse = [*rows[1:], {**rows[0], **WORSE[part]}]  # the last row of restarts is of all of them
     assert not all(target.met for target in PARTS[part].judge(worse))
+
+
+def test_a_long_pause_in_a_restart_misses_its_target() -> None:
+    paused = {**ROWS["restarts"], "longest pause ms": 2001}
+    assert not all(target.met for target in PARTS["restarts"].judge([paused, ROWS["restarts"]]))
 
 
 def test_every_part_has_a_note() -> None:
