@@ -263,6 +263,10 @@ bench-chain: setup ## first tokens of prompts that one worker computes, or sever
 bench-fetch-links: setup ## over which links fetching a prefix pays, and what routes decide; writes bench/results/prefix_links.*
 	$(PY) -m benchmarks.prefix_links $(ARGS)
 
+.PHONY: bench-long-path
+bench-long-path: setup ## KV over 30 ms with 0, 0.1 and 1 % loss against iperf3 (root, /dev/net/tun); writes bench/results/long_path.*
+	$(PY) -m benchmarks.long_path $(ARGS)
+
 bench-device: setup ## blocks out of and into CUDA pools against plain copies; writes bench/results/device.*
 	$(PY) -m benchmarks.device $(ARGS)
 

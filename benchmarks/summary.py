@@ -36,6 +36,7 @@ VERBS = {
     "policies_grid": "bench-grid",
     "policies_million": "bench-million",
     "prefix_fetch": "bench-fetch",
+    "long_path": "bench-long-path",
     "prefix_links": "bench-fetch-links",
     "prompt_chain": "bench-chain",
     "prompt_chain_saturated": "bench-chain",

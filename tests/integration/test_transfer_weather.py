@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import WorkerId
+from kvmesh.core.types import Endpoint, WorkerId
 from kvmesh.policy.congestion import CongestionMeter, LinkCounts, LinkName
 from kvmesh.policy.offload import AdjustReason, Threshold
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
@@ -18,6 +20,7 @@ from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.sockets import connect, listen, suit_path
 from tests.packet_link import FAR, PacketLink, Weather, missing, packet_link
 from tests.transfer_pair import (
     BLOCK,
@@ -35,6 +38,9 @@ from tests.transfer_pair import (
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "a packet link can be made")
 
 STALL_S = 2.0
+_TCP_CONGESTION = 13
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+LONG = "bbr" if "bbr" in _AVAILABLE.read_text().split() else "cubic"
 SEND = SendOptions(
     kinds=("tcp",),
     lanes=2,
@@ -95,6 +101,34 @@ async def test_bytes_arrive_whatever_happens_to_packets(
             await pair.pool.commit(pair.reservation, 7, 70)
             assert_all_landed(pair)
         assert (link.dropped > 0) == (weather.loss > 0)
+
+
+def control_of(sock: socket.socket) -> str:
+    return sock.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).split(b"\0")[0].decode()
+
+
+async def controls(listener: socket.socket, sender: socket.socket) -> list[str]:
+    """Congestion control at both ends of a connection."""
+    loop = asyncio.get_running_loop()
+    receiver, _ = await loop.sock_accept(listener)
+    with listener, sender, receiver:
+        suit_path(receiver)
+        return [control_of(sender), control_of(receiver)]
+
+
+async def test_a_long_path_gets_bbr_at_both_ends() -> None:
+    with packet_link(Weather(delay_s=0.015)) as link:
+        with link.far():
+            listener = await listen(FAR, 0)
+        with link.near():
+            sender = await connect(Endpoint(FAR, listener.getsockname()[1]))
+        assert await controls(listener, sender) == [LONG, LONG]
+
+
+async def test_a_short_path_keeps_cubic() -> None:
+    listener = await listen("127.0.0.1", 0)
+    sender = await connect(Endpoint("127.0.0.1", listener.getsockname()[1]))
+    assert await controls(listener, sender) == ["cubic", "cubic"]
 
 
 async def test_a_link_that_goes_silent_fails_in_the_stall_time_and_fences_the_blocks() -> None:

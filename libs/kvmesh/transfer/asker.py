@@ -28,7 +28,7 @@ from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.query_line import QueryLine, Question
-from kvmesh.transfer.sockets import resolve_blocking, tune
+from kvmesh.transfer.sockets import resolve_blocking, suit_path, tune
 from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
 
@@ -296,6 +296,7 @@ def _connected(
         tune(sock)
         sock.settimeout(timeout_s)
         sock.connect(address)
+        suit_path(sock)
     except OSError:
         sock.close()
         raise

@@ -45,7 +45,7 @@ from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel
 from kvmesh.transfer.server_state import ServerState
-from kvmesh.transfer.sockets import listen, local_endpoint
+from kvmesh.transfer.sockets import listen, local_endpoint, suit_path
 from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteTarget
 from kvmesh.transfer.tls import DataTls, WrongPeerError, accept_tls
@@ -239,6 +239,7 @@ class DataServer:
             self._pause(listener, serve)
             return
         sock.setblocking(False)
+        suit_path(sock)
         task = asyncio.get_running_loop().create_task(serve(sock))
         self._serving.add(task)
         self._newcomers.enter(task)
