@@ -64,6 +64,7 @@ def _grid(result: Result) -> list[Row]:
                 "requests/s": f"{cell.rate:g}",
                 "limits": limits,
                 "goodput/s": f"{cell.goodput:.2f}",
+                "at most": f"{cell.bound:.2f}",
                 "best other": cell.best,
                 "over it": f"{cell.ratio:.2f} ± {cell.noise:.2f}",
                 "over the best mixed": f"{cell.over_mixed:.2f}",
