@@ -132,7 +132,7 @@ def _loads(
 
 
 def _endless(profile: Profile) -> Profile:
-    """Pools that never evict; prompts are still no longer than before."""
+    """Pools that never evict; they also run the prompts that are longer than a finite pool."""
     devices = {
         name: dataclasses.replace(each, num_blocks=INFINITE_BLOCKS)
         for name, each in profile.devices.items()

@@ -197,7 +197,7 @@ class Crowd:
     def _fetch(self, engine: Engine, sequence: Sequence, holder: Engine) -> None:
         """Brings what another engine has of a prefix, or a part of that."""
         fill = engine.core.begin_fill(sequence)
-        length, held = holder.core.fills.rooms.leased(fill.hashes, fill.num_held)
+        length, held = holder.core.fills.rooms.leased(fill.hashes, fill.num_held, len(fill.hashes))
         room = fill.open(length) if length > fill.num_held else None
         if room is not None:
             count = self._draw.choice((len(room), self._draw.randrange(len(room) + 1)))

@@ -100,14 +100,39 @@ async def test_another_worker_reads_what_lies_below(worker: Worker, driver: Driv
         running_worker(WorkerSection(id="reader"), ENGINE) as reader,
         driving(reader) as other,
     ):
-        # One reader is lent a quarter of a pool.
-        spec = make_spec(list(SPECS[0].token_ids[:180]))
-        assert not worker.core.pool.match(chain_hashes(spec.root_hash, spec.token_ids, 16))
+        spec = SPECS[0]
+        hashes = chain_hashes(spec.root_hash, spec.token_ids, 16)
+        assert not worker.core.pool.match(hashes)
+        # Two thirds of the pool, of which half may be leased, in two pieces.
         tokens, cached = await other.generate_from(source, reader, reader, spec)
         assert tokens == reference_tokens(spec)
-        assert cached == 176
+        assert cached == 496
         assert reader.core.token_totals[0] < 20
+        assert worker.pool.statistics().opened_total == 2
         await until_idle(worker, reader)
+
+
+@pytest.mark.parametrize("num_free", [8, 1])
+async def test_a_busy_worker_lends_what_lies_below_in_pieces(
+    worker: Worker, driver: Driver, num_free: int
+) -> None:
+    """Its requests hold the pool, so that the whole prefix never fits beside them."""
+    await fill(driver, worker)
+    info, pool = worker._info, worker.core.pool
+    source = PrefixSource(info.worker_id, info.incarnation, info.control_endpoint, 31)
+    async with (
+        running_worker(WorkerSection(id="reader"), ENGINE) as reader,
+        driving(reader) as other,
+    ):
+        taken = pool.allocate(pool.num_free - num_free)
+        tokens, cached = await other.generate_from(source, reader, reader, SPECS[0])
+        assert tokens == reference_tokens(SPECS[0])
+        assert cached == 496
+        assert worker.pool.statistics().opened_total >= 31 // max(num_free, 1)
+        await until(lambda: worker.pool.is_idle)
+        pool.release(taken)
+        await until_idle(worker, reader)
+        pool.check_integrity()
 
 
 async def test_a_cancel_while_it_comes_up_frees_everything(worker: Worker, driver: Driver) -> None:

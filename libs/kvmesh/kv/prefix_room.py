@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.kv_groups import KvGroups
@@ -25,6 +26,7 @@ from kvmesh.kv.groups import (
     state_key,
 )
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
+from kvmesh.kv.tiers import at_once
 
 
 @dataclass(slots=True)
@@ -60,13 +62,37 @@ class PrefixRooms:
         self._groups = groups
         self._size = pool.block_size
 
-    def leased(self, hashes: Sequence[BlockHash], num_held: int) -> tuple[int, list[int]]:
+    def next_piece(self, hashes: Sequence[BlockHash], num_held: int) -> Sequence[BlockHash]:
+        """Returns the blocks to bring up at a time for a reader with `num_held` indices.
+
+        With full attention alone these are blocks that the reader lacks, as many as fit. With
+        windows or states a reader can resume from the whole prefix only.
+        """
+        if self._groups != KvGroups():
+            return hashes
+        rest = hashes[num_held:]
+        num_kept = sum(1 for _ in takewhile(self._is_kept, rest))
+        return rest[: at_once(num_kept, self._pool.num_free)]
+
+    def leased(
+        self, hashes: Sequence[BlockHash], num_held: int, most: int
+    ) -> tuple[int, list[int]]:
         """Leases the cached blocks from which a reader with `num_held` indices can resume.
+
+        Args:
+            most: maximum number of blocks with full attention alone; else a prefix is leased whole.
 
         Returns:
             The prefix's length in blocks, at most `num_held` when the reader gains nothing, and
             the blocks in the order of a handoff, with a reference on each.
         """
+        if self._groups == KvGroups():
+            # The reader has the blocks before these, so this pool may lack them. Those that are
+            # here count as used, since nobody can use the others without them.
+            self._cache.release(self._cache.resume(hashes[:num_held]))
+            blocks = self._pool.match(hashes[num_held : num_held + most])
+            self._pool.acquire(blocks)
+            return num_held + len(blocks), blocks
         kv = self._cache.resume(hashes)
         length = kv.num_sealed
         arriving = self._arriving(kv, kv.source, num_held, length) if length > num_held else []

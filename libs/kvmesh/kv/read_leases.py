@@ -256,6 +256,11 @@ class ReadLeaseTable:
         return released
 
     @property
+    def num_left(self) -> int:
+        """Blocks that could still be leased, if no reader had more than its share."""
+        return self._max_blocks - self._num_blocks
+
+    @property
     def is_idle(self) -> bool:
         """Whether no block is leased."""
         return not (self._leases or self._reads or self._released)

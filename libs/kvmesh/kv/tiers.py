@@ -373,3 +373,16 @@ class Tiers:
         """Raises AssertionError when the records contradict each other."""
         for tier in self._tiers:
             tier.check_integrity()
+
+
+def at_once(num_blocks: int, num_free: int) -> int:
+    """Returns how many blocks of a prefix come up at a time, to be read by another worker.
+
+    All of them if they fit. Else half of the free room, so that requests keep the other half; the
+    reader asks again for the rest.
+
+    Args:
+        num_blocks: leading blocks of the prefix that the pool or a tier has.
+        num_free: blocks of the pool without references.
+    """
+    return num_blocks if num_blocks <= num_free else max(num_free // 2, 1)

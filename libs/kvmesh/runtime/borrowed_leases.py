@@ -121,13 +121,19 @@ class BorrowedLeases:
         if not call.cancelled() and call.exception() is None:
             self.give_back(source, call.result())
 
-    def give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
-        """Tells the holder, without waiting, that the lease ends. Unheard, it expires."""
+    def give_back(self, source: PrefixSource, lease: pb.ReadLease) -> asyncio.Task[bool]:
+        """Tells the holder, without waiting, that the lease ends. Unheard, it expires.
+
+        Returns:
+            A task that ends when the holder knows, or is not heard for a second.
+        """
         request = pb.ReleaseBlocksRequest(
             incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
         )
         told = self._client.release(source.control_endpoint, request, _RELEASE_TIMEOUT_S)
-        self._own(asyncio.create_task(told))
+        task = asyncio.create_task(told)
+        self._own(task)
+        return task
 
     def _own(self, call: asyncio.Task[Any]) -> None:
         self._calls.add(call)

@@ -193,18 +193,22 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         return self._core.pool.num_blocks * BLOCK_HASH_BYTES
 
     async def _bring_up(self, request: pb.LeaseBlocksRequest) -> None:
-        """Brings up the prefix's blocks from the tiers, one prefix at a time."""
+        """Brings up blocks of the prefix from the tiers, one prefix at a time."""
         if self._tiers is None:
             return
         async with self._coming_up:
-            fill = self._core.fills.begin(self._hashes(request))
-            await load_prefix(self._tiers, fill)
+            fills = self._core.fills
+            hashes = fills.rooms.next_piece(self._hashes(request), request.num_held)
+            await load_prefix(self._tiers, fills.begin(hashes))
 
     def _lease(self, request: pb.LeaseBlocksRequest, reader: Reader) -> pb.ReadLease | Refusal:
         if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
-        length, blocks = self._core.fills.rooms.leased(self._hashes(request), request.num_held)
+        # If nothing is left, the table refuses one block and says why.
+        most = max(self._table.num_left, 1)
+        hashes, rooms = self._hashes(request), self._core.fills.rooms
+        length, blocks = rooms.leased(hashes, request.num_held, most)
         if not blocks:
             text = f"{length} leading blocks are here, the reader has {request.num_held}"
             return Refusal(RefusalReason.NO_BLOCKS, text)

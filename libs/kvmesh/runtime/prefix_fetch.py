@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import COPY, GET
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import BlockHash, PrefixSource
+from kvmesh.core.kv_groups import KvGroups
+from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import KvMemory
@@ -35,6 +36,7 @@ from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.meters import LinkKey, LinkMeter, LinkMeters, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.staging import StagingRing
+from kvmesh.v1 import kv_pool_service_pb2 as pb
 
 log = event_logger(__name__)
 
@@ -211,14 +213,13 @@ class PrefixFetcher:
         held = fill.num_held
         with self._shared.flight(source, fill.hashes[held:most]) as flight:
             try:
-                fetch.num_bytes += await self._bring(source, fill, flight, fetch.is_planned)
+                await self._bring_pieces(source, fill, most, flight, fetch)
                 fetch.outcome, flight.settled = FetchOutcome.FETCHED, True
             except RefusedError as error:
                 fetch.outcome, fetch.reason = FetchOutcome.REFUSED, error.refusal.reason.value
                 flight.settled, flight.reason = True, fetch.reason
             except _GiveWayError:
                 fetch.outcome, fetch.gave_way = FetchOutcome.FETCHED, True
-                fetch.num_bytes += (fill.num_held - held) * self._block_bytes
             except _NoRoomError:
                 fetch.outcome = FetchOutcome.NO_ROOM
             except LostError as error:
@@ -236,38 +237,63 @@ class PrefixFetcher:
         key = LinkKey(source.worker_id, GET, "received")
         return self._links.of(key).view(key).estimate_s(num_blocks * self._block_bytes)
 
-    async def _bring(
-        self, source: PrefixSource, fill: PrefixFill, flight: Flight, is_planned: bool
-    ) -> int:
-        """Leases blocks, reads them and gives the lease back. Returns the number of bytes read."""
-        message = await self.leases.borrow(
-            source, fill.hashes, fill.num_held, is_planned=is_planned
-        )
-        try:
-            if not fill.num_held < message.num_blocks:
-                raise LostError(f"{message.num_blocks} blocks are leased, {fill.num_held} are here")
-            blocks = fill.open(message.num_blocks)
-            if blocks is None:
-                raise _NoRoomError
-            kind = COPY if is_planned else GET
-            meter = self._links.of(LinkKey(source.worker_id, kind, "received"))
-            num_bytes = len(blocks) * self._block_bytes
-            meter.begin(num_bytes, self._clock.now())
+    async def _bring_pieces(
+        self, source: PrefixSource, fill: PrefixFill, most: int, flight: Flight, fetch: _Fetch
+    ) -> None:
+        """Brings up to `most` blocks, in as many leases as the holder needs for them.
+
+        A holder lends what fits into its pool beside its requests, and what its limits allow.
+        """
+        is_first = True
+        while True:
+            held = fill.num_held
             try:
-                if message.num_leased != len(blocks):
-                    fill.close(0)
-                    text = f"{message.num_leased} blocks are leased, {len(blocks)} are missing"
-                    raise LostError(text)
-                # In other layouts, no block counts before all blocks are here.
-                may_give_way = is_planned and self._core.spec.groups.is_plain
-                way = flight if may_give_way else None
-                await self._read(lease_of(message), fill, blocks, meter, way)
+                message = await self.leases.borrow(
+                    source, fill.hashes, held, is_planned=fetch.is_planned
+                )
+            except RefusedError as error:
+                if is_first:
+                    raise
+                flight.reason = error.refusal.reason.value  # the rest is gone, or others read
+                return
+            is_first = False
+            try:
+                fetch.num_bytes += await self._bring(message, fill, flight, fetch.is_planned)
+            except _GiveWayError:
+                fetch.num_bytes += (fill.num_held - held) * self._block_bytes
+                raise
             finally:
-                meter.end(num_bytes, self._clock.now())
-            meter.frames += 1
-            return num_bytes
+                returned = self.leases.give_back(source, message)
+            if not held < fill.num_held < most or self._core.spec.groups != KvGroups():
+                return
+            await asyncio.wait((returned,))  # the next piece takes the room of this one
+
+    async def _bring(
+        self, message: pb.ReadLease, fill: PrefixFill, flight: Flight, is_planned: bool
+    ) -> int:
+        """Reads the blocks of a lease. Returns the number of bytes read."""
+        if not fill.num_held < message.num_blocks:
+            raise LostError(f"{message.num_blocks} blocks are leased, {fill.num_held} are here")
+        blocks = fill.open(message.num_blocks)
+        if blocks is None:
+            raise _NoRoomError
+        kind = COPY if is_planned else GET
+        meter = self._links.of(LinkKey(WorkerId(message.worker_id), kind, "received"))
+        num_bytes = len(blocks) * self._block_bytes
+        meter.begin(num_bytes, self._clock.now())
+        try:
+            if message.num_leased != len(blocks):
+                fill.close(0)
+                text = f"{message.num_leased} blocks are leased, {len(blocks)} are missing"
+                raise LostError(text)
+            # In other layouts, no block counts before all blocks are here.
+            may_give_way = is_planned and self._core.spec.groups.is_plain
+            way = flight if may_give_way else None
+            await self._read(lease_of(message), fill, blocks, meter, way)
         finally:
-            self.leases.give_back(source, message)
+            meter.end(num_bytes, self._clock.now())
+        meter.frames += 1
+        return num_bytes
 
     async def _read(
         self,

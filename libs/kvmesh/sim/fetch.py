@@ -5,6 +5,7 @@ Tests: tests/unit/sim/test_fetch.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from kvmesh.core.types import PrefixSource
@@ -29,6 +30,22 @@ def profile_pace(profile: Profile) -> FetchPace:
         token_bytes / links.inside_bytes_per_s,
         token_bytes / links.between_bytes_per_s,
     )
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A fetch in progress.
+
+    Attributes:
+        most: leading blocks of the prompt that the holder was said to have.
+        have: leading blocks of the prompt that the reader has or that have arrived.
+    """
+
+    worker: SimWorker
+    sequence: SimSequence
+    holder: SimWorker
+    most: int
+    have: int
 
 
 class Fetches:
@@ -58,34 +75,36 @@ class Fetches:
         """Fetches the prefix that the source holds; then the worker computes the rest."""
         holder = self._fleet.workers[source.worker_id]
         have = sequence.num_cached // TRACE_BLOCK
-        hashes = sequence.request.reusable_hashes
-        lent, load_s = holder.lend(hashes, have) if holder.alive else ([], 0.0)
+        self._next_piece(_Fetch(worker, sequence, holder, source.num_blocks, have))
+
+    def _next_piece(self, fetch: _Fetch) -> None:
+        """Asks for what is missing; a holder lends what fits into its pool at a time."""
+        holder, have = fetch.holder, fetch.have
+        lent: list[int] = []
+        load_s = 0.0
+        if holder.alive and have < fetch.most:
+            lent, load_s = holder.lend(fetch.sequence.request.reusable_hashes, have)
         if not lent:
-            worker.go_on(sequence, 0)
+            fetch.worker.go_on(fetch.sequence, have)
             return
         kv_bytes = self._profile.kv_bytes
         held = have + len(lent)
         before = kv_bytes(have * TRACE_BLOCK) if have else 0.0
         size = max(kv_bytes(held * TRACE_BLOCK) - before, 0.0) * self._stretch()
-        arrived = partial(self._arrived, worker, sequence, holder, lent, held)
+        arrived = partial(self._arrived, fetch, lent)
         latency = _MESSAGES * self._profile.links.latency_s + load_s
 
         def left() -> None:
             self._events.after(latency, arrived)
 
-        self._fleet.link(holder, worker).send(size, left)
+        self._fleet.link(holder, fetch.worker).send(size, left)
 
-    def _arrived(
-        self,
-        worker: SimWorker,
-        sequence: SimSequence,
-        holder: SimWorker,
-        lent: list[int],
-        held: int,
-    ) -> None:
-        holder.take_back(lent)
-        if sequence.gone:
+    def _arrived(self, fetch: _Fetch, lent: list[int]) -> None:
+        fetch.holder.take_back(lent)
+        if fetch.sequence.gone:
             return
-        # Nothing counts if the holder died meanwhile: perhaps before the last byte.
-        self.tokens += len(lent) * TRACE_BLOCK if holder.alive else 0
-        worker.go_on(sequence, held if holder.alive else 0)
+        # Nothing of a piece counts if the holder died meanwhile: perhaps before the last byte.
+        if fetch.holder.alive:
+            fetch.have += len(lent)
+            self.tokens += len(lent) * TRACE_BLOCK
+        self._next_piece(fetch)

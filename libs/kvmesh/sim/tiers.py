@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from kvmesh.core.block_names import DISK, HOST
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.tiers import EMPTY_SHARE, Tier, Tiers
+from kvmesh.kv.tiers import EMPTY_SHARE, Tier, Tiers, at_once
 from kvmesh.policy.prefix_source import Way, cheapest_way
 
 _COPIED_AT_ONCE = 64
@@ -93,9 +93,9 @@ class SimTiers:
                 self._tiers.end_read(level, copy, is_good=True)
 
     def bring_up(self, hashes: Sequence[BlockHash]) -> float:
-        """Makes the leading blocks ready to be lent, if there is room; the seconds it takes."""
+        """Makes leading blocks ready to be lent, as many as fit; the seconds it takes."""
         pool = self._pool
-        wanted = hashes[: self.reach(hashes, 0)]
+        wanted = hashes[: at_once(self.reach(hashes, 0), pool.num_free)]
         missing = [key for key in wanted if pool.find(key) is None]
         here = [block for key in wanted if (block := pool.find(key)) is not None]
         pool.acquire(here)

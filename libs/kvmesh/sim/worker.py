@@ -289,13 +289,15 @@ class SimWorker:
     # --- reads by other workers --------------------------------------------------------------
 
     def lend(self, hashes: Sequence[BlockHash], num_held: int) -> tuple[list[int], float]:
-        """Pins the cached leading blocks beyond `num_held`, until `take_back`.
+        """Pins cached blocks from `num_held` on, until `take_back`.
 
         Returns:
-            The blocks, and the seconds until those that were below the pool are up.
+            The blocks, as many as fit into the pool at a time, and the seconds until those that
+            were below the pool are up.
         """
-        seconds = 0.0 if self.tiers is None else self.tiers.bring_up(hashes)
-        blocks = self.pool.match(hashes)[num_held:]
+        rest = hashes[num_held:]
+        seconds = 0.0 if self.tiers is None else self.tiers.bring_up(rest)
+        blocks = self.pool.match(rest)
         self.pool.acquire(blocks)
         self._changed()
         return blocks, seconds

@@ -64,7 +64,7 @@ def test_a_reader_can_go_on_where_the_holder_could(groups: KvGroups, held: int) 
     num_held = kv.num_sealed
     assert num_held == held
 
-    length, leased = holder.rooms.leased(HASHES, num_held)
+    length, leased = holder.rooms.leased(HASHES, num_held, len(HASHES))
     assert length == 20
     room = reader.rooms.open(kv, length)
     assert len(room.blocks) == len(leased)
@@ -119,8 +119,36 @@ def test_too_few_blocks_change_nothing(groups: KvGroups) -> None:
 def test_who_has_as_much_is_given_nothing(groups: KvGroups) -> None:
     holder = Side(groups)
     holder.compute(5)
-    assert holder.rooms.leased(HASHES, 5) == (5, [])
-    assert holder.rooms.leased(HASHES, 9) == (5, [])
+    for held in (5, 9):
+        length, blocks = holder.rooms.leased(HASHES, held, len(HASHES))
+        assert length <= held
+        assert blocks == []
+    holder.check_idle()
+
+
+def test_a_prefix_is_leased_in_pieces_where_each_block_is_whole(groups: KvGroups) -> None:
+    holder = Side(groups)
+    holder.compute(20)
+    is_whole = groups == KvGroups()
+    assert holder.rooms.next_piece(HASHES, 4) == (HASHES[4:20] if is_whole else HASHES)
+    length, blocks = holder.rooms.leased(HASHES, 4, 6)
+    assert length == (10 if is_whole else 20)
+    holder.pool.release(blocks)
+    holder.check_idle()
+
+
+def test_a_piece_is_what_fits_beside_requests() -> None:
+    holder = Side(KvGroups())
+    holder.compute(20)
+    taken = holder.pool.allocate(holder.pool.num_free - 6)
+    # Those 6 are the beginning, since the ends of prefixes are evicted first.
+    assert holder.rooms.next_piece(HASHES, 0) == HASHES[:6]
+    assert holder.rooms.next_piece(HASHES, 2) == HASHES[2:6]
+    kept = holder.pool.match(HASHES)
+    holder.pool.acquire(kept)
+    assert holder.rooms.next_piece(HASHES, 0) == HASHES[:1]
+    holder.pool.release(kept)
+    holder.pool.release(taken)
     holder.check_idle()
 
 

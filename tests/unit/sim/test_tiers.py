@@ -91,6 +91,22 @@ def test_what_another_worker_has_below_is_brought_up_for_the_reader() -> None:
     holder.pool.check_integrity()
 
 
+def test_a_busy_holder_brings_up_as_much_as_fits_beside_its_requests() -> None:
+    simulation = run(FAST, 0, 100, 200, fleet="home:d:prefill:2,home:d:decode:1")
+    holder = simulation.fleet.workers[WorkerId("home-prefill-0")]
+    hashes = [block_hash(number) for number in range(4)]
+    taken = holder.pool.allocate(3)
+    num_held, pieces = 0, []
+    while num_held < 4:
+        blocks, _ = holder.lend(hashes, num_held)
+        pieces.append(len(blocks))
+        num_held += len(blocks)
+        holder.take_back(blocks)
+    assert pieces == [1, 3]
+    holder.pool.release(taken)
+    holder.pool.check_integrity()
+
+
 def test_more_below_never_finds_less() -> None:
     """Sessions whose memory binds, over two workers."""
     made = make_requests(
