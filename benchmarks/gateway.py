@@ -66,6 +66,8 @@ NOTES = (
     f" {ROLES}: one prefill and one decode worker\n"
     "- Dynamo and the routers take turns among workers, and look nothing up; the routers do not"
     " read prompts\n"
+    "- tokens/event: of all events, also those without text; ours joins the tokens that a stream"
+    " gets while the gateway is behind, the routers pass on their workers' events\n"
     "- workers answer at once; a time to first token has the loader's and the worker's own share in"
     f" it. {LOADER_ALONE}: before one bare worker, with nothing between them; added: less that\n"
     "- all systems take turns in each phase: medians of the rounds, of failed and late the most;"

@@ -95,6 +95,7 @@ class Variant:
     loader: Loader
     cpu_ms: list[float] = field(default_factory=list)
     num_failed: int = 0
+    num_events: int = 0
 
     async def serve(self, prompts: Sequence[Messages], traffic: Traffic) -> None:
         """Sends chats, some at a time, and notes the processor time per request."""
@@ -105,6 +106,7 @@ class Variant:
             for payload in left:
                 reply = await self.loader.one(payload)
                 self.num_failed += not reply.ok
+                self.num_events += reply.num_events
 
         before = self.process.exact_cpu_s
         await asyncio.gather(*(caller() for _ in range(traffic.in_flight)))

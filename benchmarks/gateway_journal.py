@@ -102,6 +102,7 @@ async def _measure(
     for variant in variants:
         await variant.serve(warm, traffic)
         variant.cpu_ms.clear()
+        variant.num_events = 0
     for _ in range(rounds):
         prompts = list(islice(drawn, count))
         for variant in rng.sample(variants, len(variants)):
@@ -119,6 +120,9 @@ async def _measure(
                 "streams": streams.name,
                 "gateway": each.name,
                 "tokens/s": round(statistics.median(rate)),
+                "tokens/event": round(
+                    rounds * count * streams.num_tokens / max(1, each.num_events), 1
+                ),
                 "cost %": round(100 * (1 - 1 / (1 + slower[1] / 100)), 1),
                 "cost, quartiles": _quartiles(slower),
                 "cpu ms": round(statistics.median(each.cpu_ms), 3),

@@ -26,6 +26,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 _CHUNKED = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked")
 _EVENTS = re.compile(rb"(?i)\r\ncontent-type: *text/event-stream")
+_EVENT = b"\ndata: "
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _TEXT = re.compile(rb'"content": ?"[^"]')
 _CHUNK_SIZE = re.compile(rb"(?:^|\r\n)[0-9a-fA-F]+\r\n(?=data: |\n|$)")
@@ -39,6 +40,7 @@ class Reply:
         status: 0 when the connection ended before the status line.
         first_at: first text of the model, or the whole body; 0.0 without.
         complete: the answer came to its proper end.
+        num_events: of a stream.
         body: all of it when it was to be kept, else its last bytes.
     """
 
@@ -47,6 +49,7 @@ class Reply:
     first_at: float = 0.0
     ended_at: float = 0.0
     complete: bool = False
+    num_events: int = 0
     body: bytes = b""
 
     @property
@@ -169,6 +172,8 @@ class Connection(asyncio.Protocol):
             self._kept.append(data)
         if not reply.first_at and (not self._events or _TEXT.search(self._tail + data)):
             reply.first_at = came_at  # reading it is no part of it
+        if self._events:
+            reply.num_events += (self._tail[1 - len(_EVENT) :] + data).count(_EVENT)
         if self._left >= 0:
             self._left -= len(data)
             ended = self._left <= 0

@@ -144,7 +144,13 @@ async def tokens(bench: Bench) -> Row:
         **_cpu(len(done), front, everything),
         **_percentiles([reply.ttft_s for reply in done]),
         failed=len(replies) - len(done),
+        **{"tokens/event": _tokens_per_event(done)},
     )
+
+
+def _tokens_per_event(streams: Sequence[Reply]) -> float | None:
+    num_events = sum(reply.num_events for reply in streams)
+    return round(STREAM_TOKENS * len(streams) / num_events, 1) if num_events else None
 
 
 async def first_token(bench: Bench, rate: float = 50.0) -> Row:

@@ -36,11 +36,11 @@ def _without_joined_writes() -> None:
     writer.write = writer.write_now
 
 
-def _without_raw_tokens() -> None:
-    from services.gateway.request import life  # noqa: PLC0415
+def _without_joined_tokens() -> None:
+    from services.gateway.wire import worker_sessions  # noqa: PLC0415
 
-    taker: Any = life.Life
-    taker.takes = lambda *_: False
+    link: Any = worker_sessions.Link
+    link._waits = lambda *_: False
 
 
 def _without_plain_delivery() -> None:
@@ -114,7 +114,7 @@ SHORTCUTS: Mapping[str, Shortcut] = {
     "direct-http": Shortcut("plain requests past aiohttp", _without_direct_http),
     "fastokens": Shortcut("prompts encoded by fastokens", _without_fastokens),
     "direct-sockets": Shortcut("messages on sockets beside gRPC", _without_direct_sockets),
-    "raw-tokens": Shortcut("tokens taken as they come off the wire", _without_raw_tokens),
+    "joined-tokens": Shortcut("tokens of one turn of the loop joined", _without_joined_tokens),
     "whole-tokens": Shortcut("texts of whole tokens past the decoder", _without_whole_tokens),
     "plain-delivery": Shortcut("tokens without stop strings straight on", _without_plain_delivery),
     "event-template": Shortcut("events with only the text put in", _without_event_template),

@@ -69,7 +69,7 @@ class Sequence:
     Attributes:
         position: of the next token.
         end: position after the last one.
-        num_logprobs: likely tokens to tell with each; 0: none.
+        num_logprobs: likely tokens to tell with each; -1: no log-probabilities.
         prompt: its token ids.
         outbox: None where nobody reads it.
     """
@@ -78,12 +78,12 @@ class Sequence:
     outbox: Outbox[Any] | None
     position: int
     end: int
-    num_logprobs: int = 0
+    num_logprobs: int = -1
     prompt: tuple[int, ...] = ()
 
     def scores(self) -> types_pb2.TokenLogprobs | None:
         """Made-up log-probabilities, if some are wanted."""
-        if not self.num_logprobs:
+        if self.num_logprobs < 0:
             return None
         ranks = range(self.num_logprobs)
         return types_pb2.TokenLogprobs(

@@ -29,7 +29,7 @@ from kvmesh.policy.answer_times import MAX_WAIT_S
 from kvmesh.rpc.convert import fill_sequence_spec, limit_to_ms, reservation_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.v1 import types_pb2
-from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest
+from kvmesh.v1.decode_service_pb2 import DecodeRequest
 from kvmesh.v1.prefill_service_pb2 import PrefillRequest
 from services.gateway.errors import Stage
 from services.gateway.request import actions as act
@@ -110,7 +110,6 @@ class Life:
         self.is_read = False
         self._tokens: list[int] = list(delivered or ())
         self._wants_more = True
-        self._has_scores = self._request.sampling.num_logprobs >= 0
         self._avoid: frozenset[WorkerId] = frozenset()
         self._checkpoint = self._request.checkpoint
         self._num_moves = 0
@@ -239,18 +238,10 @@ class Life:
 
     # --- from workers, which call this object as their `worker_sessions.Taker` ---
 
-    def takes(self, message: DecodeEvent) -> bool:
-        """Takes plain tokens directly from the message.
-
-        On False the caller passes the event to `put`.
-        """
-        tokens = message.tokens
-        token_ids = tokens.token_ids  # empty in other events
-        if self._has_scores or tokens.finish_reason or not token_ids:
-            return False
-        number, first = message.attempt, tokens.first_position
-        self._perform(self._attempt.tokens(number, self._loop.time(), first, tuple(token_ids)))
-        return True
+    def takes(self, number: int, first_position: int, token_ids: Sequence[int]) -> None:
+        """Takes plain tokens; others come to `put`."""
+        now = self._loop.time()
+        self._perform(self._attempt.tokens(number, now, first_position, token_ids))
 
     def put(self, number: int, event: WorkerEvent) -> None:
         """Takes a worker's event."""

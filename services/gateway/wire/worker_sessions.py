@@ -2,7 +2,7 @@
 
 Owns the streams, passes each event to its request, and renews the leases of reservations that wait
 for their KV.
-Tests: tests/integration/test_gateway_http.py.
+Tests: tests/integration/test_gateway_http.py, tests/unit/gateway/wire/test_link.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.decode_service_pb2 import (
     DecodeCancel,
-    DecodeEvent,
     DecodeRenew,
     DecodeRequest,
     DecodeResponse,
+    DecodeTokens,
 )
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from kvmesh.v1.prefill_service_pb2 import (
@@ -59,8 +59,8 @@ AttemptKey = tuple[RequestId, int]
 class Taker(Protocol):
     """Takes a worker's events about an attempt."""
 
-    def takes(self, message: DecodeEvent) -> bool:
-        """Takes an event directly from the message. On False the caller calls `put` instead."""
+    def takes(self, attempt: int, first_position: int, token_ids: Sequence[int]) -> None:
+        """Takes tokens without log-probabilities, not the last ones of an attempt."""
         ...
 
     def put(self, attempt: int, event: WorkerEvent) -> None:
@@ -71,11 +71,15 @@ class Taker(Protocol):
 class Link:
     """One stream to one worker, and the takers of the attempts that use it.
 
+    Plain tokens wait until the end of the event-loop iteration, and those of one attempt are then
+    delivered together: one token while the gateway keeps up, more when it is behind. An attempt's
+    events keep their order. Why: docs/adr/0058-joined-tokens.md.
+
     Args:
         name: for logs.
         open_call: the stub's method.
         parse: turns one event message into a value.
-        has_tokens: the messages may carry tokens; `Taker.takes` is tried first for each.
+        has_tokens: the messages may carry tokens.
         direct: connects to the socket that the worker offers beside gRPC.
     """
 
@@ -91,6 +95,8 @@ class Link:
         self._parse = parse
         self._has_tokens = has_tokens
         self._takers: dict[AttemptKey, Taker] = {}
+        self._waiting: dict[AttemptKey, tuple[int, list[int]]] = {}
+        self._loop = asyncio.get_running_loop()
         self.stream: PeerStream[Any, Any] = PeerStream(
             name, open_call, self._receive, on_down=self._fail_all, joins=True, direct=direct
         )
@@ -122,19 +128,53 @@ class Link:
 
     def _receive(self, response: Any) -> None:
         for message in response.events:
-            taker = self._takers.get((message.request_id, message.attempt))
-            if taker is None:
+            key = (message.request_id, message.attempt)
+            if key not in self._takers:
                 continue  # its attempt ended here before the worker knew
+            if self._has_tokens and self._waits(key, message.tokens):
+                continue
             try:
-                if self._has_tokens and taker.takes(message):
-                    continue
                 event = self._parse(message)
             except ProtocolError as error:
                 log.warning("bad_worker_event", peer=self.stream.name, error=str(error))
                 event = Failed(Refusal(RefusalReason.LOST, str(error), work_done=True))
-            taker.put(message.attempt, event)
+            self._deliver(key)
+            taker = self._takers.get(key)
+            if taker is not None:
+                taker.put(message.attempt, event)
+
+    def _waits(self, key: AttemptKey, tokens: DecodeTokens) -> bool:
+        """Keeps tokens until the end of the iteration; False if they are not plain."""
+        token_ids = tokens.token_ids  # empty in other events
+        if not token_ids or tokens.finish_reason or tokens.logprobs:
+            return False
+        first_position, found = tokens.first_position, self._waiting.get(key)
+        if found is not None:
+            if first_position == found[0] + len(found[1]):
+                found[1].extend(token_ids)
+                return True
+            self._deliver(key)
+        if not self._waiting:
+            self._loop.call_soon(self._deliver_all)
+        self._waiting[key] = first_position, [*token_ids]
+        return True
+
+    def _deliver(self, key: AttemptKey) -> None:
+        """Delivers the tokens of one attempt that wait."""
+        found = self._waiting.pop(key, None)
+        taker = self._takers.get(key)
+        if found is not None and taker is not None:
+            taker.takes(key[1], *found)
+
+    def _deliver_all(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for key, (first_position, token_ids) in waiting.items():
+            taker = self._takers.get(key)
+            if taker is not None:
+                taker.takes(key[1], first_position, token_ids)
 
     def _fail_all(self, reason: str) -> None:
+        self._deliver_all()
         refusal = Refusal(
             RefusalReason.LOST, f"connection to {self.stream.name} broke: {reason}", work_done=True
         )

@@ -79,6 +79,7 @@ async def test_a_stream_is_complete_at_its_last_chunk(piece: int) -> None:
     assert reply.ok
     assert reply.sent_at < reply.first_at <= reply.ended_at
     assert stream_text(reply.body) == ("one two", True)
+    assert reply.num_events == 4
 
 
 async def test_the_role_alone_is_no_first_token() -> None:
