@@ -1,9 +1,10 @@
 """What separating prefill from decode costs on one machine, against one worker that does both.
 
-A checkpoint of 110M random weights is served three ways by `kvmesh up` on the same cores: by one
-worker with all of them; by one prefill and one decode worker with half of them each, where the
-scheduler places each request (`auto`); and by these with every prompt handed over. Each way gets
-the same Poisson load from `kvmesh bench serve`, in turns.
+A checkpoint of random weights is served four ways by `kvmesh up` on the same cores: by one worker
+with all of them; by one prefill and one decode worker with half of them each, where the scheduler
+places each request (`auto`); by the same with a thread for each core in each worker; and by workers
+with half of the cores and every prompt handed over. Each way gets the same Poisson load from
+`kvmesh bench serve`, in turns.
 
     python -m benchmarks.one_box
     python -m benchmarks.one_box --rounds 1 --requests 8      # a quick look
@@ -25,22 +26,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.our_mesh import CHECKPOINT
-from benchmarks.random_llama import SHAPES, write_checkpoint
+from benchmarks.random_llama import SERVED_SHAPE, write_checkpoint
 from benchmarks.result import RESULTS, ROOT, Row, Target, document, markdown, save
 from kvmesh.core.config import child_environment
+from kvmesh.core.cores import usable_cores
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 RATES = (0.4, 0.8)
 TTFT_MS, TPOT_MS = 3000, 200
 MIXED, AUTO, APART = "one mixed worker", "P/D 1+1, auto", "P/D 1+1, always handed over"
+SHARED = "P/D 1+1, auto, all cores each"
 ALLOWED_LOSS = 0.05
-SHAPE = "110M"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 NOTES = (
-    f"Llama of {SHAPE} random weights, {PROMPT_TOKENS} random tokens in, {OUTPUT_TOKENS} out,"
-    " greedy; Poisson arrivals, the same for all ways; medians of the rounds, of failed the most\n"
-    f"- {MIXED}: one decode worker with all cores; the others have half of them in each worker\n"
+    f"Llama of {SERVED_SHAPE.name} random weights with a vocabulary of {SERVED_SHAPE.vocab:,},"
+    f" {PROMPT_TOKENS} random tokens in, {OUTPUT_TOKENS} out, greedy; Poisson arrivals, the same"
+    " for all ways; medians of the rounds, of failed the most\n"
+    f"- {MIXED}: one decode worker with all cores; the others are two workers with half of them"
+    f" each, {SHARED} with all of them each\n"
     f"- good: answered with a first token within {TTFT_MS} ms and a mean time per token within"
     f" {TPOT_MS} ms, as a share of all"
 ).split("\n- ")
@@ -48,14 +52,24 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the machine is used."""
+    """How the machine is used.
+
+    Attributes:
+        threads: computing threads of each worker; 0: the cores are divided among the workers.
+    """
 
     name: str
     num_prefill: int
     placement: str
+    threads: int = 0
 
 
-WAYS = (Way(MIXED, 0, "auto"), Way(AUTO, 1, "auto"), Way(APART, 1, "disaggregated"))
+WAYS = (
+    Way(MIXED, 0, "auto"),
+    Way(AUTO, 1, "auto"),
+    Way(SHARED, 1, "auto", usable_cores()),
+    Way(APART, 1, "disaggregated"),
+)
 
 
 def measure(way: Way, model: Path, rate: float, requests: int, seed: int) -> Row:
@@ -72,7 +86,8 @@ def measure(way: Way, model: Path, rate: float, requests: int, seed: int) -> Row
         load += ["--goodput", f"ttft:{TTFT_MS}", f"tpot:{TPOT_MS}", "--seed", str(seed)]
         load += ["--warmup", "2", "--save", str(found)]
         stack = [*kvmesh, "up", "--model", str(model), "--port", "0", "--decode", "1"]
-        stack += ["--prefill", str(way.num_prefill), "--state-dir", str(Path(folder, "state"))]
+        stack += ["--prefill", str(way.num_prefill), "--threads", str(way.threads)]
+        stack += ["--state-dir", str(Path(folder, "state"))]
         subprocess.run(
             [*stack, "--run", shlex.join(load)],
             check=True,
@@ -132,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
-        model = write_checkpoint(SHAPES[SHAPE], Path(folder), arguments.seed)
+        model = write_checkpoint(SERVED_SHAPE, Path(folder), arguments.seed)
         for name in TOKENIZER:
             shutil.copy(CHECKPOINT / name, model)
         for rate in RATES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ SHAPES = {
         Shape("0.5B", 1024, 24, 16, 4, 5120),
     )
 }
+
+SERVED_SHAPE = replace(SHAPES["110M"], vocab=4096)
+"""A shape for the embedded model's tokenizer: tokens beyond its vocabulary have no text, so a
+client's stream would not show them."""
 
 
 def config_of(shape: Shape) -> dict[str, Any]:

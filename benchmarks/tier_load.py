@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.one_box import TOKENIZER
 from benchmarks.our_mesh import CHECKPOINT
 from benchmarks.poisson import poisson_times
-from benchmarks.random_llama import SHAPES, write_checkpoint
+from benchmarks.random_llama import SERVED_SHAPE, write_checkpoint
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from kvmesh.cli.stack_client import VOCAB
 from kvmesh.core.summary_statistics import percentile
@@ -38,13 +38,13 @@ from tests.e2e.api_client import ApiClient
 from tests.mesh_processes import BLOCK_SIZE, Flags, Mesh
 from tests.redis_server import redis_process
 
-SHAPE, DTYPE = "110M", "bfloat16"
+SHAPE, DTYPE = SERVED_SHAPE, "bfloat16"
 NUM_PREFILL, NUM_DECODE = 2, 1
 FAR = f"prefill-{NUM_PREFILL}"
 """The worker of the second cluster, in the form that has one."""
 
 POOL_TOKENS = 6144
-BLOCK_GIB = BLOCK_SIZE * SHAPES[SHAPE].kv_values * 2 / (1 << 30)
+BLOCK_GIB = BLOCK_SIZE * SHAPE.kv_values * 2 / (1 << 30)
 POOL_GIB = POOL_TOKENS // BLOCK_SIZE * BLOCK_GIB
 LIMIT_S = 2.5
 """Of a first token, for goodput."""
@@ -265,7 +265,7 @@ async def measure(form: Form, model: Path, scale: float, seed: int) -> list[Row]
 
 def checkpoint(folder: Path, seed: int) -> Path:
     """A random model with a tokenizer, which the gateway needs."""
-    model = write_checkpoint(SHAPES[SHAPE], folder / "model", seed)
+    model = write_checkpoint(SHAPE, folder / "model", seed)
     for name in TOKENIZER:
         shutil.copy(CHECKPOINT / name, model)
     return model
@@ -308,7 +308,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 
 NOTES = f"""\
-random Llama of {SHAPE}, {DTYPE}, one engine thread in each worker: {NUM_PREFILL} prefill and
+random Llama of {SHAPE.name}, {DTYPE}, one engine thread in each worker: {NUM_PREFILL} prefill and
  {NUM_DECODE} decode, with pools of {POOL_TOKENS:,} tokens; times in milliseconds
 - good: answered, with a first token within {LIMIT_S:g} s; hit rate: cached prompt tokens of all
 - sessions: {SESSIONS} of {TURNS} turns, {FIRST_TOKENS:,} tokens and {TURN_TOKENS} more in each,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import os
 import random
@@ -64,6 +65,8 @@ LAYER_PIECE = 4 << 10
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 8192, 16
 """The model of the baselines: 2 KV heads of 64, 16 tokens: 4 KiB per layer and K or V."""
 _IN_FLIGHT = 16
+CONNECT_S = 30.0
+"""Seconds that a connection may take; no row contains them."""
 _BASELINES = (SHM_DEFAULT, TCP_DEFAULT)
 
 
@@ -206,7 +209,8 @@ async def ours(channel: Ours, plan: Plan) -> list[Row]:
     )
     source = Pool(plan.pool_blocks, PIECE, plan.seed)
     with data_child(RECEIVER_MODULE, spec) as receiver:
-        pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, channel.options)
+        options = dataclasses.replace(channel.options, connect_timeout_s=CONNECT_S)
+        pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, options)
         await pool.put(reservation(receiver.address, IN_ORDER, 1), [Run(0, 0, 1)])
         pids = processes_of((os.getpid(), receiver.pid))
         rows = await latency(channel.name, pool, receiver.address, pids)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import vllm_handoff
 from benchmarks.bench_process import Process
 from benchmarks.our_mesh import CHECKPOINT
-from benchmarks.random_llama import SHAPES, write_checkpoint
+from benchmarks.random_llama import SERVED_SHAPE, write_checkpoint
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from benchmarks.vllm_systems import (
     APART,
@@ -41,7 +41,7 @@ from benchmarks.vllm_systems import (
     vllm_serve,
 )
 
-SHAPE = replace(SHAPES["110M"], vocab=4096)
+SHAPE = SERVED_SHAPE
 """Each of its tokens is one of the tokenizer, so that its text comes at once."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TTFT_MS = 2000

@@ -103,7 +103,8 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
         num_blocks=arguments.num_blocks,
         block_size=arguments.block_size or default_block_size,
         max_model_len=arguments.max_model_len,
-        num_threads=engine_threads(
+        num_threads=arguments.threads
+        or engine_threads(
             cores,
             ((1 + len(others)) * (arguments.prefill + arguments.decode) + arguments.remote)
             * arguments.tensor_parallel

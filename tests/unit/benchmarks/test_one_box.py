@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from benchmarks.one_box import AUTO, MIXED, median_row, row_of, targets_of
+from benchmarks.our_mesh import CHECKPOINT
+from benchmarks.random_llama import SERVED_SHAPE
 from benchmarks.result import Row
 
 
@@ -29,3 +33,8 @@ def test_targets_are_missed_by_more_than_a_twentieth() -> None:
     assert [target.met for target in slow] == [False, True, False]
     near = targets_of([_row(MIXED, 100), _row(AUTO, 104, good=0.96)])
     assert all(target.met for target in near)
+
+
+def test_every_token_of_the_model_has_a_text() -> None:
+    tokenizer = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    assert len(tokenizer["model"]["vocab"]) == SERVED_SHAPE.vocab

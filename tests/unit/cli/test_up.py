@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
     "other_models": "",
+    "threads": 0,
 }
 PORTS = ApiPorts(8001, 8002)
 
@@ -58,6 +59,11 @@ def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
     assert (options.model, options.model_name) == (tmp_path, tmp_path.name)
     assert options.dtype == "auto"
     assert options.num_threads == 1
+
+
+def test_each_engine_may_have_more_threads_than_its_share() -> None:
+    shared = {**DEFAULTS, "threads": 8}
+    assert stack_options(argparse.Namespace(**shared), PORTS, cores=8).num_threads == 8
 
 
 def test_other_models_share_the_machine(tmp_path: Path) -> None:
