@@ -50,7 +50,8 @@ workers, a gateway, scheduler, kvmanager, Redis and the client that sends share 
  decode worker: first tokens of lone prompts, steps of batches of 1, 4 and 8, both beside each
  other, and the processor time of what stands before the workers
 - load is the share of the rate at which {NUM_USERS} users in a closed loop were served by that
- fleet; times are in milliseconds; error is simulated / measured - 1
+ fleet; each load ran with several seeds, whose requests count together; times are in milliseconds;
+ error is simulated / measured - 1
 - an order is right if the better policy of a pair is the same in both; pairs count that differ by
  {APART:.0%} live""".replace("\n ", " ").split("\n- ")
 
@@ -126,7 +127,7 @@ def targets(rows: Sequence[Row], ranked: Sequence[Row]) -> list[Target]:
 
 def run(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Profiles, then all fleets, then all policies."""
-    seconds, seed = arguments.seconds, arguments.seed
+    flags = {each: getattr(arguments, each) for each in ("seconds", "seed", "seeds")}
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "stack.json"
         profiled(arguments.model, profile)
@@ -134,23 +135,23 @@ def run(arguments: argparse.Namespace) -> Mapping[str, Any]:
         ranked: list[Row] = []
         rates: dict[tuple[int, int], float] = {}
         for fleet in FLEETS:
-            own = rows_of(Stack(*fleet, POLICIES[0]), profile, LOADS, seconds=seconds, seed=seed)
+            own = rows_of(Stack(*fleet, POLICIES[0]), profile, LOADS, **flags)
             rates[fleet] = own[0]["measured"]
             rows += own
         for policy in POLICIES:
             stack, rate = Stack(*RANKED_FLEET, policy), rates[RANKED_FLEET]
-            flags = {"seconds": seconds, "seed": seed, "rate": rate}
-            ranked += rows_of(stack, profile, [RANKED_LOAD], **flags)
+            ranked += rows_of(stack, profile, [RANKED_LOAD], rate=rate, **flags)
     compared = [{"part": "fleets", **row} for row in rows]
     compared += [{"part": "policies", **row} for row in ranked]
-    return document(compared, targets(rows, ranked), seed, NOTES)
+    return document(compared, targets(rows, ranked), arguments.seed, NOTES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=45.0, help="length of a load")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a load with each seed")
+    parser.add_argument("--seed", type=int, default=1, help="the first one")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each load")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "pydoc-6m")
     parser.add_argument("--out", type=Path, default=RESULTS / "sim_error.json")
     arguments = parser.parse_args(argv)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -163,10 +165,11 @@ def scenario(
     profile: Profile, stack: Stack, traces: Sequence[TraceRequest], *, closed: bool
 ) -> Scenario:
     """The stack as `kvmesh up` starts it."""
+    system = dataclasses.replace(SYSTEMS[stack.policy], learns_deadlines=True)
     return Scenario(
         profile,
         parse_fleet(f"home:cpu:prefill:{stack.prefill},home:cpu:decode:{stack.decode}"),
-        SYSTEMS[stack.policy],
+        system,
         tuple(traces),
         closed_loop=closed,
         chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),
@@ -255,8 +258,17 @@ def rate_row(stack: Stack, measured: float, modelled: float) -> Row:
     }
 
 
+def pooled(models: Sequence[Modelled]) -> Modelled:
+    """Several seeds as one load."""
+    return Modelled(
+        [each for model in models for each in model.ttft_s],
+        [each for model in models for each in model.tpot_s],
+        statistics.mean(model.aggregated for model in models),
+    )
+
+
 async def run(url: str, arguments: argparse.Namespace) -> list[Row]:
-    """The rate that is sustained, unless one is given, then all loads."""
+    """The rate that is sustained, unless one is given, then all loads with all seeds."""
     stack = Stack(arguments.prefill, arguments.decode, arguments.policy)
     profile, seed = load_profile(arguments.profile), arguments.seed
     timeout = aiohttp.ClientTimeout(total=300)
@@ -268,10 +280,16 @@ async def run(url: str, arguments: argparse.Namespace) -> list[Row]:
             rate = await sustained(client, SUSTAINED_S, seed)
             rows.append(rate_row(stack, rate, simulated_rate(profile, stack, SUSTAINED_S, seed)))
         for number, share in enumerate(arguments.loads):
-            load = arrivals(share * rate, arguments.seconds, seed + number)
-            sys.stderr.write(f"{stack.label}: {len(load)} requests, {share:g} of {rate:.1f}/s\n")
-            timings = await send(client, load, seed + number)
-            rows += compare(stack, f"{share:g}", timings, simulated(profile, stack, load))
+            timings: list[Timing] = []
+            models: list[Modelled] = []
+            for each in range(arguments.seeds):
+                own = seed + number + len(arguments.loads) * each
+                load = arrivals(share * rate, arguments.seconds, own)
+                note = f"{len(load)} requests, {share:g} of {rate:.1f}/s, seed {own}"
+                sys.stderr.write(f"{stack.label}: {note}\n")
+                timings += await send(client, load, own)
+                models.append(simulated(profile, stack, load))
+            rows += compare(stack, f"{share:g}", timings, pooled(models))
     return rows
 
 
@@ -284,8 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", required=True)
     parser.add_argument("--loads", type=float, nargs="+", required=True, help="shares of the rate")
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: what is sustained")
-    parser.add_argument("--seconds", type=float, required=True, help="length of a load")
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="of a load with each seed")
+    parser.add_argument("--seed", type=int, required=True, help="the first one")
+    parser.add_argument("--seeds", type=int, required=True, help="number of seeds of each load")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
     url = environment("KVMESH_URL", "http://127.0.0.1:8000").rstrip("/")
