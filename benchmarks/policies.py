@@ -21,7 +21,7 @@ from benchmarks.policies_capacity import capacity
 from benchmarks.policies_case_study import case_study
 from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
-from benchmarks.policies_grid import TPOT_MS, Limits, draw, grid, loads
+from benchmarks.policies_grid import TPOT_MS, Limits, Load, draw, grid, loads
 from benchmarks.policies_hybrids import hybrids
 from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
@@ -64,9 +64,11 @@ def whole_grid(traces: Sequence[Path], size: float, num_seeds: int) -> list[Expe
     """The grid, then what the default consists of: mechanisms and constants."""
     found = loads(traces, size, [SEED + number for number in range(num_seeds)])
     cells = [Limits(tpot_ms) for tpot_ms in TPOT_MS] + [Limits(TPOT_MS[1], 0.2)]
-    # The higher rate of every trace, at a loose and at a tight limit.
-    highest = {each.trace: each for each in found}
-    telling = [(load, Limits(tpot_ms)) for load in highest.values() for tpot_ms in TPOT_MS[::2]]
+    loose, tight = (Limits(tpot_ms) for tpot_ms in TPOT_MS[::2])
+    telling: list[tuple[Load, Limits]] = []
+    for trace in dict.fromkeys(each.trace for each in found):
+        _, full, over = (each for each in found if each.trace == trace)
+        telling += [(full, loose), (full, tight), (over, tight)]
     return [grid(found, cells), ablation(telling), sensitivity(telling)]
 
 

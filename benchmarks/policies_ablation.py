@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -52,7 +54,7 @@ MECHANISMS: Mapping[str, _Off] = {
     "role switches": (_fields(switch_roles=False), {}),
     "reallocation": (_fields(reallocate=False), {}),
     "prefixes are fetched": (_route(fetches=False), {}),
-    "waiting for a holder": (_route(slack_tokens=0.0), {}),
+    "waiting for a holder": (_route(slack_tokens=math.inf), {}),
     "decode by prefix": (None, {(ranking, "DECODE_CACHE_WEIGHT"): 0.0}),
     "limits per token": (_fields(knows_tpot=False), {}),
 }
@@ -103,11 +105,19 @@ def without(names: Sequence[str]) -> tuple[System, dict[_Constant, object]]:
     return system, changes
 
 
-def _variant(
-    names: Sequence[str], changes: Mapping[_Constant, object], cells: Sequence[tuple[Load, Limits]]
-) -> Outcome:
-    system, own = without(names)
-    with constants({**own, **changes}):
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The default with some mechanisms off, other constants, and one change of the system."""
+
+    off: Sequence[str] = ()
+    changes: Mapping[_Constant, object] = field(default_factory=dict)
+    change: Change = _fields()
+
+
+def _run(variant: _Variant, cells: Sequence[tuple[Load, Limits]]) -> Outcome:
+    system, own = without(variant.off)
+    system = variant.change(system)
+    with constants({**own, **variant.changes}):
         found = [run_cell(Entrant(OURS, system, split(6)), *cell).row for cell in cells]
     row = {
         f"{each['trace']} {each['rate']:g}/s {limits}": each["goodput/s"]
@@ -136,33 +146,36 @@ def ablation(cells: Sequence[tuple[Load, Limits]]) -> Experiment:
     """Each mechanism off, each one alone, all and none."""
     name = "Ablation"
     every = list(MECHANISMS)
-    variants = {"all": [], **{f"without: {each}": [each] for each in every}}
-    variants |= {f"only: {each}": [other for other in every if other != each] for each in every}
-    variants["none"] = every
-    return Experiment(name, _jobs(name, {k: (v, {}) for k, v in variants.items()}, cells), _judge)
+    variants = {"all": _Variant()}
+    variants |= {f"without: {each}": _Variant([each]) for each in every}
+    for each in every:
+        variants[f"only: {each}"] = _Variant([other for other in every if other != each])
+    variants["none"] = _Variant(every)
+    return Experiment(name, _jobs(name, variants, cells), _judge)
 
 
 def sensitivity(cells: Sequence[tuple[Load, Limits]]) -> Experiment:
     """Each constant halved and doubled."""
     name = "Sensitivity"
-    variants: dict[str, tuple[list[str], dict[_Constant, object]]] = {"as it is": ([], {})}
+    variants = {"as it is": _Variant()}
     for constant, places in CONSTANTS.items():
         for factor in FACTORS:
-            changes = {place: getattr(*place) * factor for place in places}
-            variants[f"{constant} x{factor:g}"] = ([], changes)
+            scaled = {place: getattr(*place) * factor for place in places}
+            variants[f"{constant} x{factor:g}"] = _Variant(changes=scaled)
+    for factor in FACTORS:  # a field of the policy has its value already
+        slack = _route(slack_tokens=ranking.SLACK_TOKENS * factor)
+        variants[f"SLACK_TOKENS x{factor:g}"] = _Variant(change=slack)
     kept = token_pace.KEPT_SHARE
     for share in (kept - 0.2, kept + 0.1):  # twice 0.9 is no share
-        variants[f"KEPT_SHARE {share:g}"] = ([], {(token_pace, "KEPT_SHARE"): share})
+        changed = {(token_pace, "KEPT_SHARE"): share}
+        variants[f"KEPT_SHARE {share:g}"] = _Variant(changes=changed)
     limits = role_switch.SwitchLimits()
-    for field in LIMIT_FIELDS:
+    for each in LIMIT_FIELDS:
         for factor in FACTORS:
-            value = type(getattr(limits, field))(getattr(limits, field) * factor)
-            other = dataclasses.replace(limits, **{field: value})
-            made = partial(_same, other)
-            variants[f"SwitchLimits.{field} x{factor:g}"] = (
-                [],
-                {(role_loop, "SwitchLimits"): made},
-            )
+            value = type(getattr(limits, each))(getattr(limits, each) * factor)
+            made = partial(_same, dataclasses.replace(limits, **{each: value}))
+            changed_limits = {(role_loop, "SwitchLimits"): made}
+            variants[f"SwitchLimits.{each} x{factor:g}"] = _Variant(changes=changed_limits)
     return Experiment(name, _jobs(name, variants, cells), _judge)
 
 
@@ -171,12 +184,10 @@ def _same(limits: role_switch.SwitchLimits) -> role_switch.SwitchLimits:
 
 
 def _jobs(
-    name: str,
-    variants: Mapping[str, tuple[Sequence[str], Mapping[_Constant, object]]],
-    cells: Sequence[tuple[Load, Limits]],
+    name: str, variants: Mapping[str, _Variant], cells: Sequence[tuple[Load, Limits]]
 ) -> list[Job]:
     weight = sum(len(requests) for load, _ in cells for requests in load.by_seed)
     return [
-        Job(name, label, partial(_variant, off, changes, cells), weight)
-        for label, (off, changes) in variants.items()
+        Job(name, label, partial(_run, variant, cells), weight)
+        for label, variant in variants.items()
     ]

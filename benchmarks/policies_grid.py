@@ -93,10 +93,13 @@ class Limits:
 def with_equal_rights(system: System) -> System:
     """A system that knows the limit on the time per token and sees loads as old as all others do.
 
-    Its requests wait at the gateway until their deadline as ours do; `queue_offers` systems may
-    wait at the worker instead, and are given up there at the same moment.
+    Its requests wait at the gateway for as long as their first token can come in time, by the rule
+    of live gateways; `queue_offers` systems may wait at the worker instead, and are given up there
+    when the prompt can no longer be computed in time.
     """
-    return dataclasses.replace(system, knows_tpot=True, report_interval_s=REPORT_S)
+    return dataclasses.replace(
+        system, knows_tpot=True, report_interval_s=REPORT_S, learns_deadlines=True
+    )
 
 
 def split(num_prefill: int) -> str:
@@ -135,13 +138,14 @@ def code_completion(num_requests: int, rate: float, seed: int) -> tuple[TraceReq
 
 
 RATES: Mapping[str, tuple[float, ...]] = {
-    "made code completion": (25.0, 35.0),
-    "agentic_coding_sessions": (0.7, 1.0),
-    "mooncake_conversation_0_30min": (2.2, 3.0),
+    "made code completion": (25.0, 35.0, 50.0),
+    "agentic_coding_sessions": (0.7, 1.0, 1.5),
+    "mooncake_conversation_0_30min": (2.2, 3.0, 4.2),
 }
-"""Requests per second at which ten workers are busy, and at which they are full, of known loads."""
+"""Requests per second at which ten workers are busy, at which they are full, and at which no system
+serves all, of known loads."""
 
-KNOWN_TOKENS_PER_S = (38_000.0, 52_000.0)
+KNOWN_TOKENS_PER_S = (38_000.0, 52_000.0, 75_000.0)
 """The same for other traces: uncached prompt tokens per second."""
 
 

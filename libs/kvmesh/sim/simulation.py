@@ -254,8 +254,20 @@ class Simulation:
         if placed.prefill is not placed.decode:
             self._handoffs[placed.prefill] = _Handoff(placed, 0)
         if self.scenario.system.queue_offers:
-            # A worker's queue gives up a prompt at the deadline, as a gateway does.
-            self.events.at(request.deadline_s, partial(self._give_up, placed))
+            # A worker's queue gives up a prompt when a gateway would.
+            self.events.at(self._useless_s(placed), partial(self._give_up, placed))
+
+    def _useless_s(self, placed: Placed) -> float:
+        """Returns the time from which it is no use to begin a prompt that a worker has queued.
+
+        Where gateways learn how long prompts take, workers know it.
+        """
+        request, worker = placed.request, placed.prefill_worker
+        if not self.scenario.system.learns_deadlines:
+            return request.deadline_s
+        cached = len(worker.pool.match(request.reusable_hashes)) * TRACE_BLOCK
+        prompt_s = worker.device.prefill_s(request.num_tokens - cached)
+        return max(request.deadline_s - prompt_s, self.events.now())
 
     def _give_up(self, placed: Placed) -> None:
         """Ends a request if none of its prompt is computed yet."""

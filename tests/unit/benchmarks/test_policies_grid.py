@@ -53,6 +53,7 @@ def test_all_have_as_many_workers_and_the_same_rights() -> None:
         assert sum(group.count for group in parse_fleet(each.fleet)) == 10
         assert each.system.knows_tpot
         assert each.system.report_interval_s == REPORT_S
+        assert each.system.learns_deadlines
     mixed = [each for each in entrants() if each.label.startswith("mixed")]
     assert [each.chunks.mixed for each in mixed] == [8192, 2048, 512]
     assert {group.role for each in mixed for group in parse_fleet(each.fleet)} == {Role.HYBRID}

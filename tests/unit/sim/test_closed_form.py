@@ -48,8 +48,10 @@ def what_was_decided(request: SimRequest) -> tuple[object, ...]:
     )
 
 
-def moments(request: SimRequest) -> list[float | None]:
-    return [request.placed_s, request.first_token_s, request.finished_s]
+def moments(request: SimRequest) -> list[float]:
+    """When it was placed, began and ended; -1 for never."""
+    found = (request.placed_s, request.first_token_s, request.finished_s)
+    return [-1.0 if each is None else each for each in found]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kvmesh.core.types import RefusalReason, WorkerId
@@ -111,6 +113,9 @@ class TestWaiting:
         )
         outcomes = [each.outcome for each in run(what).requests]
         assert outcomes == [Outcome.DONE, Outcome.LATE, Outcome.REFUSED, Outcome.REFUSED]
+        knows = dataclasses.replace(what.system, learns_deadlines=True)
+        outcomes = [each.outcome for each in run(dataclasses.replace(what, system=knows)).requests]
+        assert outcomes == [Outcome.DONE, *3 * [Outcome.REFUSED]], "it is not begun in vain"
 
     def test_early_rejection_tells_at_once_who_would_be_late(self) -> None:
         requests = [trace(0.01 * n, first_id=10 * n, blocks=2, output=2) for n in range(4)]
