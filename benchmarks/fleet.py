@@ -37,9 +37,9 @@ clients ask one request after the other; p99 is of the times to the last token; 
  replica and three sentinels; each is ended with SIGTERM and started again, in a random order, under
  eight streams; `done` is until all know of it again
 - ejection: eight workers and eight clients; from the fault until the fleet, as gateways see it,
- has the worker as one that is tried last, and takes nothing new. Whoever computed one damaged
- sequence is tried last, and ejected with the second, which comes when all others are full; `met it`
- are streams that moved; p99 is of requests that others served. Cut off: the process is stopped, so
+ has the worker as one that is tried last, and takes nothing new. Whoever computed a damaged
+ sequence is tried last, and ejected when no other worker has one as well; `met it` are streams that
+ moved; p99 is of requests that others served. Cut off: the process is stopped, so
  that its connections stay and nothing passes\
 """.replace("\n ", " ").split("\n- ")
 

@@ -54,8 +54,12 @@ DAMAGED_WINDOW_S = 60.0
 """Window for damaged sequences. It is long: a worker that is tried last gets few requests."""
 
 MIN_DAMAGED = 2
-"""Number of sequences in that window with logits that are not numbers that ejects a worker; a
-single one may be the fault of its request."""
+"""Number of sequences in that window with logits that are not numbers that ejects a worker."""
+
+ALONE_S = 1.5
+"""A single damaged sequence ejects its worker too, unless another worker of the cluster has one
+within `ALONE_S` seconds. The sequence goes on elsewhere, and is damaged again there if its request
+is the reason."""
 
 MIN_DEVICE_ERRORS = 1
 """Number of uncorrectable errors of its device in that window that ejects a worker: a computation
@@ -161,6 +165,17 @@ class _Record:
     back_at: float | None = None
     verdict: Verdict = FINE
 
+    def damages_alone(self, others: Sequence[float], now: float) -> bool:
+        """Whether it damaged a sequence, and another worker has had the time to do so as well.
+
+        Args:
+            others: when other workers of the cluster damaged sequences.
+        """
+        return any(
+            now >= at + ALONE_S and all(abs(at - other) > ALONE_S for other in others)
+            for at in self.damaged
+        )
+
     @property
     def has_failed(self) -> bool:
         """Whether it lost, refused or damaged a request, or its device failed, in the window."""
@@ -262,6 +277,8 @@ class HealthBoard:
         for info, load in members:
             if (late := _lateness(load)) > 0:
                 insort(machines.setdefault(info.control_endpoint.host, []), late)
+        records = [self._record(info) for info, _ in members]
+        damaged = [(each, at) for each in records for at in each.damaged]
         awake = [(info, self._record(info)) for info, load in members if not load.draining]
         judged = [each for each in members if not self._record(each[0]).is_fine_with(each[1])]
         # Workers that are out already use the budget first, until their rest is over.
@@ -270,7 +287,8 @@ class HealthBoard:
             record = self._record(info)
             beside = machines.get(info.control_endpoint.host, [])
             crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
-            fault, share = self._fault(record, load, crowd, slowdowns, now)
+            elsewhere = [at for each, at in damaged if each is not record]
+            fault, share = self._fault(record, load, crowd, slowdowns, elsewhere, now)
             record.verdict = self._judged(record, fault, share, now)
             if record.verdict.level < Health.DEGRADED:
                 record.ejected_at = None
@@ -313,6 +331,7 @@ class HealthBoard:
         load: WorkerLoad,
         crowd: float,
         slowdowns: Sequence[float],
+        damaged: Sequence[float],
         now: float,
     ) -> tuple[HealthReason, float]:
         """Returns the worst fault and its share of the ejection threshold; 1 ejects.
@@ -320,13 +339,15 @@ class HealthBoard:
         Args:
             crowd: median lateness (`_lateness`) of its machine's other workers now.
             slowdowns: sorted slowdowns of all workers of the cluster that report one.
+            damaged: when other workers of the cluster damaged sequences.
         """
         errors = len(record.device_errors) / MIN_DEVICE_ERRORS
+        is_alone = record.damages_alone(damaged, now)
         shares = {
             HealthReason.HANGS: load.step_age_s / _hang_s(load, crowd),
             HealthReason.SLOW: _slowness(load.slowdown, crowd, slowdowns),
             HealthReason.LOSES: len(record.lost) / MIN_LOST,
-            HealthReason.DAMAGED: len(record.damaged) / MIN_DAMAGED,
+            HealthReason.DAMAGED: 1.0 if is_alone else len(record.damaged) / MIN_DAMAGED,
             HealthReason.DEVICE: 1.0 if load.device.failing else errors,
             HealthReason.DEVICE_LOST: float(load.device.lost),
             HealthReason.REFUSES: sum(at <= now - IDLE_S for at in record.refused) / MIN_REFUSED,

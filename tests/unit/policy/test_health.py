@@ -11,11 +11,11 @@ from kvmesh.core.turns import at_once
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.step_watch import StepWatch
 from kvmesh.policy.health import (
+    ALONE_S,
     DAMAGED_WINDOW_S,
     HANG_FACTOR,
     HANG_S,
     IDLE_S,
-    LOST_WINDOW_S,
     MAX_REST_S,
     MIN_DAMAGED,
     MIN_LOST,
@@ -97,16 +97,37 @@ def test_a_worker_where_requests_are_lost_is_drained() -> None:
     assert fleet.level("p0") is Health.DEGRADED
 
 
-def test_a_worker_that_computes_no_numbers_is_drained_and_one_bad_request_is_none() -> None:
+def test_a_worker_that_computes_no_numbers_is_drained() -> None:
+    fleet = Fleet()
+    fleet.judge()
+    fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=MIN_DAMAGED)
+    verdict = fleet.judge()[WorkerId("d1")]
+    assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.DAMAGED)
+
+
+def test_a_worker_that_is_alone_with_a_damaged_sequence_is_drained() -> None:
     fleet = Fleet()
     fleet.judge()
     fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1)
+    assert fleet.level("d1") is Health.SUSPECT, "the request may be the reason"
+    assert fleet.level("d1", ALONE_S - 0.1) is Health.SUSPECT
+    assert fleet.level("d1", 0.2) is Health.DEGRADED
+    assert fleet.level("d1", REST_S) is Health.SUSPECT
+    assert fleet.level("d1", PROBATION_S) is Health.OK, "an old sequence is no new one"
+
+
+@pytest.mark.parametrize("other", ["d2", "p0"])
+def test_a_request_that_damages_wherever_it_goes_ejects_nobody(other: str) -> None:
+    fleet = Fleet()
+    fleet.judge()
+    fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1)
+    assert not fleet.ejected()
+    fleet.now += ALONE_S - 0.6
+    fleet.loads[other] = dataclasses.replace(FINE, damaged_total=1)
+    for _ in range(20):
+        assert not fleet.ejected()
     assert fleet.level("d1") is Health.SUSPECT
-    assert fleet.level("d1", LOST_WINDOW_S) is Health.SUSPECT
-    assert fleet.level("d1", DAMAGED_WINDOW_S) is Health.OK, "no further one in that time"
-    fleet.loads["d1"] = dataclasses.replace(FINE, damaged_total=1 + MIN_DAMAGED)
-    verdict = fleet.judge()[WorkerId("d1")]
-    assert (verdict.level, verdict.reason) == (Health.DEGRADED, HealthReason.DAMAGED)
+    assert fleet.level(other, DAMAGED_WINDOW_S) is Health.OK, "no further one in that time"
 
 
 def of_device(**errors: int) -> WorkerLoad:
