@@ -175,19 +175,29 @@ class PoolPlanner:
             for leaf in leaves(runs)
         }
         held = held_runs(runs, known)
-        for cluster, near in _grouped(members, lambda member: member.cluster):
-            # Workers of one role do the same work. Workers of other roles serve only as sources of
-            # copies.
-            for role, readers in _grouped(near, lambda member: member.report.role.value):
-                metrics.POOL_READS_CV.labels(cluster, role).set(reads_cv(readers))
-                limits = CopyLimits(self._allowance.left, placement=self._placement)
-                for copy in plan_prefix_copies(runs, held, readers, near, self._ordered, limits):
-                    order = self._copy_order(copy, near, table, self._allowance)
-                    orders.setdefault(copy.target, []).append(order)
-        between = plan_cluster_copies(runs, held, members, self._ordered, self._between.left)
-        for copy in between:
-            order = self._copy_order(copy, members, table, self._between)
-            orders.setdefault(copy.target, []).append(order)
+        uneven: dict[tuple[str, str], float] = {}
+        for _, own in _grouped(members, lambda member: member.report.scenario):
+            # What only other groups read takes no memory of this one.
+            names = {member.worker_id for member in own}
+            own_runs = [run for run in runs if any(map(held[run.name].get, names))]
+            for cluster, near in _grouped(own, lambda member: member.cluster):
+                # Workers of one role do the same work. Workers of other roles serve only as sources
+                # of copies.
+                for role, readers in _grouped(near, lambda member: member.report.role.value):
+                    cv = max(reads_cv(readers), uneven.get((cluster, role), 0.0))
+                    uneven[cluster, role] = cv
+                    limits = CopyLimits(self._allowance.left, placement=self._placement)
+                    for copy in plan_prefix_copies(
+                        own_runs, held, readers, near, self._ordered, limits
+                    ):
+                        order = self._copy_order(copy, near, table, self._allowance)
+                        orders.setdefault(copy.target, []).append(order)
+            between = plan_cluster_copies(own_runs, held, own, self._ordered, self._between.left)
+            for copy in between:
+                order = self._copy_order(copy, own, table, self._between)
+                orders.setdefault(copy.target, []).append(order)
+        for (cluster, role), cv in uneven.items():
+            metrics.POOL_READS_CV.labels(cluster, role).set(cv)
         return [_shown(namespace, run, held[run.name]) for run in runs]
 
     def _copy_order(
@@ -337,8 +347,12 @@ def _shown(namespace: str, run: HotRun, held: Mapping[WorkerId, int]) -> dict[st
 
 
 def _alike(members: Iterable[PoolMember]) -> list[tuple[str, list[PoolMember]]]:
-    # Copies on workers of different roles save different parts of a request's work.
-    return _grouped(members, lambda each: f"{each.report.role.value} {each.cluster}")
+    # Copies on workers of different roles save different parts of a request's work, and no group
+    # reads those of another.
+    def key(member: PoolMember) -> str:
+        return f"{member.report.role.value} {member.cluster} {member.report.scenario}"
+
+    return _grouped(members, key)
 
 
 def _grouped(

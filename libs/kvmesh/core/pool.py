@@ -23,6 +23,7 @@ class PoolReport:
             them, and that other workers read.
         leaving: whether it gets no new requests and will leave; blocks that it alone holds should
             be copied elsewhere.
+        scenario: scenario of its group; copies stay inside a group.
     """
 
     role: Role
@@ -31,6 +32,7 @@ class PoolReport:
     room_blocks: int
     read_blocks_total: int
     leaving: bool = False
+    scenario: str = ""
 
 
 @dataclass(frozen=True, slots=True)

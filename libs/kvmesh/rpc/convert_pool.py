@@ -43,6 +43,7 @@ def pool_report_to_proto(report: PoolReport) -> pb.PoolReport:
         room_blocks=report.room_blocks,
         read_blocks_total=report.read_blocks_total,
         leaving=report.leaving,
+        scenario=report.scenario,
     )
 
 
@@ -62,6 +63,7 @@ def pool_report_from_proto(message: pb.PoolReport) -> PoolReport:
         message.room_blocks,
         message.read_blocks_total,
         message.leaving,
+        message.scenario,
     )
 
 

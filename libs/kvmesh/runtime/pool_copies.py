@@ -56,6 +56,7 @@ class PoolCopies:
     Args:
         endpoint: address at which this worker leases its blocks.
         role: returns the worker's present role.
+        scenario: returns the present scenario of its group.
         fetch: brings a prefix from a source into the prefix cache.
         lent: returns the number of cached blocks that other workers have read here since the start.
         leaving: returns whether this worker gets no new requests and will be gone.
@@ -66,6 +67,7 @@ class PoolCopies:
         core: EngineCore,
         endpoint: Endpoint,
         role: Callable[[], Role],
+        scenario: Callable[[], str],
         fetch: Fetch,
         lent: Callable[[], int],
         leaving: Callable[[], bool],
@@ -74,6 +76,7 @@ class PoolCopies:
         self._core = core
         self._endpoint = endpoint
         self._role = role
+        self._scenario = scenario
         self._fetch = fetch
         self._lent = lent
         self._leaving = leaving
@@ -101,6 +104,7 @@ class PoolCopies:
             room_blocks=self.room(MAX_ROOM),
             read_blocks_total=used + self._lent(),
             leaving=self._leaving(),
+            scenario=self._scenario(),
         )
 
     def room(self, limit: int) -> int:

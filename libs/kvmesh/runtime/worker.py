@@ -301,6 +301,7 @@ class Worker:
                 self.core,
                 self._info.control_endpoint,
                 lambda: self.role,
+                lambda: self._info.scenario,
                 self.fetcher.fetch,
                 lambda: self.pool.read_blocks_total + self.query_metrics.read_blocks_total,
                 lambda: self.pool.draining or self.cordoned,

@@ -25,39 +25,39 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmesh/v1/pool_types.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xa8\x01\n\nPoolReport\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12%\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x13\n\x0broom_blocks\x18\x04 \x01(\r\x12\x19\n\x11read_blocks_total\x18\x05 \x01(\x04\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\"\x8e\x01\n\tCopyOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\x18\n\x10source_worker_id\x18\x02 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x03 \x01(\x04\x12#\n\x06source\x18\x04 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\"$\n\x0c\x45victionHint\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\"!\n\x0bOldestOrder\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"/\n\tOldBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"3\n\x0cOldestBlocks\x12#\n\x05tiers\x18\x01 \x03(\x0b\x32\x14.kvmesh.v1.OldBlocks\"\x99\x01\n\tPoolOrder\x12$\n\x04\x63opy\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.CopyOrderH\x00\x12.\n\x0b\x65vict_first\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.EvictionHintH\x00\x12-\n\x0btell_oldest\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.OldestOrderH\x00\x42\x07\n\x05order\"~\n\nCopyResult\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\'\n\x07outcome\x18\x02 \x01(\x0e\x32\x16.kvmesh.v1.CopyOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"L\n\x0cSegmentReads\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\r\n\x05reads\x18\x04 \x01(\x01\"2\n\x0c\x43ooledPrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\x0c\x12\x12\n\nown_blocks\x18\x02 \x01(\r\"w\n\x0eNamespaceReads\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12)\n\x08segments\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.SegmentReads\x12\'\n\x06\x63ooled\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.CooledPrefix\"\xba\x01\n\nPoolMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12%\n\x06report\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.PoolReport\x12\x13\n\x0bread_blocks\x18\x06 \x01(\x01\x12$\n\x06oldest\x18\x07 \x03(\x0b\x32\x14.kvmesh.v1.OldBlocks\"`\n\rPoolKnowledge\x12\'\n\x04heat\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.NamespaceReads\x12&\n\x07members\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.PoolMember*u\n\x0b\x43opyOutcome\x12\x1c\n\x18\x43OPY_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43OPY_OUTCOME_DONE\x10\x01\x12\x18\n\x14\x43OPY_OUTCOME_REFUSED\x10\x02\x12\x17\n\x13\x43OPY_OUTCOME_FAILED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmesh/v1/pool_types.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xba\x01\n\nPoolReport\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12%\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x13\n\x0broom_blocks\x18\x04 \x01(\r\x12\x19\n\x11read_blocks_total\x18\x05 \x01(\x04\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\x12\x10\n\x08scenario\x18\x07 \x01(\t\"\x8e\x01\n\tCopyOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\x18\n\x10source_worker_id\x18\x02 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x03 \x01(\x04\x12#\n\x06source\x18\x04 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\"$\n\x0c\x45victionHint\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\"!\n\x0bOldestOrder\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"/\n\tOldBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"3\n\x0cOldestBlocks\x12#\n\x05tiers\x18\x01 \x03(\x0b\x32\x14.kvmesh.v1.OldBlocks\"\x99\x01\n\tPoolOrder\x12$\n\x04\x63opy\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.CopyOrderH\x00\x12.\n\x0b\x65vict_first\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.EvictionHintH\x00\x12-\n\x0btell_oldest\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.OldestOrderH\x00\x42\x07\n\x05order\"~\n\nCopyResult\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\'\n\x07outcome\x18\x02 \x01(\x0e\x32\x16.kvmesh.v1.CopyOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"L\n\x0cSegmentReads\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\r\n\x05reads\x18\x04 \x01(\x01\"2\n\x0c\x43ooledPrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\x0c\x12\x12\n\nown_blocks\x18\x02 \x01(\r\"w\n\x0eNamespaceReads\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12)\n\x08segments\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.SegmentReads\x12\'\n\x06\x63ooled\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.CooledPrefix\"\xba\x01\n\nPoolMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12%\n\x06report\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.PoolReport\x12\x13\n\x0bread_blocks\x18\x06 \x01(\x01\x12$\n\x06oldest\x18\x07 \x03(\x0b\x32\x14.kvmesh.v1.OldBlocks\"`\n\rPoolKnowledge\x12\'\n\x04heat\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.NamespaceReads\x12&\n\x07members\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.PoolMember*u\n\x0b\x43opyOutcome\x12\x1c\n\x18\x43OPY_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43OPY_OUTCOME_DONE\x10\x01\x12\x18\n\x14\x43OPY_OUTCOME_REFUSED\x10\x02\x12\x17\n\x13\x43OPY_OUTCOME_FAILED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.pool_types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COPYOUTCOME']._serialized_start=1377
-  _globals['_COPYOUTCOME']._serialized_end=1494
+  _globals['_COPYOUTCOME']._serialized_start=1395
+  _globals['_COPYOUTCOME']._serialized_end=1512
   _globals['_POOLREPORT']._serialized_start=65
-  _globals['_POOLREPORT']._serialized_end=233
-  _globals['_COPYORDER']._serialized_start=236
-  _globals['_COPYORDER']._serialized_end=378
-  _globals['_EVICTIONHINT']._serialized_start=380
-  _globals['_EVICTIONHINT']._serialized_end=416
-  _globals['_OLDESTORDER']._serialized_start=418
-  _globals['_OLDESTORDER']._serialized_end=451
-  _globals['_OLDBLOCKS']._serialized_start=453
-  _globals['_OLDBLOCKS']._serialized_end=500
-  _globals['_OLDESTBLOCKS']._serialized_start=502
-  _globals['_OLDESTBLOCKS']._serialized_end=553
-  _globals['_POOLORDER']._serialized_start=556
-  _globals['_POOLORDER']._serialized_end=709
-  _globals['_COPYRESULT']._serialized_start=711
-  _globals['_COPYRESULT']._serialized_end=837
-  _globals['_SEGMENTREADS']._serialized_start=839
-  _globals['_SEGMENTREADS']._serialized_end=915
-  _globals['_COOLEDPREFIX']._serialized_start=917
-  _globals['_COOLEDPREFIX']._serialized_end=967
-  _globals['_NAMESPACEREADS']._serialized_start=969
-  _globals['_NAMESPACEREADS']._serialized_end=1088
-  _globals['_POOLMEMBER']._serialized_start=1091
-  _globals['_POOLMEMBER']._serialized_end=1277
-  _globals['_POOLKNOWLEDGE']._serialized_start=1279
-  _globals['_POOLKNOWLEDGE']._serialized_end=1375
+  _globals['_POOLREPORT']._serialized_end=251
+  _globals['_COPYORDER']._serialized_start=254
+  _globals['_COPYORDER']._serialized_end=396
+  _globals['_EVICTIONHINT']._serialized_start=398
+  _globals['_EVICTIONHINT']._serialized_end=434
+  _globals['_OLDESTORDER']._serialized_start=436
+  _globals['_OLDESTORDER']._serialized_end=469
+  _globals['_OLDBLOCKS']._serialized_start=471
+  _globals['_OLDBLOCKS']._serialized_end=518
+  _globals['_OLDESTBLOCKS']._serialized_start=520
+  _globals['_OLDESTBLOCKS']._serialized_end=571
+  _globals['_POOLORDER']._serialized_start=574
+  _globals['_POOLORDER']._serialized_end=727
+  _globals['_COPYRESULT']._serialized_start=729
+  _globals['_COPYRESULT']._serialized_end=855
+  _globals['_SEGMENTREADS']._serialized_start=857
+  _globals['_SEGMENTREADS']._serialized_end=933
+  _globals['_COOLEDPREFIX']._serialized_start=935
+  _globals['_COOLEDPREFIX']._serialized_end=985
+  _globals['_NAMESPACEREADS']._serialized_start=987
+  _globals['_NAMESPACEREADS']._serialized_end=1106
+  _globals['_POOLMEMBER']._serialized_start=1109
+  _globals['_POOLMEMBER']._serialized_end=1295
+  _globals['_POOLKNOWLEDGE']._serialized_start=1297
+  _globals['_POOLKNOWLEDGE']._serialized_end=1393
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,7 @@ class PoolReport(_message.Message):
     ROOM_BLOCKS_FIELD_NUMBER: _builtins.int
     READ_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """What it is used for now."""
     block_bytes: _builtins.int
@@ -70,6 +71,8 @@ class PoolReport(_message.Message):
     """Cached blocks that requests used here instead of computing them, and that other workers read, since the start."""
     leaving: _builtins.bool
     """It gets no new requests and will be gone: what it alone holds should go elsewhere."""
+    scenario: _builtins.str
+    """Scenario of its group: copies stay inside a group."""
     @_builtins.property
     def endpoint(self) -> _types_pb2.Endpoint:
         """Where others lease blocks of it."""
@@ -83,10 +86,11 @@ class PoolReport(_message.Message):
         room_blocks: _builtins.int = ...,
         read_blocks_total: _builtins.int = ...,
         leaving: _builtins.bool = ...,
+        scenario: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "endpoint", b"endpoint", "leaving", b"leaving", "read_blocks_total", b"read_blocks_total", "role", b"role", "room_blocks", b"room_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "endpoint", b"endpoint", "leaving", b"leaving", "read_blocks_total", b"read_blocks_total", "role", b"role", "room_blocks", b"room_blocks", "scenario", b"scenario"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class Stage:
         self._outboxes: dict[WorkerId, Outbox[pb.PublishResponse]] = {}
         self._read: dict[WorkerId, int] = {}
         self._roles: dict[WorkerId, Role] = {}
+        self._scenarios: dict[WorkerId, str] = {}
 
     async def _recovered(self) -> None:
         """No sessions here."""
@@ -66,10 +67,15 @@ class Stage:
         return Pool(config, self.shared, self.guard, self.clock, label)
 
     async def worker(
-        self, pool: Pool, worker_id: WorkerId, *held: str, role: Role = Role.HYBRID
+        self,
+        pool: Pool,
+        worker_id: WorkerId,
+        *held: str,
+        role: Role = Role.HYBRID,
+        scenario: str = "",
     ) -> PoolSeat:
         """A worker that holds the prefixes of these paths."""
-        self._roles[worker_id] = role
+        self._roles[worker_id], self._scenarios[worker_id] = role, scenario
         publisher = Publisher(worker_id, 1, "east", "m")
         slot = (await self.store.register(publisher)).slot
         for number, path in enumerate(held):
@@ -85,7 +91,8 @@ class Stage:
         who = seat.publisher.worker_id
         self._read[who] = self._read.get(who, 100) + more
         role, read = self._roles[who], self._read[who]
-        report = PoolReport(role, Endpoint(who, 1), BLOCK_BYTES, room, read)
+        scenario = self._scenarios[who]
+        report = PoolReport(role, Endpoint(who, 1), BLOCK_BYTES, room, read, scenario=scenario)
         assert seat.handle(pb.PublishRequest(pool=pool_report_to_proto(report)))
 
     def tell_oldest(self, seat: PoolSeat, path: str) -> None:

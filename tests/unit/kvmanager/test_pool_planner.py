@@ -52,9 +52,40 @@ async def test_hashed_placement_copies_a_prefix_to_its_home(
     assert len(await stage.orders(pool, B)) == num_orders
 
 
+@pytest.mark.parametrize(("scenario", "num_orders"), [("chat", 1), ("doc", 0)])
+@pytest.mark.parametrize("placement", ["local", "hashed"])
+async def test_copies_stay_inside_a_group(
+    placement: str, scenario: str, num_orders: int, stage: Stage
+) -> None:
+    path = next(each for each in ("ab", "xy", "cd", "pq") if home(name(each), 2) == 1)
+    pool = stage.replica("one", replace(CONFIG, placement=placement))
+    busy = await stage.worker(pool, A, path, scenario="chat")
+    await stage.worker(pool, B, scenario=scenario)
+    stage.report(busy, 80)
+    for _ in range(10):
+        pool.heat.note("m", prefix(path), 2 * SIZE)
+    await stage.window(pool)
+    assert len(await stage.orders(pool, B)) == num_orders
+
+
 def test_an_unknown_eviction_is_refused(stage: Stage) -> None:
     with pytest.raises(ConfigError, match=r"pool\.eviction must be local or global, not 'mine'"):
         stage.replica("one", replace(CONFIG, eviction="mine"))
+
+
+@pytest.mark.parametrize(("scenario", "num_orders"), [("chat", 1), ("doc", 0)])
+async def test_a_copy_in_another_group_is_no_reason_to_give_one_up(
+    scenario: str, num_orders: int, stage: Stage
+) -> None:
+    pool = stage.replica("one", replace(CONFIG, eviction="global", budget_mb_s=0.0))
+    full = await stage.worker(pool, A, "ab", scenario="chat")
+    await stage.worker(pool, B, "a", scenario=scenario)
+    pool.ask_oldest()
+    stage.tell_oldest(full, "ab")
+    for _ in range(COOLS_IN):
+        await stage.window(pool)
+    orders = [each for each in await stage.orders(pool, A) if isinstance(each, EvictionHint)]
+    assert bool(orders) == bool(num_orders)
 
 
 @pytest.mark.parametrize(("eviction", "budget"), [("local", 1.0), ("global", 0.0)])

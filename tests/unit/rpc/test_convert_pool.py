@@ -32,7 +32,7 @@ from kvmesh.v1 import pool_types_pb2 as pb
 from tests.unit.policy.test_heat import SIZE, prefix
 
 HASHES = (BlockHash(b"a" * 16), BlockHash(b"b" * 16))
-REPORT = PoolReport(Role.DECODE, Endpoint("h", 7), 4096, 12, 345, leaving=True)
+REPORT = PoolReport(Role.DECODE, Endpoint("h", 7), 4096, 12, 345, leaving=True, scenario="chat")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class Stage:
             self.core,
             Endpoint("here", 2),
             lambda: Role.PREFILL,
+            lambda: "chat",
             self._fetch,
             lambda: self.lent,
             lambda: self.leaving,
