@@ -40,7 +40,7 @@ class Pod:
 
     @property
     def standing(self) -> tuple[bool, int, bool]:
-        """What is compared before the deletion cost; the lower one ends first."""
+        """Kubernetes compares this before the deletion cost; the lower pod ends first."""
         return self.is_assigned, _PHASES.get(self.phase, 0), self.is_ready
 
 

@@ -98,7 +98,7 @@ class KubernetesWorkers:
 
     async def list(self) -> list[Launched]:
         """See `Launcher.list`."""
-        # Whoever counts while a pod is being replaced would find one too few.
+        # While a pod is being replaced, the count would be one too low.
         async with self._replacing:
             pods = await self._cluster.pods()
         return [

@@ -70,7 +70,7 @@ class GroupLauncher:
         ]
 
     def _assigned(self) -> dict[WorkerId, LaunchSpec]:
-        """What groups assigned to spares, whether they still load the model or serve."""
+        """Assignments of groups to spares, which may still load the model or already serve."""
         told = {each.worker_id: each.assignment for each in self._empties.all()}
         told |= {info.worker_id: info.origin.assignment for info, _ in self._fleet.reports()}
         return {

@@ -28,7 +28,7 @@ negative. Returns why not; empty if it was done.
 
 
 BY_LOAD, BY_SLOTS = SCALE_BY = ("load", "slots")
-"""What signals follow: FlowKV's load scores, or the use of slots as autoscalers see it."""
+"""Inputs of the scale signal: FlowKV's load scores, or slots in use as autoscalers see them."""
 
 
 class ScaleOrders:

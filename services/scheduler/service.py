@@ -230,7 +230,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def _groups(self) -> Groups:
         if self.groups is None:
-            text = "nobody starts workers for this scheduler; `kvmesh up` does, or launcher.target"
+            text = "this scheduler has no launcher: use `kvmesh up`, or set launcher.target"
             raise NoLauncherError(text)
         return self.groups
 

@@ -61,7 +61,7 @@ def offers_of(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the front or a loop did in some time.
+    """Work that the front or a loop did in some time.
 
     Attributes:
         refusals: number of refused offers.

@@ -124,7 +124,7 @@ def fit_decode(samples: Sequence[StepSample], long: StepSample) -> DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What prompts and decode steps take beside each other.
+    """Times of prompts and decode steps that run at the same time.
 
     Attributes:
         first_s: median time to the first token of a prompt of `SHARED_LENGTH` tokens.
@@ -186,7 +186,7 @@ async def measure_beside(client: StackClient) -> Beside:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the profile is made of.
+    """Measurements from which the profile is made.
 
     Attributes:
         first_s: median time to the first token of a lone prompt, by its length.
@@ -206,7 +206,7 @@ class Measured:
 
     @property
     def overhead_s(self) -> float:
-        """What the way through the services takes: a tiny prompt without its step."""
+        """Time in the services: the first token of a tiny prompt without its step."""
         return max(self.first_s[TINY] - self.short[0].step_s, 0.0)
 
 
@@ -311,7 +311,7 @@ def stack_record(
 def _sharing(measured: Measured, decode: DecodeCost, prefill: Interpolated) -> Sharing:
     beside = measured.beside
     alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
-    # What the front took from both while they were measured is no part of what they take.
+    # The front's use of the cores slowed both measurements; it is not part of their costs.
     crowded = crowding(2, beside.front_cores, measured.front.cores)
     first_s = (beside.first_s - measured.overhead_s) / crowded
     return Sharing(

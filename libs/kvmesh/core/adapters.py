@@ -84,7 +84,7 @@ def lacking(workers: Iterable[WorkerInfo], model: str, adapter: str) -> frozense
 
 
 def made_by(fingerprint: str, adapter: str) -> str:
-    """What a stream's tokens come from, as one text; empty while no checkpoint is chosen."""
+    """Checkpoint and adapter of a stream as one text; empty while no checkpoint is chosen."""
     return f"{fingerprint}+{adapter}" if fingerprint and adapter else fingerprint
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What an empty spare is to become.
+    """The group and model that an empty spare is assigned to.
 
     Attributes:
         scenario: scenario whose group it joins.

@@ -43,7 +43,7 @@ class Adapter:
 
     @property
     def id(self) -> str:
-        """What the mesh calls it; another one with other weights under the same name."""
+        """Its id in the mesh; other weights under the same name have another id."""
         return adapter_id(self.name, self.content)
 
 

@@ -129,7 +129,7 @@ def _wrong_builds(version: Version) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """What the config.json in a model's folder says; 0 or empty where it does not say.
+    """Values of the config.json in a model's folder; 0 or empty if it lacks them.
 
     Attributes:
         quantized: quantization method of the weights, as the file names it.
@@ -178,7 +178,7 @@ def read_vllm_model(folder: Path) -> VllmModel:
 
 
 def not_run(model: VllmModel) -> str:
-    """What of a model no test has computed below our scheduler; empty if there is nothing."""
+    """Returns the features of a model that no test has run with KVMesh; empty if none."""
     if model.quantized in _RUN_QUANTIZATION | {""}:
         return ""
     return f"weights of the method {model.quantized} have not been run with KVMesh"

@@ -23,7 +23,7 @@ class BlockEvents:
 
 
 def is_announced(key: BlockHash) -> bool:
-    """Whether others are told of a block; longer keys name groups that only this pool knows."""
+    """Whether a block is published; longer keys name groups that only this pool knows."""
     return len(key) <= BLOCK_HASH_BYTES
 
 

@@ -9,7 +9,7 @@ A block is in exactly one of three states:
 The pool owns ids only, never bytes. It runs on one thread and never waits. Callers must not await
 between `match` and `acquire`, since a block that was only matched may be evicted.
 
-Tiers below the pool may hold copies of blocks (`kv/tiers.py`). Other workers are told that a block
+Tiers below the pool may hold copies of blocks (`kv/tiers.py`). The worker publishes that a block
 is gone when neither the pool nor a tier has it. A block may be evicted while it is copied to a
 tier, so no eviction ever waits: the copier asks `is_same` afterwards.
 Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py, test_tiers.py.
@@ -137,7 +137,7 @@ class BlockPool:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody holds a block."""
+        """Whether no sequence holds a block."""
         return self.num_free == self.num_blocks
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""What leaves a worker next, from its pool and from the tiers below, and how that is changed.
+"""The blocks that a worker evicts next, from its pool and its tiers, and changes of that order.
 
 The live worker and the simulated one use it alike.
 Tests: tests/unit/kv/test_oldest.py.

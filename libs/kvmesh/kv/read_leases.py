@@ -369,5 +369,5 @@ def _hosts(readers: Iterable[Reader]) -> set[str]:
 
 
 def _equal_parts(who: T, holding: Set[T], waiting: Set[T]) -> int:
-    """Returns the number of equal parts that a whole is split into; 1 while nobody else waits."""
+    """Returns the number of equal parts that a whole is split into; 1 if no other reader waits."""
     return len(holding | waiting | {who}) if waiting - {who} else 1

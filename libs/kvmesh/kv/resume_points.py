@@ -1,9 +1,9 @@
-"""Behind which blocks a prefix can be resumed: what its windows see and the state are here.
+"""Blocks after which a prefix can be resumed: the windows and the state there are cached.
 
-Full groups are left out: others follow their blocks one by one. A window group can go on behind a
-block if it has the last ones up to there, as many as the next query sees; who follows whom is told
-as blocks become full. What was found on disk is not known to follow anything, and is taken to be
-whole: ends leave before beginnings.
+Full groups are left out, since their blocks are published one by one. A window group can resume
+after a block if it has all blocks of the next query's window. The order of blocks is learned as
+blocks become full. Blocks found on disk have no known predecessor and count as complete, since the
+end of a prefix is evicted before its beginning.
 Tests: tests/property/test_resume_points.py.
 """
 

@@ -16,8 +16,8 @@ What happens when:
     loaded into the pool    the copies count as used likewise, the end of a prefix before its
                             start, so that the end is evicted first
 
-Every full block is copied down, except those that other workers hold too and that nobody has read
-here since the pool was told so (`BlockPool.evict_first`).
+Every full block is copied down, except blocks that other workers also hold and that were not read
+here since the pool got that information (`BlockPool.evict_first`).
 
 Source: PrfaaS §3.2, TokenLake §4.4. Tests: tests/property/test_tiers.py.
 """
@@ -41,7 +41,7 @@ copies nothing. Half, so that even the largest prompts find empty blocks before 
 
 
 NEARLY_FULL_SHARE = 1 / 8
-"""What leaves next is of interest when less than this share of a pool or tier is empty."""
+"""Fraction of empty places below which a pool or tier counts as nearly full."""
 
 
 def is_nearly_full(num_empty: int, num_places: int) -> bool:

@@ -40,7 +40,7 @@ class AnswerTimes:
         return min(max(FACTOR * self._slowest_at(now), MIN_WAIT_S), MAX_WAIT_S)
 
     def note(self, seconds: float, now: float) -> None:
-        """Adds the time of an answer, whatever it says."""
+        """Adds the time of an answer; its content does not matter."""
         self._slowest_s, self._at = max(seconds, self._slowest_at(now)), now
         self._num_answers += 1
         self._is_late = False

@@ -49,7 +49,7 @@ can share a prompt of 128K tokens: its first part is at most 0.71 of it."""
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is there of a prompt before its chain begins, in tokens.
+    """The state of a prompt before its chain begins, in tokens.
 
     Attributes:
         first: first position that the first worker computes, a block boundary.

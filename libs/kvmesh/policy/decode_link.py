@@ -22,7 +22,7 @@ LOAD_SLACK = 0.1
 """Difference of the decode rank's cost up to which two workers are about equally loaded."""
 
 NOTICED_S = 0.002
-"""Difference of two transfers, in seconds, that nobody notices."""
+"""Difference between two transfers, in seconds, that is ignored."""
 
 
 def by_transfer(

@@ -32,7 +32,7 @@ class Claim:
         tenant: name of the tenant; the empty name is a tenant too.
         cost: prompt tokens, or another unit common to all claims; above 0.
         weight: the tenant's share.
-        priority: priority of the tenant; a higher one goes first, whatever the shares are.
+        priority: priority of the tenant; a higher one goes first, regardless of the shares.
         rank: order within the tenant; lower goes first, equal ones in the order of arrival.
     """
 

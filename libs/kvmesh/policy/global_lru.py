@@ -1,10 +1,10 @@
-"""Decides for the whole fleet which cached copies leave first: those that nobody needs twice.
+"""Decides for the whole fleet which cached copies are evicted first: redundant unread ones.
 
 A worker alone evicts what it has not read for longest, and does not know that another worker holds
 the same block, or has none of it. Here every full worker tells what leaves it next. A copy leaves
 before all others if another worker of the same kind keeps one and nobody in the fleet reads the
 block. So the last copy of a prefix, and every copy of one that is read, outlive the second copy of
-a cold one, on whatever worker they lie.
+a cold one, on whichever worker they are.
 
 Source: TokenLake 4.4 (global LRU over copies). Tests: tests/unit/policy/test_global_lru.py.
 """
@@ -22,7 +22,7 @@ MAX_OLDEST = 256
 
 
 class PoolEviction(enum.Enum):
-    """Who decides what leaves a worker's cache."""
+    """The scope of the data by which a worker's evictions are chosen."""
 
     LOCAL = "local"
     """The worker, by its own reads."""
@@ -40,8 +40,8 @@ def plan_evictions(
     Args:
         members: workers that do the same work. Those with the least room give up theirs first;
             copies on leaving workers do not count.
-        held: of the blocks that leave next, those that each worker holds, in whatever tier.
-        warm: blocks that somebody in the fleet reads.
+        held: of the blocks that are evicted next, those that each worker holds, in any tier.
+        warm: blocks that some worker in the fleet reads.
     """
     staying = [member for member in members if not member.report.leaving]
     keeps = {member.worker_id: set(held.get(member.worker_id, ())) for member in staying}

@@ -120,7 +120,7 @@ def is_member(launched: Launched) -> bool:
 
 
 def wish_of(members: Sequence[Launched], scenario: str) -> GroupWish:
-    """Returns the wish of a group that nobody has applied, from its initial workers."""
+    """Returns the wish of a group that was never applied, from its initial workers."""
     mine = [each.spec for each in members if is_member(each)]
     specs = [spec for spec in mine if spec.scenario == scenario]
     roles = [spec.role for spec in specs]

@@ -182,7 +182,7 @@ class _Record:
         return bool(self.lost or self.refused or self.damaged or self.device_errors)
 
     def is_fine_with(self, load: WorkerLoad) -> bool:
-        """Whether the worker is healthy whatever its peers report, as almost all workers are.
+        """Whether the worker is healthy regardless of its peers, as almost all workers are.
 
         This check is cheap: routes wait while a large fleet is judged.
         """
@@ -302,7 +302,7 @@ class HealthBoard:
                     continue
                 if fault is not HealthReason.SILENT:  # its next report ends it, without a rest
                     record.ejected_at = now
-                    record.damaged.clear()  # what comes after its rest counts anew
+                    record.damaged.clear()  # faults after its pause count anew
                     record.device_errors.clear()
             budget -= 1
         return {info.worker_id: self._record(info).verdict for info, _ in judged}

@@ -25,7 +25,7 @@ class JointRule(enum.Enum):
 
 
 class JointReason(enum.Enum):
-    """What a joint decision changed for one of its requests."""
+    """The effect of a joint decision on one of its requests."""
 
     ALONE = "alone"
     """No other request arrived at the time."""

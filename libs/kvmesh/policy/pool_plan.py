@@ -178,7 +178,7 @@ def plan_cluster_copies(
     ordered: Collection[tuple[BlockHash, WorkerId]],
     budget_bytes: float,
 ) -> list[PrefixCopy]:
-    """Plans copies of hot prefixes to clusters in which nobody holds them (PrfaaS 3.2).
+    """Plans copies of hot prefixes to clusters in which no worker holds them (PrfaaS 3.2).
 
     A cluster without workers that compute prompts needs none. The target is the worker that reads
     least there; the source may be in any other cluster.

@@ -175,8 +175,8 @@ class RatioMonitor:
     ) -> RatioStep | None:
         """Ends the window and returns the step that the rule asks for.
 
-        None if the window has too few requests; it then goes on. The caller that carries out the
-        step calls `carried_out`, so that only a real change is judged by later windows.
+        None if the window has too few requests; it is then extended. The caller that carries out
+        the step calls `carried_out`, so that only a real change is judged by later windows.
 
         Args:
             profile: measured speeds of both roles under the window's load, which eq. 1 reads; None

@@ -279,7 +279,7 @@ def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
 
 
 def _free_of_limits(call: Call, hybrids: list[Seat]) -> list[Seat]:
-    """Returns the hybrids on which the prompt makes nobody miss a TPOT limit; all if none binds.
+    """Returns the hybrids on which the prompt causes no missed TPOT limit; all if none binds.
 
     With loose limits a worker bears prompts beside what it decodes, so all are mixed workers. With
     tight ones those that decode are kept for it, also those whose reports do not show it yet.
@@ -309,7 +309,7 @@ def _plan_beside(call: Call, hybrids: list[Seat], free: list[Seat]) -> RoutePlan
         and seat.group == home.group
         and not seat.decode_full
         and _is_in_favour(seat)
-        # What it still computes is done when the KV arrives.
+        # Its pending prompts are computed before the KV arrives.
         and seat.first_token - seat.uncached_tokens <= home.first_token
     ]
     if not decoding:
@@ -361,7 +361,7 @@ def _can_be_borne(call: Call, seat: Seat, gain: float = BEARABLE_MISSES) -> bool
     worker = seat.worker
     room = worker.load.room
     if room.strictest_s == room.spare_s == math.inf:
-        return True  # nobody there has a limit
+        return True  # no sequence there has a limit
     accepted = worker.pending_tokens + worker.prefill_in_flight * call.query.num_tokens
     prompts_s = (seat.uncached_tokens + accepted) * call.view.pace.token_s
     return bears(room, prompts_s, gain)

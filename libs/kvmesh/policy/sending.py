@@ -40,9 +40,9 @@ class SendingMeter:
     def observe(self, told: Mapping[Life, SendingTotal]) -> float:
         """Adds the latest totals of the present workers.
 
-        Each worker's share is measured between its own reports, whatever their number in a cycle. A
-        worker without a new report keeps its share. A new worker or incarnation starts with 0. A
-        worker that left is dropped.
+        Each worker's share is measured between its own reports, independent of their number in a
+        cycle. A worker without a new report keeps its share. A new worker or incarnation starts
+        with 0. A worker that left is dropped.
 
         Returns:
             Fraction of the time since the last call in which any worker sent, 0..1, as if workers

@@ -18,12 +18,12 @@ its role still decodes its sequences, at a third of the steps or more."""
 
 
 class StepPriority(enum.Enum):
-    """What comes first in a step."""
+    """The kind of work that goes first in a step."""
 
     PREFILL = "prefill"
-    """Prompts take the budget; sequences decode in what is left, if all of them fit."""
+    """Prompts take the budget first; sequences decode in the rest, if all of them fit."""
     DECODE = "decode"
-    """All sequences decode; prompts take what is left of the budget."""
+    """All sequences decode; prompts take the rest of the budget."""
     MIXED = "mixed"
     """All sequences decode; prompts take about as much time beside them as that does."""
 
@@ -57,7 +57,7 @@ def step_rules(
 
     Args:
         has_limits: whether a sequence that decodes has a limit on its time per token or between
-            tokens. Then decoding comes first, whatever the role.
+            tokens. Then decoding goes first in every role.
         limit: maximum number of prompt tokens with which these limits are kept; None for any.
         share: number of prompt tokens that take as long as the decode step beside them; None while
             it is not measured.

@@ -76,7 +76,7 @@ class Place:
 
     Attributes:
         info: the lost worker.
-        back_s: seconds until it returns by itself; None: it does not return.
+        back_s: seconds until it returns after its own restart; None: it does not return.
         new_s: seconds until a new process would serve; None: no process can be started.
         load_s: seconds in which an empty spare would load the model and serve.
     """

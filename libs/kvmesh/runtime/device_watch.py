@@ -86,8 +86,8 @@ class DeviceWatch:
         try:
             self._device = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
             self._events = self._registered()
-            # What was counted before this process is no fault of its memory: the driver has put
-            # such pages out of use.
+            # Errors from before this process do not affect its memory: the driver has retired such
+            # pages.
             self._memory_errors = self._count_memory_errors()
         except nvml.NVMLError:
             nvml.nvmlShutdown()

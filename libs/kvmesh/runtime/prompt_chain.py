@@ -171,7 +171,7 @@ class ChainedPart:
         """Makes room for the KV of leading blocks. None without missing blocks, or without room."""
         size = self._parts.core.block_size
         held = self._fill.num_held
-        # What is left has more than one token, or it would count as a decode step.
+        # At least two tokens must remain, since one token would count as a decode step.
         num_tokens = len(self._sequence.tokens)
         num_blocks = min(num_blocks, (num_tokens - 2) // size)
         blocks = self._fill.open(num_blocks, num_tokens) if num_blocks > held else None

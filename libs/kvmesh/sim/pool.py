@@ -136,7 +136,7 @@ class SegmentPool:
         self._reads = dict.fromkeys(self.workers, 0.0)
         self._loads = dict.fromkeys(self.workers, 0.0)
         self._window_end = WINDOW_S
-        # What a kvmanager knows of caches per worker: reads of prefixes, and of workers.
+        # A kvmanager's knowledge of caches: reads of prefixes, and of workers.
         self._heat = HeatTable(settings.blocks, MAX_SEGMENTS)
         self._read_lately = dict.fromkeys(self.workers, 0.0)
 

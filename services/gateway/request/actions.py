@@ -18,11 +18,11 @@ class State(enum.Enum):
     IDLE = "nothing is open"
     RESERVING = "a decode worker was asked for blocks"
     HELD = "a decode worker holds blocks"
-    OFFERING = "a prefill worker was shown the prompt and the reservation"
+    OFFERING = "the prompt was offered to a prefill worker with the reservation"
     STARTING = "one worker was asked for blocks and the prompt"
     PREFILL = "the prompt is being computed"
-    HANDOFF = "the first token is here, the KV is on its way"
-    DECODE = "the KV is where tokens are made"
+    HANDOFF = "the first token has arrived, the KV is in transfer"
+    DECODE = "the decode worker has the KV and generates"
     OVER = "the attempt has an outcome"
 
 
@@ -30,7 +30,7 @@ class Outcome(enum.Enum):
     """How an attempt ended."""
 
     DONE = "the last token was delivered"
-    MOVED = "a worker lost it; another attempt goes on"
+    MOVED = "a worker lost the request; another attempt continues it"
     BROKEN = "no token fits the structure that was asked for"
     LATE = "the request ran for too long"
     CANCELLED = "its client left, or the answer ended at a stop string"

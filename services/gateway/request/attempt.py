@@ -41,7 +41,7 @@ not open any more.
     any        anything else                           same
 
 "Ask next" is an Ask of the plan's next candidate, or Exhausted if there is none or no time. The
-rows from DONE to CANCELLED are outcomes; the state is OVER then. Four ways lead through the table:
+rows from DONE to CANCELLED are outcomes; the state is OVER then. Four paths lead through the table:
 
 - aggregated: ask, reserved and started, first token, tokens;
 - disaggregated: ask, reserved, accepted, first token, handed off, tokens;
@@ -49,7 +49,7 @@ rows from DONE to CANCELLED are outcomes; the state is OVER then. Four ways lead
 - pooled: any of these with a candidate that names a source of the prompt's prefix. The question
   carries the source; the attempt does not look at it.
 
-A reservation is given up if a prefill worker was offered it and was lost, or had not answered when
+A reservation is cancelled if a prefill worker was offered it and was lost, or had not answered when
 the search ended: that worker may still be writing into its blocks.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back.
@@ -222,7 +222,7 @@ class Attempt:
         if is_answer and refusal.reason in PERMANENT:
             self._candidates.exclude(by.worker_id)
         self.num_offers += offer is not None or side is Side.PREFILL
-        # Who did not answer may be writing into the blocks; chained, both sides are one worker.
+        # A silent prefill worker may be writing into the blocks; chained, both are one worker.
         is_lost = refusal.reason in _UNANSWERED
         if by is blocks or is_lost or blocks.kind is Kind.START:
             given_up = self._open.cancel()
@@ -341,7 +341,7 @@ class Attempt:
         return self._moved(slow, f"{self.state.name.lower()}_stalled", text)
 
     def cancel(self) -> Actions:
-        """Nobody wants it any more; may be called again."""
+        """Cancels the attempt: its answer is no longer needed. Repeatable."""
         return () if self.outcome is not None else self._end(Outcome.CANCELLED)
 
     def _moved(self, by: act.Ask, reason: str, text: str) -> Actions:

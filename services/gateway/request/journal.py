@@ -64,11 +64,11 @@ class Entry:
     Attributes:
         head: how it began; another one if its checkpoints change before their first tokens.
         places: where its choices are.
-        before: name of the stream that it goes on with; empty for a new one.
+        before: name of the stream that it resumes; empty for a new one.
         behind: tokens of each choice that came before.
         name: as ids have it.
         written: the head that the journal has.
-        is_kept: another gateway can go on with it.
+        is_kept: another gateway can resume it.
         is_alone: it has one choice, and is kept.
         num_bytes: that it takes in the journal; 0 before it is begun there.
         room: for so many more tokens in its ids; with none left it is to be written.
@@ -124,7 +124,7 @@ class Entry:
         return id_line(self.name, self.places, is_over=is_over) if self.is_kept else "id:\n"
 
     def after(self, choice: int, token_ids: Sequence[int]) -> str:
-        """The next event has these tokens, too: its line. Every token of a stream passes here."""
+        """Adds tokens to the next event and returns its id line. Every token passes here."""
         place = self.places[choice]
         place.add(token_ids)
         self.room = room = self.room - len(token_ids)
@@ -135,11 +135,11 @@ class Entry:
         return self.id_line()
 
     def lose(self) -> None:
-        """Nobody can go on with it."""
+        """Marks the stream as lost: no gateway can resume it."""
         self.is_kept = self.is_alone = False
 
     def close(self) -> None:
-        """The stream is over, or nobody reads it here any more. May be called again."""
+        """Ends the entry: the stream is over, or its client is gone. Repeatable."""
         self.journal.close(self)
 
 
@@ -205,10 +205,10 @@ class Journal:
     def open(
         self, head: Head, choices: Sequence[Choice], given: GivenId | None = None
     ) -> Entry | None:
-        """A stream that is to be written; None if it has too many choices.
+        """Returns the entry of a stream to write; None if it has too many choices.
 
         Args:
-            given: what its client said of it, if it goes on here.
+            given: the position that the client sent, if this stream resumes another one.
         """
         if head.num_choices > MAX_CHOICES:
             return None
@@ -220,7 +220,7 @@ class Journal:
             behind.append(token_ids)
             places.append(Place(len(token_ids), tail))
         before = "" if given is None else given.name
-        # One that goes on is written soon, since its old name is going to be forgotten.
+        # A resumed stream is written soon, since its old key is going to expire.
         room = 0 if before else MAX_WAITING
         return Entry(self, secrets.token_urlsafe(16), head, places, before, behind, room=room)
 
@@ -298,11 +298,11 @@ class Journal:
         self._tell_bytes()
 
     def _is_late(self, entry: Entry) -> bool:
-        """Whether nobody needs a stream any more that could not be written until now."""
+        """Whether a stream that could not be written has expired meanwhile."""
         return 0 < entry.until <= self._loop.time()
 
     def _forget(self, entry: Entry) -> None:
-        """A stream with which nobody can go on; its room is free when it grows no more."""
+        """Gives up a stream that cannot be resumed; its room is free when it has ended."""
         entry.lose()
         if entry.until:
             self._num_bytes -= entry.num_bytes
@@ -367,7 +367,7 @@ class Journal:
             self._tidying = self._loop.call_at(entry.until, self._tidy)
 
     def _again(self, entry: Entry) -> None:
-        """Nobody knows whether it was written; a second time does no harm."""
+        """Writes an entry again whose write has an unknown outcome; a second write is harmless."""
         if entry.is_kept and not entry.is_dirty:
             self.mark(entry)
 

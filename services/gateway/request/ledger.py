@@ -179,7 +179,7 @@ class Ledger:
         self._record.ends(finish)
 
     def close(self, num_tokens: int, now: float) -> None:
-        """Ends the bookkeeping after `num_tokens` tokens, whatever the outcome. Repeatable."""
+        """Ends the bookkeeping after `num_tokens` tokens, for every outcome. Repeatable."""
         if not self._is_open:
             return
         self._is_open = False

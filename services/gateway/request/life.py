@@ -54,7 +54,7 @@ from services.gateway.wire.worker_events import (
 from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
 
 _ANSWERS = (Started, Reserved, Accepted, Refused)
-"""What workers answer to an offer or a reservation; a stream that broke is no answer."""
+"""Answers of workers to an offer or a reservation; a broken stream is not an answer."""
 
 
 class Receiver(Protocol):
@@ -380,7 +380,7 @@ class Life:
         placement, prefill, decode = taken.placement, taken.prefill_worker, taken.decode_worker
         self._worker = prefill
         self._prefetch.taken(prefill)
-        assert self.receiver is not None, "somebody wants the tokens"
+        assert self.receiver is not None, "the tokens have a receiver"
         maker = made_by(self._checkpoint, self._request.adapter)
         where = Placed(placement, prefill, decode, plan.cause, maker)
         self.receiver.placed(where)

@@ -68,7 +68,7 @@ class Questions:
         return () if asked is None else (Cancel(Side.PREFILL, asked.number),)
 
     def cancel(self) -> Actions:
-        """All that is open is to end: whoever writes into the blocks first, then the blocks."""
+        """Closes everything that is open: first the writer into the blocks, then the blocks."""
         offer = self.cancel_offer()
         asked, self.blocks = self.blocks, None
         return offer if asked is None else (*offer, Cancel(Side.DECODE, asked.number))
