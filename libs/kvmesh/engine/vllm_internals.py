@@ -24,7 +24,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 from vllm.v1.outputs import SamplerOutput
 
 from kvmesh.core.errors import CheckpointError, ConfigError
@@ -163,13 +163,15 @@ class VllmExecutor:
         """Properties of the loaded model.
 
         Raises:
-            ConfigError: some layers do not keep the keys and values of all positions.
+            ConfigError: some layers keep something else than keys and values, or of other sizes.
         """
         groups = self._runner.kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        # Where every layer has a window, vLLM says so; our tables name the blocks before it too.
+        kept = (FullAttentionSpec, SlidingWindowSpec)
+        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, kept):
             kinds = ", ".join(sorted(type(each.kv_cache_spec).__name__ for each in groups))
             raise ConfigError(
-                f"engine vllm serves models whose layers all keep full attention's KV, not {kinds}"
+                f"engine vllm serves models whose layers all keep attention's KV alike, not {kinds}"
             )
         caches: list[Tensor] = self._runner.kv_caches
         _, heads, block_size, content = caches[0].shape
@@ -370,6 +372,8 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         # Only what is overridden counts, but without a number half of the machine is asked for.
         kv_cache_memory_bytes=1 << 20,
         enable_prefix_caching=False,
+        # Layers with a window keep all KV then, as the others do: one block table, equal blocks.
+        disable_hybrid_kv_cache_manager=True,
         async_scheduling=False,
         enforce_eager=True,
         disable_log_stats=True,
