@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvmesh.core.native_libraries import cpu_flags
 from kvmesh.core.types import SamplingParams
 from tests.e2e.api_client import ApiClient, placed
 from tests.engine_alone import generated
@@ -135,6 +136,10 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_quantised(tmp_path_factory.mktemp("quantised") / "model", INT8, int8)
 
 
+@pytest.mark.skipif(
+    "avx2" in cpu_flags() and "avx512f" not in cpu_flags(),
+    reason="vLLM's build has products of 4-bit weights for x86 CPUs with AVX-512 alone",
+)
 @pytest.mark.parametrize(("config", "quantise"), [(GPTQ, gptq), (AWQ, awq)], ids=["gptq", "awq"])
 def test_other_methods_are_read_and_said_as_by_vllm_alone(
     config: dict[str, Any], quantise: Callable[[Tensor], dict[str, Tensor]], tmp_path: Path

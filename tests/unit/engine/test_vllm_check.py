@@ -114,6 +114,31 @@ def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:
     assert check.stop_tokens(folder) == {5, 6, 7}
 
 
+@pytest.mark.parametrize(
+    ("method", "flags", "is_refused"),
+    [
+        ("gptq", {"avx2"}, True),
+        ("awq", {"avx2"}, True),
+        ("compressed-tensors", {"avx2"}, False),
+        ("gptq", {"avx2", "avx512f"}, False),
+        ("gptq", {"asimd"}, False),
+    ],
+)
+def test_weights_of_4_bits_need_avx512(
+    method: str,
+    flags: set[str],
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check, "cpu_flags", lambda: flags)
+    described = {"quant_method": method, "bits": 4}
+    folder = write_checkpoint(tmp_path, head_dim=32, quantization_config=described)
+    model = check.read_vllm_model(folder)
+    found = check.model_problems(model, device="cpu", block_size=32)
+    assert ["AVX-512" in each for each in found] == [True] * is_refused
+
+
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq", "fp8", "unheard-of"])
 def test_no_quantization_is_refused_and_what_was_not_run_is_said(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +148,7 @@ def test_no_quantization_is_refused_and_what_was_not_run_is_said(
         tmp_path, head_dim=32, quantization_config={"quant_method": method, "bits": 4}
     )
     monkeypatch.setattr(check, "installation_problems", list)
+    monkeypatch.setattr(check, "cpu_flags", lambda: {"avx2", "avx512f"})
     engine = EngineSection(kind="vllm", model=str(folder), block_size=32)
     assert find_folder(engine) == folder
     model = check.read_vllm_model(folder)
