@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ class VllmAlone:
             **{"skip_tokenizer_init": True, **more},
         )
         self._sampling = vllm.SamplingParams
+
+    def publish_kv_events(self, publish: Callable[[Any], object]) -> None:
+        """Gives each batch of KV events to a function; load it with `kv_events_config`."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        core.scheduler.kv_event_publisher.publish = publish
 
     def embeddings(
         self, prompts: Sequence[Sequence[int]], dimensions: int | None = None

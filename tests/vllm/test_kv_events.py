@@ -1,0 +1,93 @@
+"""KV events of a worker, read by vLLM's decoder, tell what vLLM tells of its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvmesh.core.types import SamplingParams, SequenceSpec
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.sequence import Sequence as Line
+from kvmesh.kv.hashing import root_hash
+from kvmesh.policy.batching import BatchLimits
+from kvmesh.runtime.kv_event_wire import WireFormat
+from kvmesh.runtime.kv_events import log_of_pool
+from tests.mesh_processes import MODEL_FOLDER
+from tests.vllm.oracle import VllmAlone, some_prompts
+from tests.vllm_engine import BLOCK_SIZE, load_vllm
+
+COUNT = 40
+"""Tokens generated: some of them fill blocks."""
+PROMPTS = [prompt for prompt in some_prompts(8, 300, seed=14) if len(prompt) > BLOCK_SIZE]
+Blocks = dict[tuple[int, ...], tuple[int, str | None]]
+"""By all tokens up to the end of a block: its size and its adapter."""
+
+
+def told_by(events: Sequence[Any]) -> Blocks:
+    """What an indexer learns, whatever the hashes are."""
+    before: dict[Any, tuple[int, ...]] = {None: ()}
+    found: Blocks = {}
+    for event in events:
+        if type(event).__name__ != "BlockStored":
+            continue
+        tokens = before[event.parent_block_hash]
+        for number, name in enumerate(event.block_hashes):
+            start = number * event.block_size
+            tokens += tuple(event.token_ids[start : start + event.block_size])
+            before[name] = tokens
+            found[tokens] = (event.block_size, event.lora_name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def told_by_vllm() -> Blocks:
+    """The events of `vllm.LLM`."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    alone = VllmAlone(MODEL_FOLDER, "float32", kv_events_config=config)
+    batches: list[Any] = []
+    alone.publish_kv_events(batches.append)
+    alone.greedy(PROMPTS, COUNT)
+    return told_by([event for batch in batches for event in batch.events])
+
+
+def told_by_worker(wire: WireFormat) -> tuple[Blocks, list[Any]]:
+    """The events of our scheduler over vLLM, and all of them as vLLM's decoder reads them."""
+    from vllm.distributed.kv_events import KVEventBatch
+
+    runner = load_vllm(MODEL_FOLDER, num_blocks=400, dtype="float32")
+    core = EngineCore(runner.spec, 400, BatchLimits(), growth_tokens=0)
+    log = log_of_pool(core.pool, "CPU")
+
+    def sealed(line: Line, first: int) -> None:
+        log.stored(line.chain.hashes[: line.kv.num_sealed], line.tokens, first)
+
+    core.on_sealed = sealed
+    sampling = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    for prompt in PROMPTS:
+        line = core.admit_decode(SequenceSpec(tuple(prompt), len(prompt), sampling, root_hash("")))
+        assert isinstance(line, Line), line
+        core.run(line)
+    while core.has_work:
+        chunks = core.plan_step()
+        runner.forget(core.take_gone())
+        core.finish_step(chunks, runner.execute(chunks))
+    runner.close()
+    message = wire.encode(log.take(), 1.5)
+    batch: Any = msgspec.msgpack.Decoder(KVEventBatch).decode(message)
+    assert batch.ts == 1.5
+    return told_by(batch.events), batch.events
+
+
+@pytest.mark.parametrize("int_hashes", [True, False], ids=["numbers", "bytes"])
+def test_an_indexer_for_vllm_learns_the_same_from_a_worker(
+    told_by_vllm: Blocks, int_hashes: bool
+) -> None:
+    found, events = told_by_worker(WireFormat(BLOCK_SIZE, as_map=True, int_hashes=int_hashes))
+    assert type(events[0]).__name__ == "AllBlocksCleared"
+    assert found == told_by_vllm
+    assert max(map(len, found)) > max(map(len, PROMPTS)), "also blocks of generated tokens"
