@@ -25,6 +25,7 @@ ARGS ?=
 ROUNDS ?= 20
 MINUTES ?= 10
 KILLS ?= 200
+DYNAMO ?=
 # Tests run side by side, a file in one process (tests/conftest.py says what else stays together).
 # Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
@@ -159,9 +160,9 @@ up-vllm: $(VLLM_VENV)/.made ## the same with vLLM as its engine, in .venv-vllm
 e2e-vllm: $(VLLM_VENV)/.tests ## tests of vLLM below our scheduler: runner, whole mesh, kill loops
 	OMP_NUM_THREADS=1 GRPC_VERBOSITY=ERROR $(VLLM_PY) -m pytest -q -W default -k vllm $(ARGS) tests/contract/test_runner_contract.py tests/vllm
 
-bench-vllm: $(VLLM_VENV)/.made ## a mesh over vLLM against vllm.LLM in one process and against vllm serve; writes bench/results/vllm.* and vllm_serve.*
-	$(VLLM_PY) -m benchmarks.vllm
-	$(VLLM_PY) -m benchmarks.vllm_serve
+bench-vllm: $(VLLM_VENV)/.made ## a mesh over vLLM against vllm.LLM in one process and against vllm serve; writes bench/results/vllm.* and vllm_serve.*: make bench-vllm ARGS="--dtype float32" DYNAMO=DIR
+	$(VLLM_PY) -m benchmarks.vllm $(ARGS)
+	$(VLLM_PY) -m benchmarks.vllm_serve $(ARGS) $(if $(DYNAMO),--dynamo $(DYNAMO))
 
 .PHONY: dist
 dist: setup ## wheel and sdist, in dist/

@@ -6,6 +6,7 @@ vLLM takes ten seconds to import, so one process runs all loads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from typing import Any
@@ -37,7 +38,10 @@ def main() -> None:
         # It prints tables.
         with contextlib.redirect_stdout(sys.stderr):
             found = module.main(parser.parse_args(json.loads(line)["argv"]))
-        sys.stdout.write(json.dumps({name: found.get(name) for name in TAKEN}) + "\n")
+        taken = {name: found.get(name) for name in TAKEN}
+        # Seconds between two events of a stream; a stream of one event has none.
+        taken["longest_pause"] = max(itertools.chain.from_iterable(found["itls"]), default=0.0)
+        sys.stdout.write(json.dumps(taken) + "\n")
         sys.stdout.flush()
 
 

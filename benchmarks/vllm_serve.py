@@ -1,10 +1,14 @@
 """What a mesh over vLLM costs and gains, as `vllm bench serve` sees it, beside `vllm serve`.
 
 A checkpoint of 110M random weights is served on the same cores by `vllm serve`, by `kvmesh up` over
-vLLM in three forms, and by `kvmesh up` with its own engine.
+vLLM in four forms, and by `kvmesh up` with its own engine.
 
     .venv-vllm/bin/python -m benchmarks.vllm_serve
     .venv-vllm/bin/python -m benchmarks.vllm_serve --systems "vllm serve,kvmesh"   # a part of it
+
+With `--dynamo DIR`, Dynamo's frontend and workers over vLLM are measured too: DIR is what
+`pip install --no-deps --target DIR` makes of ai-dynamo==1.6.1, ai-dynamo-runtime==1.6.1 and
+torchvision==0.28.0. Where products in bfloat16 are slow (no AVX-512), `--dtype float32`.
 """
 
 from __future__ import annotations
@@ -30,16 +34,20 @@ from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from benchmarks.vllm_systems import (
     APART,
     CONTEXT,
-    DTYPE,
+    DYNAMO,
+    DYNAMO_TWO,
     ONE,
     OURS,
+    RANKS,
     SERVED,
     TWO,
     VLLM,
     Served,
+    dynamo,
     mesh,
     vllm_serve,
 )
+from kvmesh.core.kv_formats import KV_DTYPE_BYTES
 
 SHAPE = SERVED_SHAPE
 """Each of its tokens is one of the tokenizer, so that its text comes at once."""
@@ -47,6 +55,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 TTFT_MS = 2000
 WAIT_MS, PATIENT_MS = 1500, 60_000
 KILL_AFTER_S = 4.0
+PAUSE_S = 3.0
 HANDED_TOKENS, HANDOFFS = 1000, 12
 
 
@@ -70,7 +79,7 @@ def _random(tokens_in: int, tokens_out: int) -> tuple[str, ...]:
     return (*words, "--random-output-len", str(tokens_out))
 
 
-ALL = frozenset({VLLM, ONE.name, TWO.name, APART.name, OURS.name})
+ALL = frozenset({VLLM, DYNAMO, ONE.name, TWO.name, APART.name, OURS.name})
 AT_ONCE = Load("8 at once", 48, (*_random(256, 32), "--max-concurrency", "8"), ALL)
 PACED = Load(
     "2 per second", 24, (*_random(256, 32), "--request-rate", "2"), ALL - frozenset({TWO.name})
@@ -92,13 +101,13 @@ OVERLOAD = Load(
         *_random(256, 32),
         *("--request-rate", "16"),
     ),
-    frozenset({VLLM, ONE.name, OURS.name}),
+    frozenset({VLLM, DYNAMO, ONE.name, OURS.name}),
 )
 KILLED = Load(
     "8 at once, an engine killed",
     24,
     (*_random(256, 128), "--max-concurrency", "8"),
-    frozenset({VLLM, TWO.name}),
+    frozenset({VLLM, DYNAMO_TWO, TWO.name, RANKS.name}),
     kills=True,
 )
 LOADS = (AT_ONCE, PACED, REUSED, OVERLOAD, KILLED)  # a server that was killed serves no more
@@ -111,7 +120,10 @@ NOTES = (
     f"- good: answered in full with a first token within {TTFT_MS} ms, as a share of all requests;"
     f" under overload they carry x-slo-ttft-ms: {WAIT_MS}, else {PATIENT_MS}, which `vllm serve`"
     " does not know\n"
-    f"- an engine is killed (kill -9) {KILL_AFTER_S:.0f} s after the load began\n"
+    " Dynamo has its own, with up to three moves of a stream; its workers import a torchvision"
+    " without operators (benchmarks/torchvision_stub)\n"
+    f"- an engine is killed (kill -9) {KILL_AFTER_S:.0f} s after the load began; of TP2 x2, one of"
+    " the two ranks of one worker; longest pause: between two events of a stream\n"
     f"- handoff: prompts of {HANDED_TOKENS} tokens one after the other, medians of {HANDOFFS}"
 ).split("\n- ")
 
@@ -165,18 +177,32 @@ def row_of(load: Load, system: str, found: dict[str, Any]) -> Row:
         "TPOT p50 ms": round(found["median_tpot_ms"], 2),
         "tokens/s": round(found["output_throughput"], 1),
         "good": round(good, 3),
+        "longest pause s": round(found["longest_pause"], 2),
     }
 
 
-def starts(model: Path, folder: Path) -> dict[str, AbstractContextManager[Served]]:
-    """The systems by name, not started yet."""
-    found: dict[str, AbstractContextManager[Served]] = {VLLM: vllm_serve(model, folder / VLLM)}
-    for each in (ONE, TWO, APART, OURS):
-        found[each.name] = mesh(each, model, folder / str(len(found)))
+def starts(
+    model: Path, dtype: str, packages: Path | None, folder: Path
+) -> dict[str, AbstractContextManager[Served]]:
+    """The systems by name, not started yet.
+
+    Args:
+        packages: those of Dynamo; None leaves it out.
+    """
+    found: dict[str, AbstractContextManager[Served]] = {
+        VLLM: vllm_serve(model, dtype, folder / VLLM)
+    }
+    if packages is not None:
+        for count, name in enumerate((DYNAMO, DYNAMO_TWO), 1):
+            found[name] = dynamo(name, count, packages, model, dtype, folder / name)
+    for each in (ONE, TWO, RANKS, APART, OURS):
+        found[each.name] = mesh(each, model, dtype, folder / str(len(found)))
     return found
 
 
-def measure(chosen: Sequence[str], seed: int) -> tuple[list[Row], vllm_handoff.Handoff | None]:
+def measure(
+    chosen: Sequence[str], dtype: str, packages: Path | None, seed: int
+) -> tuple[list[Row], vllm_handoff.Handoff | None]:
     """The rows of the table, and the handoff where its system is measured."""
     rows: list[Row] = []
     handoff = None
@@ -187,13 +213,13 @@ def measure(chosen: Sequence[str], seed: int) -> tuple[list[Row], vllm_handoff.H
             shutil.copy(CHECKPOINT / file, model)
         client = Client(folder, model, seed)
         try:
-            for system, start in starts(model, folder).items():
-                if system not in chosen:
+            for system, start in starts(model, dtype, packages, folder).items():
+                if chosen and system not in chosen:
                     continue
                 with start as served:
                     rows += _loads(client, served)
                     if system == APART.name:
-                        handoff = _handoff(served, seed)
+                        handoff = _handoff(served, dtype, seed)
         finally:
             client.close()
     return sorted(rows, key=lambda row: [each.name for each in LOADS].index(row["load"])), handoff
@@ -207,8 +233,8 @@ def _loads(client: Client, served: Served) -> Iterator[Row]:
             yield row
 
 
-def _handoff(served: Served, seed: int) -> vllm_handoff.Handoff:
-    num_bytes = HANDED_TOKENS * SHAPE.kv_values * 2
+def _handoff(served: Served, dtype: str, seed: int) -> vllm_handoff.Handoff:
+    num_bytes = HANDED_TOKENS * SHAPE.kv_values * KV_DTYPE_BYTES[dtype]
     found = vllm_handoff.measure(served.url, HANDED_TOKENS, num_bytes, HANDOFFS, seed)
     sys.stderr.write(f"{found}\n")
     return found
@@ -230,12 +256,17 @@ def targets(rows: Sequence[Row], handoff: vllm_handoff.Handoff | None) -> list[T
     more_good = None if good is None or theirs is None else good - theirs
     gap = None if handoff is None else handoff.gap / handoff.bound
     tokens, ttft = over(AT_ONCE, "tokens/s"), over(REUSED, "TTFT p50 ms")
+    paused = value(KILLED, RANKS.name, "longest pause s")
     bytes_and_step = f"{vllm_handoff.TIMES_TCP} x TCP and a step"
     return [
         Target(f"{AT_ONCE.name}: tokens/s of {ONE.name}, of {VLLM}", tokens, 0.9),
         Target(f"overload: good of {ONE.name}, above {VLLM}", more_good, 0.0),
         Target(f"prefixes: TTFT p50 of {ONE.name}, of {VLLM}", ttft, 1.1, at_most=True),
-        Target(f"killed: failed of {TWO.name}", value(KILLED, TWO.name, "failed"), 0, at_most=True),
+        *(
+            Target(f"killed: failed of {each}", value(KILLED, each, "failed"), 0, at_most=True)
+            for each in (TWO.name, RANKS.name)
+        ),
+        Target(f"killed: longest pause of {RANKS.name}, s", paused, PAUSE_S, at_most=True),
         Target(f"handoff: first to second token, of {bytes_and_step}", gap, 1.0, at_most=True),
     ]
 
@@ -243,12 +274,16 @@ def targets(rows: Sequence[Row], handoff: vllm_handoff.Handoff | None) -> list[T
 def main() -> None:
     """Measures and writes bench/results/vllm_serve.*."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--systems", default=",".join(starts(Path(), Path())))
+    parser.add_argument("--systems", default="", help="names with commas between; empty: all")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--dynamo", type=Path, help="folder with Dynamo's packages: measure it too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=RESULTS / "vllm_serve.json")
     options = parser.parse_args()
-    rows, handoff = measure(options.systems.split(","), options.seed)
-    notes = [f"random Llama of {SHAPE.name}, {DTYPE}, contexts of {CONTEXT} tokens", *NOTES]
+    chosen = [each for each in options.systems.split(",") if each]
+    packages = options.dynamo and options.dynamo.resolve()
+    rows, handoff = measure(chosen, options.dtype, packages, options.seed)
+    notes = [f"random Llama of {SHAPE.name}, {options.dtype}, contexts of {CONTEXT} tokens", *NOTES]
     if handoff is not None:
         notes.append(
             f"handoff: {handoff.gap:.1f} ms from first to second token, {handoff.step:.1f} ms"

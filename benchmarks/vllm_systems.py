@@ -1,4 +1,4 @@
-"""The systems of `benchmarks.vllm_serve`: `vllm serve` and `kvmesh up`, on the same cores.
+"""The systems of `benchmarks.vllm_serve`, on the same cores: `vllm serve`, `kvmesh up`, Dynamo.
 
 `vllm serve` has its own defaults, with steps compiled and scheduled asynchronously. A system's
 engines share the cores: one engine has all of them, each of two has half.
@@ -6,12 +6,14 @@ engines share the cores: one engine has all of them, each of two has half.
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +24,25 @@ from kvmesh.core.cores import usable_cores
 
 SERVED = "bench"
 CONTEXT = 2048
-DTYPE = "bfloat16"
 NUM_BLOCKS = 1024
 _START_S = 400.0
 _STOP_S = 30.0
+_VLLM = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": HOST,
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_DYNAMO = {
+    "DYN_DISCOVERY_BACKEND": "file",
+    "DYN_REQUEST_PLANE": "tcp",
+    "DYN_EVENT_PLANE": "zmq",
+    "DYN_LOG": "error",
+}
+_STUB = Path(__file__).with_name("torchvision_stub")
+_MIGRATIONS = "3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +51,28 @@ class Mesh:
 
     Attributes:
         num_prefill: 0: decode workers do both.
+        num_ranks: processes of a worker, which share each layer.
     """
 
     name: str
     engine: str
     num_prefill: int
     num_decode: int
+    num_ranks: int = 1
+
+    @property
+    def killed_words(self) -> str:
+        """Words of a process to kill: it computes, and does not lead where ranks are several."""
+        return "services.decode" if self.num_ranks == 1 else "vllm_follower"
 
 
 VLLM = "vllm serve"
+DYNAMO = "dynamo over vllm"
+DYNAMO_TWO = "dynamo over vllm x2"
 ONE = Mesh("kvmesh over vllm", "vllm", 0, 1)
 TWO = Mesh("kvmesh over vllm x2", "vllm", 0, 2)
 APART = Mesh("kvmesh over vllm P/D", "vllm", 1, 1)
+RANKS = Mesh("kvmesh over vllm TP2 x2", "vllm", 0, 2, num_ranks=2)
 OURS = Mesh("kvmesh", "kvmesh", 0, 1)
 
 
@@ -59,7 +86,7 @@ class Served:
 
     name: str
     url: str
-    process: Process
+    processes: Sequence[Process]
     engine_words: str
 
     def kill_engine(self) -> None:
@@ -68,7 +95,8 @@ class Served:
         Raises:
             LookupError: there is none.
         """
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        trees = [psutil.Process(each.pid).children(recursive=True) for each in self.processes]
+        children = itertools.chain.from_iterable(trees)
         engines = [each for each in children if self.engine_words in " ".join(each.cmdline())]
         if not engines:
             raise LookupError(f"{self.name} has no process of {self.engine_words!r}")
@@ -76,69 +104,103 @@ class Served:
 
 
 @contextmanager
-def vllm_serve(model: Path, folder: Path) -> Iterator[Served]:
+def vllm_serve(model: Path, dtype: str, folder: Path) -> Iterator[Served]:
     """The server of vLLM itself with one engine on all cores."""
     port = free_port()
-    words = ["--model", str(model), "--served-model-name", SERVED, "--host", HOST]
-    words += ["--port", str(port), "--dtype", DTYPE, "--max-model-len", str(CONTEXT)]
+    words = [*_engine_words(model, dtype), "--host", HOST, "--port", str(port)]
     words += ["--disable-uvicorn-access-log"]
-    environment = {
-        "OMP_NUM_THREADS": str(usable_cores()),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": HOST,
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    with _served(VLLM, command, environment, port, "/health", "EngineCore", folder) as found:
-        yield found
+    environment = {**_VLLM, "OMP_NUM_THREADS": str(usable_cores())}
+    with _process("system", command, environment, folder) as process:
+        _wait(f"http://{HOST}:{port}/health", [process])
+        yield Served(VLLM, f"http://{HOST}:{port}", [process], "EngineCore")
 
 
 @contextmanager
-def mesh(of: Mesh, model: Path, folder: Path) -> Iterator[Served]:
+def dynamo(
+    name: str, num_workers: int, packages: Path, model: Path, dtype: str, folder: Path
+) -> Iterator[Served]:
+    """Dynamo's frontend, which moves streams of lost workers, before workers of `dynamo.vllm`.
+
+    Args:
+        packages: a folder with ai-dynamo, ai-dynamo-runtime and torchvision.
+    """
+    port, store = free_port(), folder / "store"
+    environment = {
+        **_VLLM,
+        **_DYNAMO,
+        "DYN_FILE_KV": str(store),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // num_workers)),
+        "PYTHONPATH": os.pathsep.join([str(_STUB), str(packages)]),
+    }
+    worker = [sys.executable, "-m", "dynamo.vllm", *_engine_words(model, dtype)]
+    front = [sys.executable, "-m", "dynamo.frontend", "--http-host", HOST]
+    front += ["--http-port", str(port), "--migration-limit", _MIGRATIONS]
+    with ExitStack() as stack:
+        commands = {f"worker-{number}": worker for number in range(num_workers)}
+        processes = [
+            stack.enter_context(_process(each, command, environment, folder))
+            for each, command in {**commands, "front": front}.items()
+        ]
+
+        def is_ready(listed: bytes) -> bool:
+            # A worker writes a card of its model when it serves.
+            cards = [each for each in (store / "v1" / "mdc").rglob("*") if each.is_file()]
+            return SERVED.encode() in listed and len(cards) >= num_workers
+
+        url = f"http://{HOST}:{port}"
+        _wait(f"{url}/v1/models", processes, is_ready)
+        yield Served(name, url, processes, "EngineCore")
+
+
+@contextmanager
+def mesh(of: Mesh, model: Path, dtype: str, folder: Path) -> Iterator[Served]:
     """`kvmesh up`, which divides the cores among engines."""
     port = free_port()
     words = ["--model", str(model), "--model-name", SERVED, "--port", str(port)]
-    words += ["--engine", of.engine, "--dtype", DTYPE, "--num-blocks", str(NUM_BLOCKS)]
+    words += ["--engine", of.engine, "--dtype", dtype, "--num-blocks", str(NUM_BLOCKS)]
     words += ["--prefill", str(of.num_prefill), "--decode", str(of.num_decode)]
+    words += ["--tensor-parallel", str(of.num_ranks)] if of.num_ranks > 1 else []
     words += ["--state-dir", str(folder / "state"), "--start-timeout", f"{_START_S:.0f}"]
     command = [sys.executable, "-m", "kvmesh.cli", "up", *words]
-    with _served(of.name, command, {}, port, "/ready", "services.decode", folder) as found:
-        yield found
+    with _process("system", command, {}, folder) as process:
+        _wait(f"http://{HOST}:{port}/ready", [process])
+        yield Served(of.name, f"http://{HOST}:{port}", [process], of.killed_words)
+
+
+def _engine_words(model: Path, dtype: str) -> list[str]:
+    """Options that `vllm serve` and `dynamo.vllm` share."""
+    words = ["--model", str(model), "--served-model-name", SERVED]
+    return [*words, "--dtype", dtype, "--max-model-len", str(CONTEXT)]
 
 
 @contextmanager
-def _served(
-    name: str,
-    command: Sequence[str],
-    environment: dict[str, str],
-    port: int,
-    path: str,
-    engine_words: str,
-    folder: Path,
-) -> Iterator[Served]:
+def _process(
+    name: str, command: Sequence[str], environment: dict[str, str], folder: Path
+) -> Iterator[Process]:
     folder.mkdir(parents=True, exist_ok=True)
     words = [f"{key}={value}" for key, value in environment.items()]
-    process = Process("system", ["env", *words, *command], folder)
+    process = Process(name, ["env", *words, *command], folder)
     try:
-        url = f"http://{HOST}:{port}"
-        _wait(f"{url}{path}", process)
-        yield Served(name, url, process, engine_words)
+        yield process
     finally:
         process.stop(_STOP_S)
 
 
-def _wait(url: str, process: Process) -> None:
-    """Waits until the server answers 200."""
+def _wait(
+    url: str, processes: Sequence[Process], is_ready: Callable[[bytes], bool] = lambda _body: True
+) -> None:
+    """Waits until the server answers 200 with a body that says that it is ready."""
     until = time.monotonic() + _START_S
     while time.monotonic() < until:
-        if not process.running:
-            raise RuntimeError(f"it ended:\n{process.log_end}")
+        for process in processes:
+            if not process.running:
+                raise RuntimeError(f"{process.name} ended:\n{process.log_end}")
         try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if is_ready(answer.read()):
+                    return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise TimeoutError(f"it is not ready after {_START_S:.0f} s:\n{process.log_end}")
+            pass
+        time.sleep(0.5)
+    raise TimeoutError(f"{url} is not ready after {_START_S:.0f} s:\n{processes[0].log_end}")

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.result import Row
 from benchmarks.vllm_handoff import Handoff, measure, tcp_ms
 from benchmarks.vllm_serve import AT_ONCE, KILLED, LOADS, OVERLOAD, REUSED, row_of, starts, targets
-from benchmarks.vllm_systems import ONE, TWO, VLLM
+from benchmarks.vllm_systems import ONE, RANKS, TWO, VLLM
 
 EVENT = b'data: {"choices": [{"token_ids": [%d], "text": ""}]}\n\n'
 
@@ -27,6 +27,7 @@ def row(load: str, system: str, **changes: float | None) -> Row:
         "median_ttft_ms": 50.0,
         "p99_ttft_ms": 90.0,
         "median_tpot_ms": 9.0,
+        "longest_pause": 0.5,
     }
     return row_of(of, system, found | changes)
 
@@ -48,17 +49,18 @@ def test_targets_compare_with_the_bare_server() -> None:
         row(REUSED.name, VLLM),
         row(REUSED.name, ONE.name, median_ttft_ms=56.0),
         row(KILLED.name, TWO.name),
+        row(KILLED.name, RANKS.name, failed=1, longest_pause=2.9),
     ]
     slow_handoff = Handoff(gap=26.0, step=10.0, tcp=10.0)
     met = [each.met for each in targets(rows, slow_handoff)]
-    assert met == [False, True, False, True, False]
+    assert met == [False, True, False, True, False, True, False]
     assert targets([], Handoff(gap=25.0, step=10.0, tcp=10.0))[-1].met
-    assert [each.met for each in targets([], None)] == [None] * 5
+    assert [each.met for each in targets([], None)] == [None] * 7
 
 
 def test_every_load_is_for_systems_that_there_are(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("systems")
-    known = set(starts(folder, folder))
+    known = set(starts(folder, "float32", folder, folder))
     assert all(load.systems <= known for load in LOADS)
     assert LOADS[-1] is KILLED  # a server that was killed answers no other load
     assert list(folder.iterdir()) == []

@@ -32,7 +32,7 @@ from tests.unit.docs.shell import Command
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _VERB = re.compile(r"^([a-z0-9-]+):.*## ", re.MULTILINE)
 _RECIPE = r"^{verb}:.*\n((?:\t.*\n)+)"
-_MODULE = re.compile(r"\$\(PY\) -m ([a-z_.]+)[^']*\$\(ARGS\)")
+_MODULE = re.compile(r"\$\((?:VLLM_)?PY\) -m ([a-z_.]+)[^']*\$\(ARGS\)")
 _ADDED = re.compile(r'f?"(--[a-z{][^"]*)"')
 _OURS = ("services", "kvmesh", "benchmarks", "scripts", "models", "tests")
 _OTHERS = {"pytest"}
