@@ -157,7 +157,8 @@ _FORWARDING_NOTES = f"""\
  paper's baseline. `local_queues` counts prompts instead
 - rows have what ended while as many requests as users were in flight, as in the paper: from
  {_WARM_S:g} s on, until the first user has no further request. Rows with 1 slot have the chunks of
- workers' defaults, so that KV leaves while a prompt is computed
+ workers' defaults, so that KV leaves while a prompt is computed. With live deadlines, queues give
+ up prompts whose first token would be late, as gateways do; the paper's baseline does not
 - `capacity` is the time of all prefill workers in that window, over the time that the prompts of
  all requests that ended would take them: the success of who serves the mix that comes, without a
  pause and nothing in vain. Who serves more short prompts than long ones can have more\
@@ -216,6 +217,8 @@ def forwarding(size: float, seed: int) -> Experiment:
         runs[_CONNECTIONS] = (profile, counting, ChunkTokens())
         runs["local_queues, 1 slot"] = (one_slot, SYSTEMS["local_queues"], as_live)
         runs[f"{_CONNECTIONS}, 1 slot"] = (one_slot, counting, as_live)
+        told = dataclasses.replace(SYSTEMS["local_queues"], learns_deadlines=True)
+        runs["local_queues, 1 slot, live deadlines"] = (one_slot, told, as_live)
         runs["forwarding, 1 slot"] = (one_slot, SYSTEMS["forwarding"], as_live)
         runs[_IDLE_ONLY] = (one_slot, live, as_live)
         for kind, (costs, system, chunks) in runs.items():
