@@ -124,9 +124,9 @@ async def test_vectors_are_those_of_vllm_alone_and_of_both_placements(
         async with ApiClient(mesh.url) as client, aiohttp.ClientSession(mesh.url) as session:
             first = await client.complete(prompts[1], max_tokens=4, ignore_eos=True)
             for placement in ("disaggregated", "aggregated"):
-                asked = session.post(
-                    "/v1/embeddings", json={"input": prompts}, headers=placed(placement)
-                )
+                # Prompts of one call wait for each other, on a busy machine for long.
+                patient = placed(placement) | {"x-slo-ttft-ms": "60000"}
+                asked = session.post("/v1/embeddings", json={"input": prompts}, headers=patient)
                 async with asked as response:
                     body = await response.json()
                 assert response.status == 200, body
