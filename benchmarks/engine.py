@@ -103,7 +103,7 @@ def main() -> None:
         "context": options.context,
         "rows": rows,
         "limits": extra,
-        "targets": targets(rows, extra),
+        "targets": targets(rows, extra, only_avx2=options.avx2),
     }
     write_result(result, markdown(result), options.save)
     sys.stdout.write(f"{options.save}\n")

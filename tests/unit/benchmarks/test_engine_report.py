@@ -76,3 +76,13 @@ def test_the_share_of_reading_is_that_of_each_turn() -> None:
     turns |= {way: [2.0, 2.0, 1.0, 1.0, 1.0] for way in WAYS}
     turns[WAYS[1]] = [1.8, 1.8, 1.8, 0.9, 0.9]
     assert share_of_reading(turns) == pytest.approx(0.75)
+
+
+def test_with_avx2_alone_openvino_is_to_be_reached_in_every_cell() -> None:
+    row = {"model": "0.5B", "dtype": "float32"}
+    rows = [
+        {**row, "cell": "prefill 512", "tokens_per_s": {"kvmesh": 95.0, "openvino": 100.0}},
+        {**row, "cell": "decode 8", "tokens_per_s": {"kvmesh": 110.0, "openvino": 100.0}},
+    ]
+    found = {each["name"]: each["met"] for each in targets(rows, {}, only_avx2=True)}
+    assert found == {"prefill: times openvino": False, "decode: times openvino": True}
