@@ -18,12 +18,13 @@ from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio, decode_time_s
 from kvmesh.sim.fleet import WorkerGroup, parse_fleet
 from kvmesh.sim.plots import Series
+from kvmesh.sim.profile import Profile
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import Summary, summarize
 from kvmesh.sim.scenario import Scenario, parse_failures
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
-from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.systems import SYSTEMS, System
 from kvmesh.sim.workload import Workload, closed_loop, make_requests
 
 
@@ -188,6 +189,33 @@ def _run_at_constant_load(label: str, scenario: Scenario) -> Outcome:
     return Outcome(row, Series.of(label, result))
 
 
+def _forwarding_runs(profile: Profile) -> dict[str, tuple[Profile, System, ChunkTokens]]:
+    """Returns costs, system and chunk sizes of each row: workers with four prefill slots, then with
+    one slot and the chunks that live workers compute.
+    """
+    one_slot = dataclasses.replace(
+        profile,
+        devices={
+            key: dataclasses.replace(device, prefill_slots=1)
+            for key, device in profile.devices.items()
+        },
+    )
+    queues, offers = SYSTEMS["local_queues"], SYSTEMS["forwarding"]
+    counting = dataclasses.replace(queues, by_connections=True)
+    as_live = ChunkTokens(alone=512)
+    return {
+        **{each: (profile, SYSTEMS[each], ChunkTokens()) for each in _QUEUES_AND_OFFERS},
+        _CONNECTIONS: (profile, counting, ChunkTokens()),
+        "local_queues, 1 slot": (one_slot, queues, as_live),
+        f"{_CONNECTIONS}, 1 slot": (one_slot, counting, as_live),
+        "local_queues, 1 slot, live deadlines": (
+            one_slot, dataclasses.replace(queues, learns_deadlines=True), as_live,
+        ),
+        "forwarding, 1 slot": (one_slot, offers, as_live),
+        _IDLE_ONLY: (one_slot, dataclasses.replace(offers, learns_deadlines=True), as_live),
+    }  # fmt: skip
+
+
 def forwarding(size: float, seed: int) -> Experiment:
     """A constant number of requests, each end adding one, up to four times as many, with prompts of
     mixed lengths (P/D-Serve 4).
@@ -197,31 +225,13 @@ def forwarding(size: float, seed: int) -> Experiment:
     fleet = parse_fleet("home:a100:prefill:6,home:a100:decode:6")
     lengths = LengthDistribution.log_normal(7.5, 1.2, 64, 32_768)
     jobs: list[Job] = []
-    one_slot = dataclasses.replace(
-        profile,
-        devices={
-            key: dataclasses.replace(device, prefill_slots=1)
-            for key, device in profile.devices.items()
-        },
-    )
-    counting = dataclasses.replace(SYSTEMS["local_queues"], by_connections=True)
-    live = dataclasses.replace(SYSTEMS["forwarding"], learns_deadlines=True)
     for factor in (1, 2, 3, 4):
         num_users, turns = max(int(30 * size), 1) * factor, 24
         workload = Workload(
             num_users * turns, 1.0, lengths, output_tokens=128, turns=turns, think_s=0.0
         )
         requests = closed_loop(workload, seed)
-        runs = {each: (profile, SYSTEMS[each], ChunkTokens()) for each in _QUEUES_AND_OFFERS}
-        as_live = ChunkTokens(alone=512)
-        runs[_CONNECTIONS] = (profile, counting, ChunkTokens())
-        runs["local_queues, 1 slot"] = (one_slot, SYSTEMS["local_queues"], as_live)
-        runs[f"{_CONNECTIONS}, 1 slot"] = (one_slot, counting, as_live)
-        told = dataclasses.replace(SYSTEMS["local_queues"], learns_deadlines=True)
-        runs["local_queues, 1 slot, live deadlines"] = (one_slot, told, as_live)
-        runs["forwarding, 1 slot"] = (one_slot, SYSTEMS["forwarding"], as_live)
-        runs[_IDLE_ONLY] = (one_slot, live, as_live)
-        for kind, (costs, system, chunks) in runs.items():
+        for kind, (costs, system, chunks) in _forwarding_runs(profile).items():
             scenario = Scenario(costs, fleet, system, requests, chunks=chunks, closed_loop=True)
             label = f"{factor}x {kind}"
             run = partial(_run_at_constant_load, label, scenario)

@@ -177,8 +177,7 @@ class Worker:
         if not self._runner.pair_share:
             return None
         self.chain_metrics = ChainMetrics(self._metrics.registry)
-        arriving = self.decode.arriving
-        return PromptChain(parts, arriving, self.chain_metrics, self._context.access)
+        return PromptChain(parts, self.decode.arriving, self.chain_metrics, self._context.access)
 
     def _parts(self) -> WorkerParts:
         return WorkerParts(

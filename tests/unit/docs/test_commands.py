@@ -94,7 +94,8 @@ def test_environment_variables_exist() -> None:
     own = set(re.findall(r"\$\{(KVMESH_[A-Z0-9_]+)", stack.read_text()))
     # Read by the launcher and the TOML lookup, not part of a service's config.
     known = environment_names() | own | {"KVMESH_URL", "KVMESH_TARGET", "KVMESH_CONFIG"}
-    known.add("KVMESH_API_KEY")  # of the commands that ask a gateway
+    # Twins of flags of the commands.
+    known |= {"KVMESH_API_KEY", "KVMESH_REDIS_URL"}
     for file in (stack, *documents()):
         unknown = set(_ENV.findall(file.read_text())) - known
         assert not unknown, f"{file.relative_to(ROOT)}: {unknown}"
