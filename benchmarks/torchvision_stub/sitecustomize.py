@@ -6,6 +6,6 @@ have to be known when its Python code is loaded.
 
 import torch
 
-_LIBRARY = torch.library.Library("torchvision", "DEF")
+_LIBRARY = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 for _name in ("nms", "qnms"):
-    _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

@@ -104,7 +104,7 @@ class Sequence:
     upstream: UpstreamPart | None = None
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
-    on_end: Callable[[], None] = field(default=_no_progress)
+    on_end: Callable[[], object] = field(default=_no_progress)
     on_layers: Callable[[int], None] | None = None
 
     def append(self, token_id: int) -> None:
