@@ -147,6 +147,13 @@ class ScenarioConfig:
         "comma-separated",
     )
     default: str = option("", "scenario of all other requests; empty: the group of no scenario")
+    ttft_ms: str = option(
+        "",
+        "default deadlines until a worker accepts a request, in milliseconds, as SCENARIO=MS, "
+        "comma-separated; other scenarios have those of the section limits",
+    )
+    tpot_ms: str = option("", "default limits on the mean time per output token (TPOT), likewise")
+    itl_ms: str = option("", "default limits on the time between two tokens (ITL), likewise")
 
 
 @dataclass(frozen=True, slots=True)

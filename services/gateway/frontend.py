@@ -171,10 +171,11 @@ class Frontend:
         return (("" if served is None else served.group.fingerprint, adapter),) * num_choices
 
     def _in_group(self, call: ApiCall, caller: Caller) -> Caller:
-        """The caller with the scenario of the group that is to serve it."""
+        """The caller with the scenario of the group that is to serve it, and its limits."""
         rules, tenant = self._mesh.scenarios, caller.tenant
         chosen = rules.choose(caller.scenario, call.model, tenant, self.scenarios)
-        return changed(caller, scenario=chosen)
+        times_ms = rules.times_ms.get(chosen, caller.group_ms)
+        return changed(caller, scenario=chosen, group_ms=times_ms)
 
     def check_embeds(self) -> None:
         """Checks that some workers compute embeddings, or none is known.

@@ -31,6 +31,7 @@ class Caller:
         itl_ms: longest time between two tokens; 0 if the request names none.
         traceparent: the caller's trace context.
         ticket: from `Entrance.admit`; the call's usage is charged to its tenant.
+        group_ms: limits of the scenario's requests that name none, in the order of `times_ms`.
     """
 
     arrived_at: float
@@ -42,6 +43,7 @@ class Caller:
     ticket: Ticket | None = None
     tpot_ms: int = 0
     itl_ms: int = 0
+    group_ms: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def tenant(self) -> Tenant:
@@ -52,10 +54,14 @@ class Caller:
     def times_ms(self) -> tuple[int, int, int]:
         """Limits on the wait for workers, the mean time per token and the time between two tokens.
 
-        Each is the request's own, else its tenant's; 0 takes the gateway's.
+        Each is the request's own, else its tenant's, else its scenario's; 0 takes the gateway's.
         """
-        own = self.tenant.limits
-        return self.ttft_ms or own.ttft_ms, self.tpot_ms or own.tpot_ms, self.itl_ms or own.itl_ms
+        own, (ttft_ms, tpot_ms, itl_ms) = self.tenant.limits, self.group_ms
+        return (
+            self.ttft_ms or own.ttft_ms or ttft_ms,
+            self.tpot_ms or own.tpot_ms or tpot_ms,
+            self.itl_ms or own.itl_ms or itl_ms,
+        )
 
 
 class Behind(NamedTuple):

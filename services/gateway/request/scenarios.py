@@ -8,9 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.core.named_values import named_values
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import ScenarioConfig
+
+TimesMs = tuple[int, int, int]
+
+
+def _limits(config: ScenarioConfig, name: str) -> dict[str, int]:
+    option, form = f"scenario.{name}", "SCENARIO=MS with numbers above 0"
+    found = named_values(getattr(config, name), option, form)
+    for scenario, limit in found.items():
+        if not (limit.isdecimal() and int(limit)):
+            raise ConfigError(f"{option} is {form}; got {scenario}={limit}")
+    return {scenario: int(limit) for scenario, limit in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +34,14 @@ class Scenarios:
         of_tenants: scenario by name of a tenant in the tenant directory.
         default: scenario of requests for which no rule names an existing group; empty: the group
             of no scenario.
+        times_ms: by scenario, the limits in milliseconds of requests that name none: wait for
+            workers, mean time per token, time between two tokens; 0 takes the gateway's.
     """
 
     of_models: Mapping[str, str] = field(default_factory=dict)
     of_tenants: Mapping[str, str] = field(default_factory=dict)
     default: str = ""
+    times_ms: Mapping[str, TimesMs] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: ScenarioConfig) -> Scenarios:
@@ -35,10 +50,15 @@ class Scenarios:
         Raises:
             ConfigError: a list is malformed.
         """
+        ttft, tpot, itl = (_limits(config, name) for name in ("ttft_ms", "tpot_ms", "itl_ms"))
         return cls(
             named_values(config.of_models, "scenario.of_models", "MODEL=SCENARIO"),
             named_values(config.of_tenants, "scenario.of_tenants", "TENANT=SCENARIO"),
             config.default,
+            {
+                each: (ttft.get(each, 0), tpot.get(each, 0), itl.get(each, 0))
+                for each in {*ttft, *tpot, *itl}
+            },
         )
 
     def choose(self, named: str, model: str, tenant: Tenant, groups: Collection[str]) -> str:

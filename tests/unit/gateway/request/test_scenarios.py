@@ -46,3 +46,16 @@ def test_without_rules_a_request_keeps_its_own() -> None:
 def test_a_malformed_list_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scenario\.of_tenants is TENANT=SCENARIO"):
         Scenarios.of(ScenarioConfig(of_tenants="acme"))
+
+
+def test_limits_of_a_scenario_are_read_by_kind() -> None:
+    rules = Scenarios.of(
+        ScenarioConfig(ttft_ms="chat=500, doc=8000", tpot_ms="chat=50", itl_ms="code=90")
+    )
+    assert rules.times_ms == {"chat": (500, 50, 0), "doc": (8000, 0, 0), "code": (0, 0, 90)}
+
+
+@pytest.mark.parametrize("limit", ["0", "-5", "fast", "1.5"])
+def test_a_limit_that_is_no_number_above_0_is_refused(limit: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scenario\.tpot_ms is SCENARIO=MS .* got chat={limit}"):
+        Scenarios.of(ScenarioConfig(tpot_ms=f"chat={limit}"))
