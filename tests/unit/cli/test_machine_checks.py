@@ -196,7 +196,10 @@ def test_vllm(
 
 
 @pytest.mark.parametrize(("method", "level"), [("gptq", Level.OK), ("fp8", Level.WARN)])
-def test_vllm_with_weights_that_no_test_has_run(tmp_path: Path, method: str, level: Level) -> None:
+def test_vllm_with_weights_that_no_test_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, level: Level
+) -> None:
+    monkeypatch.setattr("kvmesh.engine.vllm_check.cpu_flags", lambda: {"avx2", "avx512f"})
     installed = {"vllm": "0.31.0", "torch": "2.13.0", "torchvision": "0.28.0"}
     config = {"quant_method": method}
     model = write_checkpoint(tmp_path, head_dim=32, quantization_config=config)

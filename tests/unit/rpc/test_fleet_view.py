@@ -42,5 +42,5 @@ def test_a_load_of_a_stranger_is_an_error() -> None:
     mirror = FleetMirror()
     mirror.take(whole(3, P))
     load = fleet_worker_to_proto(Q, with_info=False)
-    with pytest.raises(ProtocolError, match="nobody knows 'q'"):
+    with pytest.raises(ProtocolError, match="unknown worker 'q'"):
         mirror.take(WatchFleetResponse(version=4, base_version=3, workers=[load]))

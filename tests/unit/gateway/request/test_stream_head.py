@@ -36,7 +36,7 @@ def test_one_name_of_a_checkpoint_is_enough() -> None:
 
 def test_others_and_other_requests_are_sent_away() -> None:
     start = start_text(HEAD)
-    with pytest.raises(GoneError, match="nothing is kept"):
+    with pytest.raises(GoneError, match="no record of this stream is kept"):
         head_of_start(start, "you", BODY, 2, *WHERE)
     with pytest.raises(InvalidRequestError, match="another body"):
         head_of_start(start, "me", BODY + b" ", 2, *WHERE)

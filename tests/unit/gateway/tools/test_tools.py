@@ -69,7 +69,7 @@ def test_a_body_that_wants_no_calls_uses_no_tools() -> None:
     ("changes", "says"),
     [
         ({"tool_choice": "required"}, "without tools"),
-        ({"tools": TOOLS}, "no form for calls"),
+        ({"tools": TOOLS}, "has no format for calls"),
         (
             {"tools": TOOLS, "tool_choice": {**NAMED, "function": {"name": "x"}}},
             "allowed: weather, time",
