@@ -27,8 +27,15 @@ ILL = "decode-0"
     ("device", "fault"),
     [
         (f"0 0 0 1 {DOUBLE_BIT}", "its device reports errors that it cannot correct"),
-        ("1 0 0 0 0", "its device reports errors that it cannot correct"),
-        (f"0 0 {GPU_IS_LOST} 0 0", "its device does not answer, or must be reset"),
+        # How each is read is in test_device_watch.py.
+        pytest.param(
+            "1 0 0 0 0", "its device reports errors that it cannot correct", marks=pytest.mark.long
+        ),
+        pytest.param(
+            f"0 0 {GPU_IS_LOST} 0 0",
+            "its device does not answer, or must be reset",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["xid", "memory", "lost"],
 )

@@ -175,7 +175,7 @@ def test_up_says_in_a_line_that_it_needs_a_checkout(installed: Path, tmp_path: P
     done = _ended(installed / "kvmesh", "up", cwd=tmp_path, env=ALL_PACKAGES)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert f"{tmp_path} is no checkout" in line
+    assert f"{tmp_path} is not a checkout" in line
 
 
 def test_what_the_planner_reads_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:

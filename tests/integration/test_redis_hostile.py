@@ -123,7 +123,7 @@ async def test_a_sweep_that_does_nothing_or_too_much_is_a_store_that_failed(
     answer: list[int],
 ) -> None:
     client: Any = _Sweeping(answer)
-    with pytest.raises(StoreUnavailableError, match="senseless"):
+    with pytest.raises(StoreUnavailableError, match="invalid answer"):
         await RedisMetadataStore(client, 1).sweep(10)
     assert client.num_calls == 2
 
