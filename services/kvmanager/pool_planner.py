@@ -177,7 +177,7 @@ class PoolPlanner:
         held = held_runs(runs, known)
         uneven: dict[tuple[str, str], float] = {}
         for _, own in _grouped(members, lambda member: member.report.scenario):
-            # What only other groups read takes no memory of this one.
+            # Prefixes that only other groups read get no copies in this group.
             names = {member.worker_id for member in own}
             own_runs = [run for run in runs if any(map(held[run.name].get, names))]
             for cluster, near in _grouped(own, lambda member: member.cluster):

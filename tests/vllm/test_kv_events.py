@@ -27,7 +27,7 @@ Blocks = dict[tuple[int, ...], tuple[int, str | None]]
 
 
 def told_by(events: Sequence[Any]) -> Blocks:
-    """What an indexer learns, whatever the hashes are."""
+    """Returns the facts that an indexer reads from events, without the hashes themselves."""
     before: dict[Any, tuple[int, ...]] = {None: ()}
     found: Blocks = {}
     for event in events:

@@ -144,7 +144,7 @@ async def test_a_broken_stream_delivers_what_came_before(link: Link) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_each_attempt_gets_its_tokens_in_order(link: Link, seed: int) -> None:
-    """Whatever is joined: the same tokens as one event after the other."""
+    """Joined events deliver the same tokens as separate ones."""
     rng = random.Random(seed)
     keys: list[AttemptKey] = [(RequestId(f"r{number}"), number) for number in range(4)]
     takers = {key: Taker(link, key) for key in keys}
