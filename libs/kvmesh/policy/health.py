@@ -279,8 +279,9 @@ class HealthBoard:
                 insort(machines.setdefault(info.control_endpoint.host, []), late)
         records = [self._record(info) for info, _ in members]
         damaged = [(each, at) for each in records for at in each.damaged]
-        awake = [(info, self._record(info)) for info, load in members if not load.draining]
-        judged = [each for each in members if not self._record(each[0]).is_fine_with(each[1])]
+        known = list(zip(members, records, strict=True))
+        awake = [(info, record) for (info, load), record in known if not load.draining]
+        judged = [each for each, record in known if not record.is_fine_with(each[1])]
         # Workers that are out already use the budget first, until their rest is over.
         judged.sort(key=lambda each: self._record(each[0]).ejected_at is None)
         for info, load in judged:
