@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.named_values import named_values
+from kvmesh.core.named_values import named_numbers, named_values
 from kvmesh.engine.model_source import served_name
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.rpc.channels import TlsConfig
@@ -201,10 +201,10 @@ class LimitsConfig:
         """
         form = "TOKENS=MS with numbers above 0"
         waits: dict[int, int] = {}
-        for tokens, wait in named_values(self.ttft_tiers, "limits.ttft_tiers", form).items():
-            if not (tokens.isdecimal() and wait.isdecimal() and int(tokens) and int(wait)):
+        for tokens, wait in named_numbers(self.ttft_tiers, "limits.ttft_tiers", form).items():
+            if not (tokens.isdecimal() and int(tokens)):
                 raise ConfigError(f"limits.ttft_tiers is {form}; got {tokens}={wait}")
-            waits[int(tokens)] = int(wait)
+            waits[int(tokens)] = wait
         rising = [*sorted(waits.items()), (sys.maxsize, self.ttft_deadline_ms)]
         if any(shorter > longer for (_, shorter), (_, longer) in pairwise(rising)):
             raise ConfigError(

@@ -1,4 +1,7 @@
-"""Parses options that are lists of NAME=VALUE. Tests: tests/unit/core/test_named_values.py."""
+"""Parses options that are lists of NAME=VALUE or NAME=NUMBER.
+
+Tests: tests/unit/core/test_named_values.py.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,15 @@ def named_values(text: str, option: str, form: str) -> dict[str, str]:
             raise ConfigError(f"{option} is {form}, comma-separated; {name} appears twice")
         found[name] = value
     return found
+
+
+def named_numbers(text: str, option: str, form: str) -> dict[str, int]:
+    """Parses a comma-separated list of NAME=NUMBER with whole numbers above 0.
+
+    Args and errors are those of `named_values`; another number is an error, too.
+    """
+    found = named_values(text, option, form)
+    for name, value in found.items():
+        if not (value.isdecimal() and int(value)):
+            raise ConfigError(f"{option} is {form}; got {name}={value}")
+    return {name: int(value) for name, value in found.items()}

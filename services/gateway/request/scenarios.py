@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from kvmesh.core.errors import ConfigError
-from kvmesh.core.named_values import named_values
+from kvmesh.core.named_values import named_numbers, named_values
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import ScenarioConfig
 
@@ -17,12 +16,8 @@ TimesMs = tuple[int, int, int]
 
 
 def _limits(config: ScenarioConfig, name: str) -> dict[str, int]:
-    option, form = f"scenario.{name}", "SCENARIO=MS with numbers above 0"
-    found = named_values(getattr(config, name), option, form)
-    for scenario, limit in found.items():
-        if not (limit.isdecimal() and int(limit)):
-            raise ConfigError(f"{option} is {form}; got {scenario}={limit}")
-    return {scenario: int(limit) for scenario, limit in found.items()}
+    form = "SCENARIO=MS with numbers above 0"
+    return named_numbers(getattr(config, name), f"scenario.{name}", form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.named_values import named_values
+from kvmesh.core.named_values import named_numbers, named_values
 
 
 def test_entries_keep_their_order() -> None:
@@ -18,3 +18,13 @@ def test_entries_keep_their_order() -> None:
 def test_what_is_no_list_of_names(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^the\.option is N=F, comma-separated"):
         named_values(text, "the.option", "N=F")
+
+
+def test_values_that_are_whole_numbers_above_0() -> None:
+    assert named_numbers("b=20, a=3", "o", "N=F") == {"b": 20, "a": 3}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x"])
+def test_other_values_are_no_numbers(value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^the\.option is N=F; got a={value}$"):
+        named_numbers(f"a={value}", "the.option", "N=F")
