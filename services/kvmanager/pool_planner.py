@@ -11,7 +11,6 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from kvmesh.core.clock import Clock
@@ -24,7 +23,7 @@ from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.global_lru import PoolEviction, plan_evictions
 from kvmesh.policy.heat import COLD_READS, CooledPrefix, HeatTable
 from kvmesh.policy.heavy_hitters import num_heavy_hitters
-from kvmesh.policy.hot_runs import MAX_HOT_SEGMENTS, HotRun, held_runs, hot_runs, leaves
+from kvmesh.policy.hot_runs import MAX_HOT_SEGMENTS, Held, HotRun, held_runs, hot_runs, leaves
 from kvmesh.policy.pool_plan import (
     CopyLimits,
     PoolPlacement,
@@ -36,6 +35,7 @@ from kvmesh.policy.pool_plan import (
 )
 from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
+from services.kvmanager.pool_groups import alike, grouped, namespace_of, scenario_of, work_of
 
 MAX_COOLED = 32
 """Maximum number of prefixes per namespace and plan for which the store is asked for hints."""
@@ -83,6 +83,26 @@ class _Allowance:
     def next_window(self) -> None:
         """Adds those of a window."""
         self.left = min(self.left + self._window_bytes, self._window_bytes * BURST_WINDOWS)
+
+
+@dataclass(frozen=True, slots=True)
+class _HotRuns:
+    """The hot prefixes of one namespace.
+
+    Attributes:
+        runs: most read first.
+        held: blocks of each run's prefix that each worker holds.
+    """
+
+    table: HeatTable
+    runs: Sequence[HotRun]
+    held: Held
+
+    def held_by(self, members: Iterable[PoolMember]) -> _HotRuns:
+        """Returns those of which some of these workers hold a part."""
+        names = {member.worker_id for member in members}
+        runs = [run for run in self.runs if any(map(self.held[run.name].get, names))]
+        return _HotRuns(self.table, runs, self.held)
 
 
 class PoolPlanner:
@@ -144,7 +164,7 @@ class PoolPlanner:
         self._ordered = {key: end for key, end in self._ordered.items() if now < end}
         shown: list[dict[str, Any]] = []
         orders: dict[WorkerId, list[PoolOrder]] = {}
-        for namespace, same in _grouped(members, lambda member: member.namespace):
+        for namespace, same in grouped(members, namespace_of):
             known = reads.get(namespace)
             if known is not None:
                 shown += await self._plan_copies(namespace, same, known.table, orders)
@@ -174,31 +194,41 @@ class PoolPlanner:
             leaf.name: await self._lengths(namespace, table.prefix(leaf.name), members)
             for leaf in leaves(runs)
         }
-        held = held_runs(runs, known)
-        uneven: dict[tuple[str, str], float] = {}
-        for _, own in _grouped(members, lambda member: member.report.scenario):
+        hot = _HotRuns(table, runs, held_runs(runs, known))
+        for _, group in grouped(members, scenario_of):
             # Prefixes that only other groups read get no copies in this group.
-            names = {member.worker_id for member in own}
-            own_runs = [run for run in runs if any(map(held[run.name].get, names))]
-            for cluster, near in _grouped(own, lambda member: member.cluster):
-                # Workers of one role do the same work. Workers of other roles serve only as sources
-                # of copies.
-                for role, readers in _grouped(near, lambda member: member.report.role.value):
-                    cv = max(reads_cv(readers), uneven.get((cluster, role), 0.0))
-                    uneven[cluster, role] = cv
-                    limits = CopyLimits(self._allowance.left, placement=self._placement)
-                    for copy in plan_prefix_copies(
-                        own_runs, held, readers, near, self._ordered, limits
-                    ):
-                        order = self._copy_order(copy, near, table, self._allowance)
-                        orders.setdefault(copy.target, []).append(order)
-            between = plan_cluster_copies(own_runs, held, own, self._ordered, self._between.left)
-            for copy in between:
-                order = self._copy_order(copy, own, table, self._between)
-                orders.setdefault(copy.target, []).append(order)
-        for (cluster, role), cv in uneven.items():
-            metrics.POOL_READS_CV.labels(cluster, role).set(cv)
-        return [_shown(namespace, run, held[run.name]) for run in runs]
+            self._plan_group_copies(hot.held_by(group), group, orders)
+        _show_unevenness(members)
+        return [_shown(namespace, run, hot.held[run.name]) for run in runs]
+
+    def _plan_group_copies(
+        self,
+        hot: _HotRuns,
+        group: Sequence[PoolMember],
+        orders: dict[WorkerId, list[PoolOrder]],
+    ) -> None:
+        """Adds the copy orders of one group: inside its clusters, then between them."""
+        # Workers of one role do the same work. Workers of other roles serve only as sources of
+        # copies.
+        for (cluster, _), readers in grouped(group, work_of):
+            near = [member for member in group if member.cluster == cluster]
+            limits = CopyLimits(self._allowance.left, placement=self._placement)
+            inside = plan_prefix_copies(hot.runs, hot.held, readers, near, self._ordered, limits)
+            self._order_copies(inside, near, hot.table, self._allowance, orders)
+        between = plan_cluster_copies(hot.runs, hot.held, group, self._ordered, self._between.left)
+        self._order_copies(between, group, hot.table, self._between, orders)
+
+    def _order_copies(
+        self,
+        copies: Iterable[PrefixCopy],
+        members: Sequence[PoolMember],
+        table: HeatTable,
+        allowance: _Allowance,
+        orders: dict[WorkerId, list[PoolOrder]],
+    ) -> None:
+        for copy in copies:
+            order = self._copy_order(copy, members, table, allowance)
+            orders.setdefault(copy.target, []).append(order)
 
     def _copy_order(
         self,
@@ -265,7 +295,7 @@ class PoolPlanner:
             for each in chosen
         ]
         held = {each.name: await self._lengths(namespace, each.prefix, members) for each in chosen}
-        for _, same in _alike(members):
+        for same in alike(members):
             for worker, names in plan_hints(runs, held, same).items():
                 for run in (run for run in runs if run.name in names):
                     own = split_hashes(cold[run.name].prefix)[-run.own_blocks :]
@@ -287,7 +317,7 @@ class PoolPlanner:
         hot = [] if known is None else known.table.hottest(MAX_HOT_SEGMENTS)
         read = b"".join(each.blocks for each in hot if each.reads >= COLD_READS)
         warm = oldest.intersection(split_hashes(read))
-        for _, same in _alike(members):
+        for same in alike(members):
             for worker, given_up in plan_evictions(same, held, warm).items():
                 names = [key for old in given_up for key in old.hashes]
                 # The first to leave comes last in a hint, as in a prefix.
@@ -346,17 +376,8 @@ def _shown(namespace: str, run: HotRun, held: Mapping[WorkerId, int]) -> dict[st
     }
 
 
-def _alike(members: Iterable[PoolMember]) -> list[tuple[str, list[PoolMember]]]:
-    # Copies on workers of different roles save different parts of a request's work, and no group
-    # reads those of another.
-    def key(member: PoolMember) -> str:
-        return f"{member.report.role.value} {member.cluster} {member.report.scenario}"
-
-    return _grouped(members, key)
-
-
-def _grouped(
-    members: Iterable[PoolMember], key: Callable[[PoolMember], str]
-) -> list[tuple[str, list[PoolMember]]]:
-    ordered = sorted(members, key=lambda member: (key(member), member.worker_id))
-    return [(name, list(group)) for name, group in groupby(ordered, key)]
+def _show_unevenness(members: Iterable[PoolMember]) -> None:
+    """Publishes how unevenly workers of one kind are read: the value of the most uneven group."""
+    for (cluster, role), same in grouped(members, work_of):
+        groups = grouped(same, scenario_of)
+        metrics.POOL_READS_CV.labels(cluster, role).set(max(reads_cv(each) for _, each in groups))
