@@ -1,4 +1,6 @@
-"""Workers with KV on disk: killed while copies go down, and on a disk that takes no more."""
+"""Workers with KV on disk: killed while copies go down, on a disk that takes no more, and on one
+that gives back something else.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ async def mesh_with_disk(folder: Path) -> AsyncIterator[tuple[Mesh, ApiClient]]:
     engine: dict[str, object] = {
         "engine.num-blocks": NUM_BLOCKS,
         "engine.fake-token-bytes": TOKEN_BYTES,
-        "engine.fake-step-s": 0.002,
+        # Computing a prompt takes two steps, and so much longer than bringing it up from disk.
+        "engine.fake-step-s": 0.03,
     }
     tiers: dict[str, object] = {"tiers.disk-gib": 0.05, "tiers.disk-path": str(folder / "tier")}
     flags = {"prefill": {**engine, **tiers}, "decode": engine}
@@ -92,4 +95,21 @@ async def test_a_disk_that_takes_no_more_costs_no_request(tmp_path: Path) -> Non
         for number in range(NUM_PROMPTS):
             await ask(client, number)
         assert await of_tier(mesh, "stored_blocks_total") - before < NUM_BLOCKS
+        await mesh.idle()
+
+
+async def test_a_disk_that_corrupts_costs_no_token(tmp_path: Path) -> None:
+    async with mesh_with_disk(tmp_path) as (mesh, client):
+        for number in range(NUM_PROMPTS):
+            await ask(client, number)
+        await stored(mesh, NUM_BLOCKS)
+        block_bytes = TOKEN_BYTES * BLOCK_SIZE
+        (path,) = (tmp_path / "tier").glob("*.kv")
+        with path.open("r+b") as file:
+            for at in range(path.stat().st_size - block_bytes, 1 << 20, -block_bytes):
+                file.seek(at)
+                file.write(b"spoilt")
+        for number in range(NUM_PROMPTS):
+            await ask(client, number)
+        assert await of_tier(mesh, "lost_blocks_total") > 0
         await mesh.idle()

@@ -18,12 +18,16 @@ from kvmesh.engine.copier import Copier
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.tier_stores import Good
 from kvmesh.kv.tiers import Copy
+from kvmesh.policy.linear_time import LinearTime
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
 
 PIECE_BYTES = 4 << 20
 """Bytes of one read; meanwhile the piece before is copied into the pool."""
+
+DISK_CALL_S, DISK_BYTES_PER_S = 0.001, 1e9
+"""Assumed of loads from disk before one was measured."""
 
 STALL_S = 2.0
 """Seconds without progress after which a load is abandoned and the prompt is computed."""
@@ -89,6 +93,7 @@ class DiskStore:
         self._copier = copier
         self._disk = disk
         size = self.num_at_once = len(passage) // NUM_PIECES
+        self.first_speed = LinearTime(DISK_CALL_S, arena.block_bytes / DISK_BYTES_PER_S)
         self._outbound = list(passage[:size])
         self._inbound = [list(passage[at : at + size]) for at in (size, 2 * size)]
         self._waiting: deque[_Piece] = deque()

@@ -20,7 +20,7 @@ from kvmesh.engine.tier_stores import Good
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.prefix_room import PrefixRooms
 from kvmesh.kv.tiers import Copy, Tiers, TierStatistics
-from kvmesh.policy.preemption import FADING, with_sample
+from kvmesh.policy.linear_time import LinearTime
 from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, Way, cheapest_way
 from kvmesh.telemetry.logs import event_logger
 
@@ -33,6 +33,9 @@ PIECE_BYTES = 4 << 20
 
 PIECE_BLOCKS = 256
 """Blocks of one call: small ones cost the event loop more than their bytes."""
+
+CALL_S, BYTES_PER_S = 0.002, 0.5e9
+"""Assumed of the store before a read was measured."""
 
 PAUSE_S = 5.0
 """Seconds for which a store that failed is left alone."""
@@ -91,7 +94,8 @@ class OutsideCache:
         self._at_once = max(1, min(PIECE_BYTES // block_bytes, PIECE_BLOCKS))
         self._compute_s = compute_s
         self._clock = clock
-        self._block_s = 0.0
+        self._speed: LinearTime | None = None  # not measured yet
+        self._first_speed = LinearTime(CALL_S, block_bytes / BYTES_PER_S)
         self._no_get_before = 0.0
         # One prefix at a time: two requests for the same one would read it twice.
         self._turn = asyncio.Lock()
@@ -182,11 +186,13 @@ class OutsideCache:
 
     def _pays(self, num_blocks: int) -> bool:
         compute_s = self._compute_s(num_blocks)
-        load_s = num_blocks * self._block_s
-        if not compute_s or cheapest_way(compute_s, None, None, load_s)[0] is Way.LOAD:
+        if self._speed is None or not compute_s:
+            return True
+        load_s = self._speed.estimate_s(1, num_blocks)
+        if cheapest_way(compute_s, None, None, load_s)[0] is Way.LOAD:
             return True
         # One slow read must not decide forever: see `TieredCache.pays`.
-        self._block_s *= 1 - FADING
+        self._speed = self._speed.without_call()
         return False
 
     async def _get(self, copies: Sequence[Copy]) -> None:
@@ -204,8 +210,8 @@ class OutsideCache:
             for copy in copies[num_ended:]:
                 self._ended(copy, is_good=False)
         if copies:
-            seconds = (self._clock.now() - began) / len(copies)
-            self._block_s = with_sample(self._block_s, seconds)
+            speed = self._speed or self._first_speed
+            self._speed = speed.with_sample(len(copies), self._clock.now() - began)
 
     def _ended(self, copy: Copy, *, is_good: bool) -> None:
         self._tiers.end_write(_HOST, copy, is_good=is_good)

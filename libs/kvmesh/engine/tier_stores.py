@@ -12,9 +12,13 @@ from typing import Protocol
 from kvmesh.engine.copier import Copier
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.kv.tiers import Copy
+from kvmesh.policy.linear_time import LinearTime
 
 BATCH_BYTES = 8 << 20
 """Maximum bytes of one copy down, since a prompt that waits for its prefix waits for it."""
+
+HOST_CALL_S, HOST_BYTES_PER_S = 0.0002, 5e9
+"""Assumed of loads from host memory before one was measured."""
 
 Good = list[bool]
 """Per block of a call, whether its copy is intact."""
@@ -26,6 +30,11 @@ class TierStore(Protocol):
     @property
     def num_at_once(self) -> int:
         """Maximum number of blocks of one `save`."""
+        ...
+
+    @property
+    def first_speed(self) -> LinearTime:
+        """Assumed time of loads, in blocks, before one was measured."""
         ...
 
     def save(
@@ -61,6 +70,7 @@ class HostStore:
         self._arena = arena
         self._copier = copier
         self.num_at_once = max(1, BATCH_BYTES // arena.block_bytes)
+        self.first_speed = LinearTime(HOST_CALL_S, arena.block_bytes / HOST_BYTES_PER_S)
 
     def save(
         self,

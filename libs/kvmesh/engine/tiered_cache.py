@@ -6,6 +6,7 @@ Tests: tests/unit/engine/test_tiered_cache.py, tests/integration/test_tiers.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,8 @@ from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.tier_stores import Good, TierStore
 from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
 from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics
-from kvmesh.policy.preemption import FADING, with_sample
+from kvmesh.policy.linear_time import LinearTime
+from kvmesh.policy.preemption import with_sample
 from kvmesh.policy.prefix_source import Way, cheapest_way
 
 
@@ -78,7 +80,7 @@ class TieredCache:
         self._is_saving = self._is_spilling = False
         self._num_loads = 0
         self._token_s = 0.0
-        self._block_s = [0.0] * len(stores)
+        self._speeds: list[LinearTime | None] = [None] * len(stores)  # None: not measured yet
         self.outside: OutsideCache | None = None
         """The store below the tiers, if the first tier is host memory and there is one."""
         pool.below = self._tiers
@@ -165,9 +167,8 @@ class TieredCache:
         compute_s = self.compute_s(length - num_held)
         if not compute_s or cheapest_way(compute_s, None, None, load_s)[0] is Way.LOAD:
             return True
-        # Otherwise one slow copy would decide forever: its weight fades until a load is tried
-        # again.
-        self._block_s = [seconds * (1 - FADING) for seconds in self._block_s]
+        # Otherwise one slow load would decide forever: its weight fades until one is tried again.
+        self._speeds = [None if each is None else each.without_call() for each in self._speeds]
         return False
 
     def token_s(self, tier: str) -> float:
@@ -176,15 +177,19 @@ class TieredCache:
         In a model with several groups more than one block holds the KV of a token. Loading then
         costs a little more than this, which does no harm in routing.
         """
-        for level, block_s in enumerate(self._block_s):
-            if self._tiers[level].name == tier:
-                return block_s / self._pool.block_size
+        for level, speed in enumerate(self._speeds):
+            if speed is not None and self._tiers[level].name == tier:
+                return speed.unit_s / self._pool.block_size
         return 0.0
 
     def _load_s(self, keys: Sequence[BlockHash]) -> float:
         """Returns the estimated seconds to load blocks, as far as measured."""
-        levels = [self._tiers.find(key) for key in keys if self._pool.find(key) is None]
-        return sum(self._block_s[level] for level in levels if level is not None)
+        num_blocks = Counter(self._tiers.find(key) for key in keys if self._pool.find(key) is None)
+        return sum(
+            speed.estimate_s(1, num_blocks[level])
+            for level, speed in enumerate(self._speeds)
+            if speed is not None and num_blocks[level]
+        )
 
     def load(self, fill: PrefixFill, done: Callable[[LoadResult], None]) -> None:
         """Brings up the part of a prefix that lies in lower tiers.
@@ -225,8 +230,8 @@ class TieredCache:
     def _loaded(
         self, load: _Load, level: int, copies: Sequence[Copy], began: float, good: Good
     ) -> None:
-        seconds = (self._clock.now() - began) / len(copies)
-        self._block_s[level] = with_sample(self._block_s[level], seconds)
+        speed = self._speeds[level] or self._stores[level].first_speed
+        self._speeds[level] = speed.with_sample(len(copies), self._clock.now() - began)
         for copy, is_good in zip(copies, good, strict=True):
             self._tiers.end_read(level, copy, is_good=is_good)
             if is_good:

@@ -12,41 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.policy.linear_time import LinearTime
 from kvmesh.policy.prefix_source import Way, cheapest_way
 
-_SAMPLE_WEIGHT = 0.2
-_MOST_RATIO = 10.0
+FIRST_SPEED = LinearTime(call_s=0.001, unit_s=2.5e-10)
+"""Assumed of a holder before it was queried: one CPU core over a local network.
 
-
-@dataclass(frozen=True, slots=True)
-class QuerySpeed:
-    """Measured speed of one holder; the defaults are those of one CPU core over a local network.
-
-    Attributes:
-        round_trip_s: seconds of a query without its attention.
-        unit_s: seconds of attention per query token, head, position and element of a head.
-    """
-
-    round_trip_s: float = 0.001
-    unit_s: float = 2.5e-10
-
-    def estimate_s(self, num_questions: int, num_units: int) -> float:
-        """Returns the seconds of so many queries with so much attention in total."""
-        return num_questions * self.round_trip_s + num_units * self.unit_s
-
-    def with_sample(self, num_units: int, seconds: float) -> QuerySpeed:
-        """Returns the speed after one more measured query.
-
-        The larger part of the estimate is corrected more.
-        """
-        work_s = num_units * self.unit_s
-        expected_s = self.round_trip_s + work_s
-        ratio = min(max(seconds / expected_s, 1 / _MOST_RATIO), _MOST_RATIO)
-        step = _SAMPLE_WEIGHT * (ratio - 1)
-        share = work_s / expected_s
-        return QuerySpeed(
-            self.round_trip_s * (1 + step * (1 - share)), self.unit_s * (1 + step * share)
-        )
+A call is a query without its attention, and a unit the attention of one query token, head, position
+and element of a head.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +51,7 @@ class QueryTask:
 
     @property
     def num_units(self) -> int:
-        """Attention in the units of `QuerySpeed`."""
+        """Attention in the units of `FIRST_SPEED`."""
         queries = self.new_tokens + self.later_tokens
         per_layer = queries * self.remote_tokens * self.num_heads * self.head_dim
         return per_layer * self.num_layers
@@ -92,7 +66,7 @@ class QueryDecision:
 
 
 def choose_query(
-    task: QueryTask, speed: QuerySpeed, *, compute_token_s: float, fetch_s: float | None = None
+    task: QueryTask, speed: LinearTime, *, compute_token_s: float, fetch_s: float | None = None
 ) -> QueryDecision:
     """Chooses the cheapest of querying, recomputing and, if possible, fetching.
 

@@ -17,7 +17,8 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason
-from kvmesh.policy.query_cost import QuerySpeed
+from kvmesh.policy.linear_time import LinearTime
+from kvmesh.policy.query_cost import FIRST_SPEED
 from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, kinds_to_ask
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.greeting import PeerKey, asker_machine
@@ -48,7 +49,7 @@ class Work(NamedTuple):
 
     Attributes:
         num_pairs: number of pairs of a query token and a prefix token.
-        pair_units: cost of each pair, in units of `QuerySpeed`.
+        pair_units: cost of each pair, in units of `FIRST_SPEED`.
     """
 
     num_pairs: int
@@ -56,7 +57,7 @@ class Work(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Cost of all pairs, in units of `QuerySpeed`."""
+        """Cost of all pairs, in units of `FIRST_SPEED`."""
         return self.num_pairs * self.pair_units
 
 
@@ -91,7 +92,7 @@ class Asker:
         self._clock = clock
         self._host_id = host_id()
         self._lines: dict[tuple[PeerKey, Endpoint], QueryLine] = {}
-        self._speeds: dict[PeerKey, QuerySpeed] = {}
+        self._speeds: dict[PeerKey, LinearTime] = {}
         self._mute: set[PeerKey] = set()
         self._shunned: dict[PeerKey, float] = {}
         # Held while the asking thread uses a line; `close` runs in another thread.
@@ -103,9 +104,9 @@ class Asker:
         """Returns whether a holder supports our queries and was not lost or busy just now."""
         return peer not in self._mute and not self._is_shunned(peer)
 
-    def speed(self, peer: PeerKey) -> QuerySpeed:
+    def speed(self, peer: PeerKey) -> LinearTime:
         """Returns the measured speed of a holder, or the default assumption."""
-        return self._speeds.get(peer, QuerySpeed())
+        return self._speeds.get(peer, FIRST_SPEED)
 
     def close(self) -> None:
         """Ends all lines; a waiting thread gets LostError. Blocks shortly; may be called again."""
@@ -161,7 +162,7 @@ class Asker:
         meter.frames += len(questions)
         meter.bytes += sum(num_bytes_of(question.into) for question in questions)
         meter.seconds += seconds
-        meter.rtt_s = speed.round_trip_s
+        meter.rtt_s = speed.call_s
         meter.pair_s = speed.unit_s * work.pair_units * self.layout.num_layers
 
     def statistics(self) -> TransferStatistics:

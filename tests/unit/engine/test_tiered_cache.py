@@ -18,7 +18,9 @@ from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
+from kvmesh.kv.hashing import chain_hashes
 from kvmesh.kv.tiers import Tier
+from kvmesh.policy.linear_time import LinearTime
 from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens
 
@@ -173,6 +175,29 @@ def test_a_block_that_is_released_while_it_is_copied_is_copied_once() -> None:
     bench.tiers.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("is_elsewhere", "reads", "is_copied"), [(False, 1, True), (True, 1, False), (True, 2, True)]
+)
+def test_the_last_copy_and_what_was_read_twice_is_copied_and_nothing_else(
+    is_elsewhere: bool, reads: int, is_copied: bool
+) -> None:
+    """A prompt fits with room to spare, so that it is evicted only for others."""
+    bench = Bench(KvGroups(), 48)
+    bench.ask(0)
+    spec = bench.spec(0)
+    # The last block is computed again each time, since its last token is needed.
+    keys = chain_hashes(spec.root_hash, spec.token_ids, 16)[:9]
+    assert not len(bench.tier)
+    if is_elsewhere:
+        bench.core.pool.evict_first(keys)
+    for _ in range(1, reads):
+        bench.ask(0)
+    for stem in (1, 2, 3, 4):
+        bench.ask(stem)
+    copied = [key in bench.tier for key in keys]
+    assert all(copied) if is_copied else not any(copied)
+
+
 def test_what_fits_the_pool_is_copied_by_nobody() -> None:
     bench = Bench(KvGroups(), 512)
     for stem in range(4):
@@ -198,11 +223,26 @@ def test_loading_is_left_alone_where_computing_is_sooner() -> None:
         bench.ask(stem)
     hashes = bench.admit(bench.spec(0)).chain.hashes[:9]
     assert bench.tiers.pays(hashes, 0)  # nothing is known yet
-    bench.tiers._block_s[0] = 1.0
+    bench.tiers._speeds[0] = LinearTime(0.0, 1.0)
     bench.tiers.observe_step(100, 1.0)
     assert not bench.tiers.pays(hashes, 0)
-    bench.tiers._block_s[0] = 0.01
+    bench.tiers._speeds[0] = LinearTime(0.0, 0.01)
     assert bench.tiers.pays(hashes, 0)
+
+
+def test_a_slow_load_of_one_block_says_little_about_nine() -> None:
+    late = LateCopier()
+    bench = Bench(KvGroups(), 16, late)
+    for stem in range(3):
+        bench.ask(stem)
+        late.catch_up()
+    bench.tiers.observe_step(100, 0.01)
+    hashes = bench.admit(bench.spec(0)).chain.hashes
+    bench.tiers.load(bench.core.fills.begin(hashes[:1]), lambda _: None)
+    bench.clock.advance(0.005)
+    late.catch_up()
+    assert bench.tiers.token_s("host") < 0.0001
+    assert bench.tiers.pays(hashes[:9], 1), "8 blocks are computed in 12.8 ms"
 
 
 def test_a_prompt_that_ends_meanwhile_leaves_nothing() -> None:
