@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from benchmarks.fetch_workers import Address, Asker, asking, prefetching, worker
 from benchmarks.prefix_fetch import BLOCK, PREFIXES, make_prompt
 from benchmarks.random_llama import SHAPES
 from benchmarks.result import Row, Target, spread
-from benchmarks.tier_copies import Blocks, copy_rows
+from benchmarks.tier_copies import Blocks, copy_rows, drop_pages
 from benchmarks.tier_hits import hit_rate
 from benchmarks.worker_bench import checkpoint, parser_of, publish
 from kvmesh.sim.trace import read_trace
@@ -67,10 +66,10 @@ async def measure(
             prompts = [make_prompt(draw, prefix) for _ in range(2)]
             first = [await asker.first_token(each) for each in prompts]
             await push_out(asker, draw, prefix)
-            drop_pages(folder)
+            drop_file_pages(folder)
             again = await asker.first_token(prompts[0])
             last = await asker.first_token(prompts[0])
-            drop_pages(folder)
+            drop_file_pages(folder)
             prefetcher.prefetch(prompts[1], prefix // BLOCK, BLOCK)
             await asyncio.sleep(AHEAD_S)
             ahead = await asker.first_token(prompts[1])
@@ -89,13 +88,10 @@ async def push_out(asker: Asker, draw: random.Random, prefix: int) -> None:
         await asker.first_token(make_prompt(draw, prefix))
 
 
-def drop_pages(folder: Path) -> None:
-    """Makes the system forget what it keeps of files, so that they are read from the disk."""
+def drop_file_pages(folder: Path) -> None:
+    """Nothing of the tiers' files in a folder stays in the page cache."""
     for path in folder.glob("*.kv"):
-        fd = os.open(path, os.O_RDWR)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        drop_pages(path)
 
 
 def first_tokens(options: argparse.Namespace) -> list[Row]:
@@ -164,10 +160,10 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     found += [
         Target(
             f"{tier}: loading, of {against}",
-            float(speed[tier]["of_best"]) if tier in speed else None,
+            speed.get(tier, {}).get("of_best"),
             GOAL_OF_BEST,
         )
-        for tier, against in (("host", "memcpy"), ("disk", "reading it in order"))
+        for tier, against in (("host", "memcpy"), ("disk", "fio's sequential read"))
     ]
     least = [
         float(row["of_infinite"])
