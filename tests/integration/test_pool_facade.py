@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,25 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import BlockHash, RefusalReason
+from kvmesh.core.types import BlockHash, RefusalReason, WorkerId
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.cache_load import CachedRequest, PoolHardware
-from kvmesh.pool.plans import TransferPlan
+from kvmesh.pool.plans import QueryPlan, TransferPlan
 from kvmesh.pool.pool import Pool, open_pool
+from tests.e2e.api_client import ApiClient, placed
+from tests.integration.families import NEW_TOKENS, Checkpoint
 from tests.mesh_child import ROOT
-from tests.mesh_processes import MODEL, Mesh, running_mesh
+from tests.mesh_processes import MODEL, Flags, Mesh, running_mesh
+from tests.unit.gateway.tiny_model import make_tokenizer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
+WORKER = WorkerId("prefill-0")
 NUM_BLOCKS = 5
 NUM_HEADS = 8
 DRAW = np.random.default_rng(22)
+EXAMPLE = ROOT / "docs" / "examples" / "pool_prefix.py"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -161,6 +167,89 @@ async def test_the_pool_of_a_model_that_nobody_serves_is_not_there(mesh: Mesh) -
             raise AssertionError("nobody serves it")
 
 
+async def test_what_went_below_the_pool_is_asked_and_read_all_the_same(tmp_path: Path) -> None:
+    """A pool of 40 blocks, of which others take all."""
+    flags: dict[str, Flags] = {
+        "prefill": {
+            "fetch.max-stores": 1,
+            "fetch.max-share": 1.0,
+            "engine.num-blocks": 40,
+            "tiers.disk-gib": 0.05,
+            "tiers.disk-path": tmp_path / "tier",
+        }
+    }
+    folder = tmp_path / "mesh"
+    folder.mkdir()
+    async with (
+        running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False) as mesh,
+        open_pool(
+            mesh["kvmanager"].address, [mesh["scheduler"].address], MODEL, mesh.access
+        ) as pool,
+    ):
+        hashes = names(pool, 10)
+        kv = await store(pool, hashes)
+        for seed in range(11, 20):
+            await store(pool, names(pool, seed, 2 * NUM_BLOCKS))
+        assert pool.get_prefix_tree().holders(hashes) == {"prefill-0": NUM_BLOCKS}
+        (query,) = pool.gen_plans([hashes], [1], pool.get_prefix_tree()).query_plans
+        assert query is not None
+        assert await loaded_blocks(mesh) == 0
+        assert bytes(await pool.read(query)) == kv.tobytes()
+        assert await loaded_blocks(mesh) == NUM_BLOCKS
+        for seed in range(21, 30):
+            await store(pool, names(pool, seed, 2 * NUM_BLOCKS))
+        async with pool.init_query(query, 3, NUM_HEADS) as buffer:
+            asked = DRAW.standard_normal((3, NUM_HEADS, pool.layout.head_dim), np.float32)
+            buffer.queries[:] = asked.tobytes()
+            answer = await pool.query(buffer, 0)
+            output, _ = attention(asked, kv[:, 0])
+            found = np.frombuffer(answer.output, np.float32).reshape(output.shape)
+            np.testing.assert_allclose(found, output, rtol=2e-3, atol=2e-4)
+        assert await loaded_blocks(mesh) == 2 * NUM_BLOCKS
+        for seed in range(31, 40):
+            await store(pool, names(pool, seed, 2 * NUM_BLOCKS))
+        async with pool.init_transfer(plan_for(pool, hashes, "prefill-0")) as buffer:
+            assert buffer.num_blocks == 0, "it has them below"
+        assert await loaded_blocks(mesh) == 3 * NUM_BLOCKS
+        await mesh.idle()
+
+
+async def loaded_blocks(mesh: Mesh) -> float:
+    metrics = await mesh["prefill-0"].metrics()
+    return metrics.value("kvmesh_tier_loaded_blocks_total", tier="disk")
+
+
+async def test_of_a_model_with_windows_all_that_a_reader_needs_is_read(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gemma3", tmp_path / "model", (250,))
+    make_tokenizer().save(str(checkpoint.folder / "tokenizer.json"))
+    engine: Flags = {"engine.model": checkpoint.folder, "engine.num-blocks": 400}
+    flags: dict[str, Flags] = {
+        "prefill": engine,
+        "decode": engine,
+        "gateway": {"model.path": checkpoint.folder},
+    }
+    folder = tmp_path / "mesh"
+    folder.mkdir()
+    (prompt,) = checkpoint.prompts
+    async with running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False) as mesh:
+        async with ApiClient(mesh.url) as client:
+            answer = await client.complete(
+                prompt, max_tokens=NEW_TOKENS, headers=placed("disaggregated"), ignore_eos=True
+            )
+            assert answer.token_ids == checkpoint.expected[0]
+        where = mesh["kvmanager"].address, [mesh["scheduler"].address], MODEL
+        async with open_pool(*where, mesh.access) as pool:
+            root = root_hash(pool.layout.model_fingerprint)
+            hashes = chain_hashes(root, prompt, pool.layout.block_size)
+            await until(lambda: WORKER in pool.get_prefix_tree().holders(hashes), "it is known")
+            info = plan_for(pool, hashes, "prefill-0").target
+            kv = await pool.read(QueryPlan(info, tuple(hashes)))
+            # A group of full attention, and two with windows of 40 tokens: three blocks each.
+            num_blocks, rest = divmod(len(kv), pool.layout.block_bytes)
+            assert (num_blocks, rest) == (15 + 2 * 3, 0)
+        await mesh.idle()
+
+
 def test_the_load_of_the_pool_is_that_of_the_paper() -> None:
     hardware = PoolHardware(8, 2e12, 312e12, 4096)
     load = Pool.get_cache_load([CachedRequest(32_000, 512)], 0.1, hardware)
@@ -168,10 +257,11 @@ def test_the_load_of_the_pool_is_that_of_the_paper() -> None:
     assert load == pytest.approx(computed / (computed + 8 * 312e12 * 0.1))
 
 
-async def test_another_program_stores_and_reads_a_prefix(mesh: Mesh) -> None:
+async def test_another_program_of_60_lines_stores_and_reads_a_prefix(mesh: Mesh) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
     program = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(ROOT / "docs" / "examples" / "pool_prefix.py"),
+        str(EXAMPLE),
         *("--kvmanager", mesh["kvmanager"].address, "--scheduler", mesh["scheduler"].address),
         *("--model", MODEL, "--secret-file", str(mesh.secret_file)),
         env={"PYTHONPATH": str(ROOT / "libs")},

@@ -171,14 +171,18 @@ class Pool:
             await channels.close()
 
     async def read(self, plan: QueryPlan) -> memoryview:
-        """The blocks of a prefix themselves, for who cannot ask; beyond Figure 5.
+        """Returns the blocks of a prefix themselves, for programs that compute attention.
+
+        An addition to Figure 5. A holder without room for the whole prefix lends, and this returns,
+        only its beginning. In a model with windows or states the blocks come in the order of a
+        handoff: by index, then group, those that the next query sees; then the state.
 
         Raises:
             RefusedError, LostError: as `init_query`.
         """
         async with self._leased(plan) as message:
-            into = memoryview(bytearray(message.num_blocks * self.layout.block_bytes))
-            await self._reader.get(lease_of(message), [BlockRun(0, message.num_blocks)], [into])
+            into = memoryview(bytearray(message.num_leased * self.layout.block_bytes))
+            await self._reader.get(lease_of(message), [BlockRun(0, message.num_leased)], [into])
             return into
 
     async def found(self, hashes: Sequence[BlockHash], timeout_s: float = CALL_S) -> bool:

@@ -125,7 +125,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         reader = reader_of(request.reader_worker_id, context.peer(), here)
         outcome: pb.ReadLease | Refusal | None = self._check(request)
         if outcome is None:
-            await self._bring_up(request)
+            await self._bring_up(self._hashes(request), request.num_held)
             outcome = self._lease(request, reader)
         if isinstance(outcome, Refusal):
             log.debug(
@@ -162,7 +162,11 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             most = self._core.pool.num_blocks
             outcome = Refusal(RefusalReason.NO_BLOCKS, f"this worker has {most} blocks")
         if outcome is None:
-            outcome = self._stores.reserve(split_hashes(request.block_hashes))
+            outcome = self._stores.refusal()
+        if outcome is None:
+            hashes = split_hashes(request.block_hashes)
+            await self._bring_up(hashes, 0)  # what lies below is not written again
+            outcome = self._stores.reserve(hashes)
         if isinstance(outcome, Refusal):
             log.debug("store_refused", reason=outcome.reason.value, message=outcome.message)
             return pb.StoreBlocksResponse(refusal=refusal_to_proto(outcome))
@@ -192,14 +196,14 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
     def _most_hash_bytes(self) -> int:
         return self._core.pool.num_blocks * BLOCK_HASH_BYTES
 
-    async def _bring_up(self, request: pb.LeaseBlocksRequest) -> None:
+    async def _bring_up(self, hashes: Sequence[BlockHash], num_held: int) -> None:
         """Brings up blocks of the prefix from the tiers, one prefix at a time."""
         if self._tiers is None:
             return
         async with self._coming_up:
             fills = self._core.fills
-            hashes = fills.rooms.next_piece(self._hashes(request), request.num_held)
-            await load_prefix(self._tiers, fills.begin(hashes))
+            piece = fills.rooms.next_piece(hashes, num_held)
+            await load_prefix(self._tiers, fills.begin(piece))
 
     def _lease(self, request: pb.LeaseBlocksRequest, reader: Reader) -> pb.ReadLease | Refusal:
         if self._closed:

@@ -59,7 +59,7 @@ class StoredPrefixes:
         Args:
             hashes: chained, from the root on.
         """
-        refusal = self._refusal()
+        refusal = self.refusal()
         if refusal is not None:
             return refusal
         fill = self._core.fills.begin(hashes)
@@ -86,7 +86,8 @@ class StoredPrefixes:
         self._open[name] = part
         return self._arriving.reserve_part(part)
 
-    def _refusal(self) -> Refusal | None:
+    def refusal(self) -> Refusal | None:
+        """Returns why no prefix can be stored now; None if one can."""
         if not self._max_open:
             text = "this worker takes no blocks from others; its fetch.max_stores is 0"
             return Refusal(RefusalReason.INVALID, text)
