@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,18 @@ from redis.exceptions import RedisError
 from kvmesh.core.slots import Publisher
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
+from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.server_binary import find_redis_binary
-from kvmesh.metadata.store import ApplyResult
+from kvmesh.metadata.store import ApplyResult, StoreUnavailableError
 from tests.waiting import until
 
-HALF = 8192
+NUM_SLOTS = 16_384
+HALF = NUM_SLOTS // 2
+DOWN_MS = 500
+"""A node that is silent for so long is down."""
+
+RECOVERED_S = 2.0
 LAST_PORT = 55_535
 """Nodes talk to each other 10,000 ports further."""
 
@@ -39,47 +48,75 @@ def _free_port() -> int:
             return port
 
 
+@dataclass
+class Node:
+    """A server of a cluster."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self) -> Any:
+        return redis.Redis(port=self.port, protocol=2)
+
+    async def tell(self, *words: str | int) -> str:
+        """What it answers to a command, as plain text."""
+        async with self.client() as client:
+            told = await client.execute_command(" ".join(map(str, words[:2])), *words[2:])
+        return str(told).replace("'", "").replace(" ", "")
+
+
 @contextlib.contextmanager
-def _node(folder: Path) -> Iterator[int]:
+def _node(folder: Path) -> Iterator[Node]:
     binary = find_redis_binary()
     assert binary is not None
     folder.mkdir()
     port = _free_port()
     settings = {"port": port, "bind": "127.0.0.1", "cluster-enabled": "yes", "save": ""}
+    settings |= {"cluster-node-timeout": DOWN_MS, "repl-diskless-sync-delay": 0}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([binary, *flags], cwd=folder, stdout=log, stderr=log)
     try:
-        yield port
+        yield Node(port, process)
     finally:
         process.kill()
         process.wait()
+
+
+async def _join(masters: Sequence[Node], share: int) -> None:
+    """Makes a cluster in which each node has `share` slots, and the last one the rest."""
+
+    async def all_answer() -> bool:
+        with contextlib.suppress(RedisError):
+            return all([await each.tell("PING") for each in masters])
+        return False
+
+    async def all_agree() -> bool:
+        told = [await each.tell("CLUSTER", "INFO") for each in masters]
+        return all(
+            "cluster_state:ok" in each and f"cluster_size:{len(masters)}" in each for each in told
+        )
+
+    await until(all_answer)
+    for number, each in enumerate(masters):
+        last = NUM_SLOTS if each is masters[-1] else (number + 1) * share
+        await each.tell("CLUSTER", "ADDSLOTSRANGE", number * share, last - 1)
+        if number:
+            await masters[0].tell("CLUSTER", "MEET", "127.0.0.1", each.port)
+    await until(all_agree)
 
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Any, Any]]:
     """Two nodes, each with half of the slots."""
     with _node(tmp_path / "a") as first, _node(tmp_path / "b") as second:
-        made: list[Any] = [redis.Redis(port=port, protocol=2) for port in (first, second)]
-
-        async def all_answer() -> bool:
-            with contextlib.suppress(RedisError):
-                return all([await each.ping() for each in made])
-            return False
-
-        async def all_agree() -> bool:
-            told = [await each.execute_command("CLUSTER INFO") for each in made]
-            plain = [str(each).replace("'", "").replace(" ", "") for each in told]
-            return all("cluster_state:ok" in each for each in plain)
-
-        await until(all_answer)
-        await made[0].execute_command("CLUSTER ADDSLOTSRANGE", 0, HALF - 1)
-        await made[1].execute_command("CLUSTER ADDSLOTSRANGE", HALF, 2 * HALF - 1)
-        await made[0].execute_command("CLUSTER MEET", "127.0.0.1", second)
-        await until(all_agree)
-        yield made[0], made[1]
-        for each in made:
-            await each.aclose()
+        await _join((first, second), HALF)
+        async with first.client() as one, second.client() as other:
+            yield one, other
 
 
 def _prefix(*, upper: bool) -> str:
@@ -125,3 +162,47 @@ async def test_keys_that_moved_are_found_again(nodes: tuple[Any, Any]) -> None:
     await store.probe()
     assert (await store.match("model", BLOCKS)) == []
     await store.close()
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["another node", "the node of the URL"])
+async def test_keys_are_found_after_their_node_was_lost(tmp_path: Path, is_first: bool) -> None:
+    async with AsyncExitStack() as stack:
+        masters = [stack.enter_context(_node(tmp_path / f"{number}")) for number in range(3)]
+        replica = stack.enter_context(_node(tmp_path / "replica"))
+        await _join(masters, NUM_SLOTS // 3)
+        await replica.tell("CLUSTER", "MEET", "127.0.0.1", masters[0].port)
+        prefix = _prefix(upper=True)
+        while not NUM_SLOTS // 3 <= key_slot(prefix.encode()) < 2 * (NUM_SLOTS // 3):
+            prefix = _prefix(upper=True)
+        owner = masters[1]
+        name = (await owner.tell("CLUSTER", "MYID")).lstrip("b")
+
+        async def follows() -> bool:
+            with contextlib.suppress(RedisError):
+                await replica.tell("CLUSTER", "REPLICATE", name)
+                return "master_link_status:up" in await replica.tell("INFO", "replication")
+            return False
+
+        await until(follows)
+        url = owner.url if is_first else masters[0].url
+        store = RedisFleetStore(RedisClient(RedisConfig(url, key_prefix=prefix)))
+        stack.push_async_callback(store.close)
+        await store.put_group("chat", b"wish")
+        async with replica.client() as client:
+            await until(client.dbsize)
+        owner.process.kill()
+        with pytest.raises(StoreUnavailableError):
+            await store.list_groups()
+
+        async def is_master() -> bool:
+            return "role:master" in await replica.tell("INFO", "replication")
+
+        await until(is_master)
+        loop = asyncio.get_running_loop()
+        began, found = loop.time(), dict[str, bytes]()
+        while not found:
+            assert loop.time() < began + RECOVERED_S
+            with contextlib.suppress(StoreUnavailableError):
+                found = await store.list_groups()
+            await asyncio.sleep(0.01)
+        assert found == {"chat": b"wish"}

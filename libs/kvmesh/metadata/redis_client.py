@@ -6,6 +6,7 @@ Tests: tests/contract/test_metadata_store.py.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import hiredis
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.metadata.redis_cluster import cluster_addresses
 from kvmesh.metadata.redis_library import (
     MovedError,
     NoBackoff,
@@ -93,8 +95,9 @@ def tagged(prefix: str) -> str:
 
 
 class RedisClient:
-    """Runs scripts; one per process. In a Redis Cluster it finds the node that has its keys, and
-    behind sentinels the server that is the master, again after each failure.
+    """Runs scripts; one per process. In a Redis Cluster it finds the node that has its keys, also
+    when the node of the URL is lost. Behind sentinels it finds the server that is the master. It
+    searches again after each failure.
 
     Raises:
         ConfigError: the URL cannot be parsed, or the password's file cannot be read. An unreachable
@@ -110,6 +113,8 @@ class RedisClient:
         self._masters: RedisMasters | None = None
         self._search: asyncio.Task[_Node] | None = None
         self._first: _Node | None = None
+        self._others: deque[str] = deque()
+        self._has_others = False
         if names_sentinels(config.url):
             self._masters = RedisMasters(config.url, self._password, config.timeout_s)
         else:
@@ -129,10 +134,22 @@ class RedisClient:
             StoreUnavailableError: no sentinel knows it.
         """
         if self._node is not None:
+            if not self._has_others and self._masters is None:
+                await self._learn(self._node)
             return self._node
         if self._search is None:
             self._search = asyncio.create_task(self._find(), name="find the master")
         return await asyncio.shield(self._search)
+
+    async def _learn(self, node: _Node) -> None:
+        """Learns the nodes of a cluster: if one is lost, others know where the keys are."""
+        self._has_others = True
+        try:
+            addresses = await cluster_addresses(node.client)
+        except (RedisError, OSError):
+            self._has_others = False  # the call that comes next tells why
+            return
+        self._others = deque(self._url_of(*each) for each in addresses)
 
     async def _find(self) -> _Node:
         assert self._masters is not None, "only sentinels have nothing to begin with"
@@ -248,21 +265,32 @@ class RedisClient:
 
     def _go_to(self, node: _Node, host: str, port: int) -> _Node:
         if node is self._node or self._node is None:  # no other call has switched it meanwhile
-            where = urlsplit(self._config.url)
-            login, at, _ = where.netloc.rpartition("@")
-            host = host or str(where.hostname)  # empty if the node does not know its own address
-            netloc = f"{login}{at}[{host}]:{port}" if ":" in host else f"{login}{at}{host}:{port}"
             self._leave(node)
-            self._node = self._at(urlunsplit(where._replace(netloc=netloc)))
+            self._node = self._at(self._url_of(host, port))
+            self._has_others = False  # the cluster has changed
         return self._node
+
+    def _url_of(self, host: str, port: int) -> str:
+        where = urlsplit(self._config.url)
+        login, at, _ = where.netloc.rpartition("@")
+        host = host or str(where.hostname)  # empty if the node does not know its own address
+        netloc = f"{login}{at}[{host}]:{port}" if ":" in host else f"{login}{at}{host}:{port}"
+        return urlunsplit(where._replace(netloc=netloc))
 
     def _go_back(self, node: _Node) -> None:
         """Returns to the first node after an error, or to none: the keys may have moved, and the
-        first node or a sentinel knows where.
+        first node or a sentinel knows where. After an error of the first node, another one of its
+        cluster is the first.
         """
-        if node is self._node and node is not self._first:
+        if node is not self._node:
+            return
+        if node is not self._first:
             self._leave(node)
-            self._node = self._first
+        elif self._others:
+            self._first = self._at(self._others[0])
+            self._others.rotate(-1)
+            self._leave(node)
+        self._node = self._first
 
     def _leave(self, node: _Node) -> None:
         if node is not self._first:

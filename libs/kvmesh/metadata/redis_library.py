@@ -12,13 +12,14 @@ with without("opentelemetry.metrics", "opentelemetry.sdk.metrics"):
     from redis.asyncio.connection import parse_url
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
-    from redis.exceptions import MovedError, NoScriptError, RedisError
+    from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
 __all__ = [
     "MovedError",
     "NoBackoff",
     "NoScriptError",
     "RedisError",
+    "ResponseError",
     "Retry",
     "parse_url",
     "redis",
