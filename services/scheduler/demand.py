@@ -92,7 +92,7 @@ class DemandBoard:
     def note_query(self, gateway: Hashable, query: RouteQuery, now: float) -> bool:
         """Adds a query. Returns False if its request was counted before.
 
-        A request with workers to avoid asked before, perhaps at another scheduler.
+        A request that met the workers that it avoids asked before, perhaps at another scheduler.
 
         Args:
             gateway: identity of the stream of the query.
@@ -104,9 +104,10 @@ class DemandBoard:
             asked.times += 1
             asked.at = now
             return False
-        was_refused = bool(query.avoid - query.lost)
+        met = query.avoid - query.unanswered
+        was_refused = bool(met - query.lost)
         self._asked[query.request_id] = _Asked(query.model, False, 1 + was_refused, now)
-        if query.avoid:
+        if met:
             return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
         return True

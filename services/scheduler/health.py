@@ -59,8 +59,11 @@ class FleetHealth:
                 self._feed.changed()
 
     def note_query(self, query: RouteQuery, now: float) -> None:
-        """Counts the workers that lost or refused the request of a query, each once per request."""
-        for worker_id in query.lost | query.avoid:
+        """Notes what a query tells of workers. A loss or refusal counts once per request."""
+        for worker_id in query.unanswered:
+            self._board.note_unanswered(worker_id, now)
+            self._quiet_at = -1
+        for worker_id in query.lost | (query.avoid - query.unanswered):
             is_lost = worker_id in query.lost
             name = (query.request_id, worker_id, is_lost)
             if name not in self._told:

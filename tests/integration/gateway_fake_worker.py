@@ -84,6 +84,7 @@ class Behaviour:
     offer_reason: RefusalReason = RefusalReason.BUSY
     break_offers: int = 0  # the stream breaks instead of an answer
     ignore_offers: int = 0  # no answer comes
+    answers_wait: bool = False  # offers are answered in order when `awake` is set
     fail_prefills: int = 0
     lose_reservations: int = 0  # when the prefill is offered
     break_decode_after: int = 0  # tokens; then the stream breaks, once
@@ -140,6 +141,7 @@ class FakeWorker:
         self.held: dict[int, Held] = {}
         self.running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.prefilling: set[tuple[str, int]] = set()
+        self.awake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         prefill_grpc.add_PrefillServiceServicer_to_server(_Prefill(self), self.server)
         decode_grpc.add_DecodeServiceServicer_to_server(_Decode(self), self.server)
@@ -418,6 +420,16 @@ class _Prefill(prefill_grpc.PrefillServiceServicer):
     async def Prefill(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         worker, outbox = self.worker, Outbox[Any]()
 
+        async def later(message: Any) -> None:
+            await worker.awake.wait()
+            on_message(message)
+
+        def in_order(message: Any) -> None:
+            if worker.does.answers_wait and not worker.awake.is_set():
+                worker.spawn(later(message))
+            else:
+                on_message(message)
+
         def on_message(message: Any) -> None:
             if message.WhichOneof("message") == "cancel":
                 worker.cancels.append((message.cancel.request_id, message.cancel.attempt))
@@ -443,5 +455,5 @@ class _Prefill(prefill_grpc.PrefillServiceServicer):
             else:
                 worker.spawn(worker.prefill(offer, outbox))
 
-        async for response in _serve(requests, context, on_message, outbox):
+        async for response in _serve(requests, context, in_order, outbox):
             yield response

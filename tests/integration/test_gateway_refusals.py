@@ -20,7 +20,7 @@ from kvmesh.core.types import (
     RoutePlan,
     RouteQuery,
 )
-from kvmesh.policy.answer_times import MAX_WAIT_S, MIN_ANSWERS, AnswerTimes
+from kvmesh.policy.answer_times import LATE_SHARE, MAX_WAIT_S, MIN_ANSWERS, MIN_WAIT_S
 from services.gateway.config import AccessConfig, QuotaConfig
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
@@ -180,28 +180,61 @@ async def test_two_prefill_workers_never_write_into_one_reservation(tmp_path: Pa
         await stack.idle()
 
 
-async def test_who_does_not_answer_is_passed_over_as_soon_as_others_would_have_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def ready_for_a_stopped_worker(stack: Stack) -> None:
+    """Answers enough requests that the wait for a worker's answer is short."""
+    for _ in range(MIN_ANSWERS):  # each has more than one answer
+        await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+
+
+async def test_a_worker_that_stops_costs_one_request_a_short_wait_and_is_tried_last(
+    tmp_path: Path,
 ) -> None:
-    waited: list[float] = []
-    note_late = AnswerTimes.note_late
-
-    def noted(times: AnswerTimes, now: float) -> None:
-        waited.append(times.wait_s(now))
-        note_late(times, now)
-
-    monkeypatch.setattr(AnswerTimes, "note_late", noted)
     async with gateway_stack(tmp_path, TWO_PAIRS) as stack:
-        for _ in range(MIN_ANSWERS):  # each has more than one
-            await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
-        assert waited == []
-        first = stack.mesh.workers["p1"]
-        first.does.ignore_offers, num_before = 1, len(first.offers)
+        await ready_for_a_stopped_worker(stack)
+        stopped, loop = stack.mesh.workers["p1"], asyncio.get_running_loop()
+        stopped.does.answers_wait = True
+        others, asked_at = stack.mesh.workers["p2"].offers, loop.time()
         answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert MIN_WAIT_S <= loop.time() - asked_at < MAX_WAIT_S
         assert answer.choices[0].message.content == "one request, one handoff"
-        assert len(first.offers) == num_before + 1
-        (wait_s,) = waited
-        assert wait_s < MAX_WAIT_S
+        num_others = len(others)
+        stack.mesh.queries.clear()
+        for _ in range(5):
+            # A busy worker is free sooner than the gateway gives up on one that does not answer.
+            stack.mesh.workers["p2"].does.reject_offers = 2
+            await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert len(others) == num_others + 5 * 3
+        assert all(query.unanswered == query.avoid == {"p1"} for query in stack.mesh.queries)
+        # It wakes up: what it was asked meanwhile was cancelled, and it is asked again.
+        num_before = len(stopped.offers)
+        stopped.awake.set()
+        await stack.mesh.until(lambda: len(stopped.offers) == num_before + 1)
+        await stack.mesh.until(lambda: stopped.offers[-1] in stopped.cancels)
+        assert not stopped.prefilling
+        stack.mesh.queries.clear()
+        await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert len(stopped.offers) == num_before + 2
+        assert [query.avoid for query in stack.mesh.queries] == [frozenset()]
+        await stack.idle()
+
+
+async def test_requests_beside_one_that_waits_for_a_stopped_worker_go_to_others(
+    tmp_path: Path,
+) -> None:
+    async with gateway_stack(tmp_path, TWO_PAIRS) as stack:
+        await ready_for_a_stopped_worker(stack)
+        stopped = stack.mesh.workers["p1"]
+        stopped.does.ignore_offers, num_before = -1, len(stopped.offers)
+        first = asyncio.create_task(
+            stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        )
+        await stack.mesh.until(lambda: len(stopped.offers) == num_before + 1)
+        await asyncio.sleep(1.5 * LATE_SHARE * MIN_WAIT_S)
+        for _ in range(3):
+            await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert not first.done()
+        assert len(stopped.offers) == num_before + 1
+        assert (await first).choices[0].message.content == "one request, one handoff"
         await stack.idle()
 
 

@@ -436,6 +436,7 @@ class RouteQuery:
         waiting: number of the gateway's requests that look for workers now.
         waiting_reserved: number of these that wait for prefill, with a reservation or behind one.
         lost: workers of `avoid` that lost work of this request.
+        unanswered: workers of `avoid` that do not answer the gateway.
         fingerprint: checkpoint that must serve it; empty: any of the model.
         tpot_s: longest mean time per token that the client accepts.
         adapter: id of the LoRA adapter that it needs; empty: none.
@@ -453,6 +454,7 @@ class RouteQuery:
     waiting: int = 0
     waiting_reserved: int = 0
     lost: frozenset[WorkerId] = frozenset()
+    unanswered: frozenset[WorkerId] = frozenset()
     fingerprint: str = ""
     tpot_s: float = NO_LIMIT_S
     adapter: str = ""

@@ -50,6 +50,10 @@ LOST_WINDOW_S = 5.0
 MIN_LOST = 3
 """A worker that lost `MIN_LOST` requests of gateways within `LOST_WINDOW_S` seconds is ejected."""
 
+UNANSWERED_S = 2.0
+"""Seconds for which a worker is suspect after a gateway told that the worker does not answer. It is
+not ejected for that: only the link to this gateway may be down."""
+
 DAMAGED_WINDOW_S = 60.0
 """Window for damaged sequences. It is long: a worker that is tried last gets few requests."""
 
@@ -98,6 +102,7 @@ class HealthReason(enum.Enum):
     DEVICE = "its device reports errors that it cannot correct"
     DEVICE_LOST = "its device does not answer, or must be reset"
     REFUSES = "it refuses requests while it has nothing to do"
+    UNANSWERED = "it does not answer a gateway"
     SILENT = "it does not report"
     RESTS = "it was ejected a short while ago"
     PROBATION = "it came back a short while ago"
@@ -160,6 +165,7 @@ class _Record:
     device_errors: deque[float] = field(default_factory=deque)
     last: WorkerLoad = WorkerLoad()
     idle_since: float | None = None
+    unanswered_at: float | None = None
     ejected_at: float | None = None
     rest_s: float = REST_S
     back_at: float | None = None
@@ -192,10 +198,13 @@ class _Record:
             and not (self.has_failed or self.silent_s or load.device.failing or load.device.lost)
             and self.ejected_at is None
             and self.back_at is None
+            and self.unanswered_at is None
         )
 
     def take(self, load: WorkerLoad, now: float) -> None:
         """Records one load report, and drops observations older than the window."""
+        if self.unanswered_at is not None and now >= self.unanswered_at + UNANSWERED_S:
+            self.unanswered_at = None
         if load is self.last and self.idle_since is not None and not self.has_failed:
             return  # the report is not new, and the worker was idle before
         for _ in range(min(load.damaged_total - self.last.damaged_total, MIN_DAMAGED)):
@@ -235,6 +244,12 @@ class HealthBoard:
         since = None if record is None else record.idle_since
         if record is not None and since is not None and now >= since + IDLE_S:
             record.refused.append(now)
+
+    def note_unanswered(self, worker_id: WorkerId, now: float) -> None:
+        """Records that the worker does not answer a gateway."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            record.unanswered_at = now
 
     def verdicts(
         self,
@@ -352,6 +367,7 @@ class HealthBoard:
             HealthReason.DEVICE: 1.0 if load.device.failing else errors,
             HealthReason.DEVICE_LOST: float(load.device.lost),
             HealthReason.REFUSES: sum(at <= now - IDLE_S for at in record.refused) / MIN_REFUSED,
+            HealthReason.UNANSWERED: SUSPECT_SHARE * (record.unanswered_at is not None),
             HealthReason.SILENT: 0.0 if record.ejected_at else record.silent_s / SILENT_S,
         }
         # A fatal fault comes before one with a larger share.

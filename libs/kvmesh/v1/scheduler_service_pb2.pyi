@@ -77,6 +77,7 @@ class RouteRequest(_message.Message):
     WAITING_RESERVED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    UNANSWERED_WORKER_IDS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
@@ -122,6 +123,10 @@ class RouteRequest(_message.Message):
     def lost_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of the workers to avoid, those that lost work of this request."""
 
+    @_builtins.property
+    def unanswered_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the workers to avoid, those that do not answer this gateway's questions."""
+
     def __init__(
         self,
         *,
@@ -140,13 +145,14 @@ class RouteRequest(_message.Message):
         waiting_reserved: _builtins.int = ...,
         more: _abc.Iterable[Global___RouteRequest] | None = ...,
         lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        unanswered_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         model_fingerprint: _builtins.str = ...,
         tpot_ms: _builtins.int = ...,
         adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "unanswered_worker_ids", b"unanswered_worker_ids", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -129,6 +129,11 @@ class Attempt:
         return self._progress_at if self.state in _ASKING else None
 
     @property
+    def asked(self) -> Candidate:
+        """The worker that was asked last."""
+        return self._open.last.candidate
+
+    @property
     def due(self) -> float:
         """When `tick` has to be called if nothing happens before; later events may change it."""
         state, limits = self.state, self._limits

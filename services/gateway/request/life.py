@@ -53,9 +53,6 @@ from services.gateway.wire.worker_events import (
 )
 from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
 
-_ANSWERS = (Started, Reserved, Accepted, Refused)
-"""Answers of workers to an offer or a reservation; a broken stream is not an answer."""
-
 
 class Receiver(Protocol):
     """Receives a request's tokens."""
@@ -223,7 +220,6 @@ class Life:
     def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
         """Asks the workers of a plan, one after the other, until the time `until`."""
         self._answer, now = None, self._loop.time()
-        self._attempt.answer_s = self._mesh.answers.wait_s(now)
         self._perform_timed(self._attempt.ask(prefill, decode, until, now))
 
     async def answer(self) -> bool:
@@ -246,9 +242,6 @@ class Life:
     def put(self, number: int, event: WorkerEvent) -> None:
         """Takes a worker's event."""
         attempt, now = self._attempt, self._loop.time()
-        asked_at = attempt.asked_at
-        if asked_at is not None and number == attempt.num_asked and isinstance(event, _ANSWERS):
-            self._mesh.answers.note(now - asked_at, now)
         actions: Actions
         match event:
             case Tokens():
@@ -292,7 +285,7 @@ class Life:
         attempt, now = self._attempt, self._loop.time()
         asked_at = attempt.asked_at
         if asked_at is not None and now >= asked_at + attempt.answer_s:
-            self._mesh.answers.note_late(now)
+            self._mesh.sessions.gave_up(attempt.asked, asked_at, now)
         self._perform_timed(attempt.tick(now))
 
     def _perform(self, actions: Actions) -> None:
@@ -312,6 +305,7 @@ class Life:
                 connecting = self._ask_later(ask, session, link)
                 self._connecting = self._loop.create_task(connecting)
                 return None
+            self._attempt.answer_s = self._mesh.sessions.times.wait_s(link.answers)
             self._send(ask, session)
         except LostError as error:
             return self._not_asked(ask, error)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
 from kvmesh.core.values import quick
-from kvmesh.policy.answer_times import AnswerTimes
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
@@ -93,7 +92,6 @@ class Mesh:
             parts are shared with other models.
         of_model: metrics of this model's requests.
         scenarios: chooses the scenario of each request.
-        answers: how late workers answer questions.
     """
 
     router: Router
@@ -107,4 +105,3 @@ class Mesh:
     log: RequestLog = field(default_factory=RequestLog)
     connections: Connections = field(default_factory=Connections)
     scenarios: Scenarios = field(default_factory=Scenarios)
-    answers: AnswerTimes = field(default_factory=AnswerTimes)

@@ -243,6 +243,7 @@ class Search:
         held = counts.paused_reserved + (waits and self._asker.holds)
         waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.queued)
         num_generated = len(self._token_ids) - len(request.prompt_ids)
+        unanswered = self._mesh.sessions.unanswered()
         return RouteQuery(
             request_id=request.request_id,
             model=request.model,
@@ -250,12 +251,13 @@ class Search:
             max_new_tokens=request.sampling.max_tokens - num_generated,
             block_hashes=self._hashes(block_size),
             scenario=request.scenario,
-            avoid=self._failed.union(self._refusals.workers),
+            avoid=self._failed.union(self._refusals.workers, unanswered),
             ttft_budget_ms=as_ms(remaining_s),
             placement=request.placement,
             waiting=waiting,
             waiting_reserved=waiting_reserved,
             lost=self._failed,
+            unanswered=unanswered,
             tpot_s=request.tpot_s,
             adapter=request.adapter,
             fingerprint=self.fingerprint,
@@ -269,8 +271,11 @@ class Search:
         if plan.policy in BY_CONNECTIONS:  # this gateway's connections decide the order
             named = {candidate.worker_id: candidate for candidate in plan.prefill}
             prefill = [named[name] for name in self._mesh.connections.order(list(named))]
-        decode = () if plan.placement is Placement.AGGREGATED else plan.decode
-        self._asker.ask(prefill, decode, self._deadline)
+        decode: Sequence[Candidate] = plan.decode
+        if plan.placement is Placement.AGGREGATED:
+            decode = ()
+        late_last = self._mesh.sessions.late_last
+        self._asker.ask(late_last(prefill), late_last(decode), self._deadline)
 
     async def _try_plan(self, plan: RoutePlan, turn: Turn) -> bool:
         """Asks the plan's candidates in rounds, until one takes the request or the plan is old."""

@@ -25,6 +25,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import join_hashes
+from kvmesh.policy.answer_times import AnswerTimes, WorkerAnswers
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
@@ -81,6 +82,11 @@ class Link:
         parse: turns one event message into a value.
         has_tokens: the messages may carry tokens.
         direct: connects to the socket that the worker offers beside gRPC.
+        times: answer times of all workers.
+
+    Attributes:
+        answers: questions to the worker on this stream. Its first event about an attempt is the
+            answer.
     """
 
     def __init__(
@@ -91,7 +97,10 @@ class Link:
         *,
         has_tokens: bool = False,
         direct: DirectClient | None = None,
+        times: AnswerTimes,
     ) -> None:
+        self.answers = WorkerAnswers()
+        self._times = times
         self._parse = parse
         self._has_tokens = has_tokens
         self._takers: dict[AttemptKey, Taker] = {}
@@ -114,6 +123,7 @@ class Link:
         """
         self.stream.send(message)
         self._takers[key] = taker
+        self.answers.asked(key, self._loop.time())
 
     def forget(self, key: AttemptKey) -> bool:
         """Ends the registration of an attempt; False if it had ended already."""
@@ -130,9 +140,11 @@ class Link:
         for message in response.events:
             key = (message.request_id, message.attempt)
             if key not in self._takers:
-                continue  # its attempt ended here before the worker knew
+                self._answered(key)  # its attempt ended here before the worker knew
+                continue
             if self._has_tokens and self._waits(key, message.tokens):
                 continue
+            self._answered(key)
             try:
                 event = self._parse(message)
             except ProtocolError as error:
@@ -142,6 +154,12 @@ class Link:
             taker = self._takers.get(key)
             if taker is not None:
                 taker.put(message.attempt, event)
+
+    def _answered(self, key: AttemptKey) -> None:
+        now = self._loop.time()
+        seconds = self.answers.answered(key, now)
+        if seconds is not None:
+            self._times.note(seconds, now)
 
     def _waits(self, key: AttemptKey, tokens: DecodeTokens) -> bool:
         """Keeps tokens until the end of the iteration; False if they are not plain."""
@@ -175,6 +193,7 @@ class Link:
 
     def _fail_all(self, reason: str) -> None:
         self._deliver_all()
+        self.answers.forget()
         refusal = Refusal(
             RefusalReason.LOST, f"connection to {self.stream.name} broke: {reason}", work_done=True
         )
@@ -197,6 +216,7 @@ class WorkerSession:
         worker_id: WorkerId,
         endpoint: Endpoint,
         channel: grpc.aio.Channel,
+        times: AnswerTimes,
         access: MeshAccess = NO_ACCESS,
     ) -> None:
         self.worker_id = worker_id
@@ -206,6 +226,7 @@ class WorkerSession:
             PrefillServiceStub(channel).Prefill,
             prefill_event,
             direct=DirectClient(endpoint.host, PrefillResponse, access.tls),
+            times=times,
         )
         self.decode = Link(
             f"{worker_id} (decode)",
@@ -213,7 +234,9 @@ class WorkerSession:
             decode_event,
             has_tokens=True,
             direct=DirectClient(endpoint.host, DecodeResponse, access.tls),
+            times=times,
         )
+        self._times = times
         self._channel = channel
         self._held: dict[AttemptKey, float] = {}
         self._holding = asyncio.Event()
@@ -233,6 +256,15 @@ class WorkerSession:
     def num_held(self) -> int:
         """Number of reservations that are being renewed."""
         return len(self._held)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer of the worker is overdue."""
+        now = asyncio.get_running_loop().time()
+        return any(
+            link.answers.is_late(self._times.wait_s(link.answers), now)
+            for link in (self.prefill, self.decode)
+        )
 
     def reserve(self, key: AttemptKey, message: DecodeRequest, taker: Taker) -> None:
         """Asks for blocks and a slot.
@@ -313,9 +345,15 @@ class WorkerSession:
 
 
 class WorkerSessions:
-    """All sessions, by worker."""
+    """All sessions, by worker.
+
+    Attributes:
+        times: answer times of all workers.
+    """
 
     def __init__(self, access: MeshAccess = NO_ACCESS) -> None:
+        self.times = AnswerTimes()
+        self._unanswered: set[WorkerSession] = set()
         self._access = access
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._retiring: set[asyncio.Task[None]] = set()
@@ -338,9 +376,40 @@ class WorkerSessions:
             self._retire(known)
         endpoint = candidate.control_endpoint
         channel = open_channel(str(endpoint), self._access)
-        session = WorkerSession(candidate.worker_id, endpoint, channel, self._access)
+        session = WorkerSession(candidate.worker_id, endpoint, channel, self.times, self._access)
         self._sessions[candidate.worker_id] = session
         return session
+
+    def gave_up(self, candidate: Candidate, asked_at: float, now: float) -> None:
+        """Notes that a worker did not answer a question in time."""
+        self.times.note_late(asked_at, now)
+        session = self._sessions.get(candidate.worker_id)
+        if session is not None:
+            self._unanswered.add(session)
+
+    def unanswered(self) -> frozenset[WorkerId]:
+        """Workers that did not answer a question in time, and have answered none since."""
+        if not self._unanswered:
+            return frozenset()
+        self._unanswered = {each for each in self._unanswered if each.is_late}
+        return frozenset(each.worker_id for each in self._unanswered)
+
+    def late_last(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates in the same order, but those whose answers are overdue come last.
+
+        Those of `unanswered` are left out while there are others: busy workers are free sooner than
+        the gateway gives up on one that does not answer.
+        """
+        late = {each.worker_id for each in candidates if self._is_late(each.worker_id)}
+        if not late:
+            return candidates
+        unanswered = self.unanswered()
+        answering = [each for each in candidates if each.worker_id not in unanswered]
+        return sorted(answering or candidates, key=lambda each: each.worker_id in late)
+
+    def _is_late(self, worker_id: WorkerId) -> bool:
+        session = self._sessions.get(worker_id)
+        return session is not None and session.is_late
 
     def keep(self, live: Collection[Candidate]) -> None:
         """Connects to live workers before they are needed.
@@ -393,6 +462,7 @@ class WorkerSessions:
         await asyncio.gather(*self._retiring)
 
     def _retire(self, session: WorkerSession) -> None:
+        self._unanswered.discard(session)
         task = asyncio.get_running_loop().create_task(session.close())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)

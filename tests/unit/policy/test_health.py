@@ -26,6 +26,7 @@ from kvmesh.policy.health import (
     REST_S,
     SILENT_S,
     SLOW_FACTOR,
+    UNANSWERED_S,
     UNKNOWN_STEP_S,
     HealthBoard,
     HealthReason,
@@ -95,6 +96,16 @@ def test_a_worker_where_requests_are_lost_is_drained() -> None:
         assert fleet.level("p0", 0.1) is (Health.OK if count < 2 else Health.SUSPECT)
         fleet.board.note_lost(WorkerId("p0"), fleet.now)
     assert fleet.level("p0") is Health.DEGRADED
+
+
+def test_a_worker_that_does_not_answer_a_gateway_is_tried_last_and_not_ejected() -> None:
+    fleet = Fleet()
+    fleet.judge()
+    for _ in range(10 * MIN_LOST):
+        fleet.board.note_unanswered(WorkerId("p0"), fleet.now)
+        verdict = fleet.judge(0.1)[WorkerId("p0")]
+        assert (verdict.level, verdict.reason) == (Health.SUSPECT, HealthReason.UNANSWERED)
+    assert fleet.level("p0", UNANSWERED_S) is Health.OK, "no gateway has told of it since"
 
 
 def test_a_worker_that_computes_no_numbers_is_drained() -> None:

@@ -160,6 +160,7 @@ def test_route_query_round_trip() -> None:
         waiting=3,
         waiting_reserved=2,
         lost=frozenset({WorkerId("x")}),
+        unanswered=frozenset({WorkerId("y")}),
         tpot_s=0.03,
     )
     message = convert_route.route_query_to_proto(query, 7, "00-trace")

@@ -52,6 +52,12 @@ def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:
     assert (demand.remote, demand.local) == (1, 1)
 
 
+def test_a_worker_that_does_not_answer_the_gateway_says_nothing_of_the_request() -> None:
+    board, silent = DemandBoard(), frozenset({WorkerId("w")})
+    assert board.note_query("g", query(avoid=silent, unanswered=silent), 0.0)
+    assert board.take_new("m") == 1
+
+
 @pytest.mark.parametrize("lost", [frozenset(), frozenset({WorkerId("w")})])
 def test_who_has_workers_to_avoid_was_counted_before(lost: frozenset[WorkerId]) -> None:
     board = DemandBoard()

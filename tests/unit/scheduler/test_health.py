@@ -127,6 +127,26 @@ async def test_each_request_that_an_idle_worker_refused_counts_once() -> None:
     assert parts.shown("p0")[0] is Health.DEGRADED
 
 
+async def test_a_worker_that_does_not_answer_one_gateway_is_tried_last_for_all() -> None:
+    parts = Judged()
+    for _ in range(3):
+        await parts.second()
+    assert parts.health.is_quiet
+    silent = frozenset({WorkerId("d0")})
+    assert (await parts.decoders("one", avoid=silent, unanswered=silent))[-1] == "d0"
+    for number in range(2 * MIN_REFUSED):
+        told = query(request_id=RequestId(f"{number}"), avoid=silent, unanswered=silent)
+        parts.health.note_query(told, parts.clock.now())
+    assert not parts.health.is_quiet, "it is judged at the next turn"
+    await parts.health.judge(parts.clock.now())
+    assert parts.shown("d0") == (Health.SUSPECT, False, "it does not answer a gateway")
+    assert (await parts.decoders("another"))[-1] == "d0"
+    for _ in range(4):
+        await parts.second()
+    assert parts.shown("d0") == (Health.OK, False, "")
+    assert parts.health.is_quiet
+
+
 async def test_reports_that_are_judged_already_are_not_judged_again() -> None:
     parts = Judged()
     await parts.second()

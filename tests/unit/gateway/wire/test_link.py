@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvmesh.core.types import RequestId
+from kvmesh.policy.answer_times import AnswerTimes
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeResponse
 from services.gateway.wire.worker_events import Failed, HandedOff, Tokens, WorkerEvent, decode_event
@@ -71,7 +72,7 @@ def tokens(
 
 @pytest.fixture
 async def link() -> Link:
-    return Link("worker", _never_called, decode_event, has_tokens=True)
+    return Link("worker", _never_called, decode_event, has_tokens=True, times=AnswerTimes())
 
 
 def _never_called(_: Any) -> Any:
