@@ -38,9 +38,10 @@ clients ask one request after the other; p99 is of the times to the last token; 
  eight streams; `done` is until all know of it again
 - ejection: eight workers and eight clients; from the fault until the fleet, as gateways see it,
  has the worker as one that is tried last, and takes nothing new. Whoever computed a damaged
- sequence is tried last, and ejected when no other worker has one as well; `met it` are streams that
- moved; p99 is of requests that others served. Cut off: the process is stopped, so
- that its connections stay and nothing passes\
+ sequence is tried last, and ejected when no other worker has one as well; `met it` are requests
+ that the worker had until it was ejected, that it lost, or that waited for its answer in vain; p99
+ is of all others that ran beside the fault. Cut off: the process is stopped, so that its
+ connections stay and nothing passes\
 """.replace("\n ", " ").split("\n- ")
 
 

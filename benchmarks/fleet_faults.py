@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fleet_fates import fates, is_met
 from benchmarks.fleet_groups import STATE, group_file
 from benchmarks.fleet_load import WAIT_S, Clients, clients, p99_ms, say, serving
 from benchmarks.result import Row, Target
@@ -166,55 +167,86 @@ FAULTS = (
 """What happens, and to whom."""
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of a fault. Times are seconds on the loop's clock.
+
+    Attributes:
+        before: number of answers before it.
+        began, over: when the worker fell ill, and when its next life could begin.
+        last_s, out_s: seconds until it was tried last, and until it was ejected.
+        others: other workers that were ejected.
+    """
+
+    before: int
+    began: float = 0.0
+    over: float = 0.0
+    last_s: float = 0.0
+    out_s: float = 0.0
+    others: set[str] = field(default_factory=set)
+
+
 async def ejection(folder: Path, scale: float) -> list[Row]:
     """Eight workers, of which one after another falls ill."""
     rows = []
     faulty(folder, *(name for _, name in FAULTS))
     async with running_up(folder, *EIGHT, more=STEPS) as told, watched(told) as view:
-        url = f"http://{told['http']}"
         await until(lambda: len(view.workers) == 8, "eight are there", WAIT_S)
         for fault, name in FAULTS:
-            async with clients(url, {"": EJECT_CLIENTS}, TOKENS) as load:
-                row = await _ejected(fault, name, folder, url, view, load, int(80 * scale))
-            rows.append({"part": "ejection", "case": fault, "detail": name, **row})
+            async with clients(f"http://{told['http']}", {"": EJECT_CLIENTS}, TOKENS) as load:
+                seen = await _ejected(fault, name, folder, view, load, int(80 * scale))
+            found = await _shown(fault, name, told["console"], load, seen)
+            rows.append({"part": "ejection", "case": fault, "detail": name, **found})
             say(f"  {rows[-1]}")
     return rows
 
 
 async def _ejected(
-    fault: str, name: str, folder: Path, url: str, view: LiveFleet, load: Clients, count: int
-) -> Row:
+    fault: str, name: str, folder: Path, view: LiveFleet, load: Clients, count: int
+) -> _Seen:
     loop = asyncio.get_running_loop()
-    moved = await _moves(url)
     await load.more(count)
-    before, since = load.asked[:], len(load.asked)
+    seen = _Seen(len(load.asked))
     life = next(each.info.incarnation for each in view.workers if each.info.worker_id == name)
-    others: set[str] = set()
 
     def is_out(level: Health) -> bool:
         found = {str(each.info.worker_id): each for each in view.workers}
-        others.update(w for w, e in found.items() if e.health >= Health.DEGRADED and w != name)
+        seen.others |= {w for w, e in found.items() if e.health >= Health.DEGRADED and w != name}
         ill = found.get(name)
         return ill is None or ill.health >= level or ill.info.incarnation != life
 
     async with _ill(fault, name, folder):
-        began = loop.time()
+        seen.began = loop.time()
         await until(lambda: is_out(Health.SUSPECT), f"{name} is tried last", WAIT_S)
-        last_s = loop.time() - began
+        seen.last_s = loop.time() - seen.began
         await until(lambda: is_out(Health.DEGRADED), f"{name} is ejected", WAIT_S)
-        out_s = loop.time() - began
+        seen.out_s = loop.time() - seen.began
         await load.more(count)
+        seen.over = loop.time()
     await until(lambda: is_well(view), "all are well again", WAIT_S)
-    after = load.asked[since:]
-    spared = [each for each in after if not each.met(name)]
+    return seen
+
+
+async def _shown(fault: str, name: str, console: str, load: Clients, seen: _Seen) -> Row:
+    """The row of a fault, when all requests are over."""
+    began, out = seen.began, seen.began + seen.out_s
+    before = load.asked[: seen.before]
+    during = [
+        e for e in load.asked[seen.before :] if began <= e.at + e.took_s and e.at <= seen.over
+    ]
+    tales = await fates(console, during)
+    met = [is_met(tale, name, began, out) for tale in tales]
+    ill = [each for each, is_ill in zip(during, met, strict=True) if is_ill]
+    spared = [each for each, is_ill in zip(during, met, strict=True) if not is_ill]
     return {
         "answers": len(load.asked),
         "failed": load.failed(),
         "wrong": load.wrong(),
-        "tried last s": round(last_s, 2),
-        "ejected s": round(out_s, 2),
-        "met it": int(await _moves(url) - moved),
-        "ejected beside": len(others),
+        "tried last s": round(seen.last_s, 2),
+        "ejected s": round(seen.out_s, 2),
+        "met it": len(ill),
+        "their longest ms": round(1e3 * max((each.took_s for each in ill), default=0.0)),
+        "ejected beside": len(seen.others),
         "p99 ms before": p99_ms(before),
         "p99 ms": p99_ms(spared),
         "ratio": round(p99_ms(spared) / p99_ms(before), 3),
@@ -250,11 +282,6 @@ def _pid(folder: Path, name: str) -> int:
 def is_well(view: LiveFleet) -> bool:
     """Whether all eight are there, and none is ill."""
     return len(view.workers) == 8 and all(each.health is Health.OK for each in view.workers)
-
-
-async def _moves(url: str) -> float:
-    metrics = await scrape(f"{url}/metrics")
-    return metrics.value("kvmesh_gateway_moves_total")
 
 
 def judge_ejection(rows: Sequence[Row]) -> list[Target]:

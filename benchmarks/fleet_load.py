@@ -51,13 +51,6 @@ class Asked:
     took_s: float
     answer: Answer
 
-    def met(self, worker: str) -> bool:
-        """Whether a worker had it when the answer began."""
-        return worker in (
-            self.answer.headers.get("x-kvmesh-prefill-worker"),
-            self.answer.headers.get("x-kvmesh-decode-worker"),
-        )
-
 
 @dataclass(slots=True)
 class Clients:

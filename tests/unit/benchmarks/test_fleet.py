@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from benchmarks import fleet_faults, fleet_groups
 from benchmarks.fleet import NOTES, PARTS
+from benchmarks.fleet_fates import fate_of, is_met
 from benchmarks.fleet_load import Asked, Clients, p99_ms
 from benchmarks.result import Row
 from kvmesh.cli.group import read_groups
@@ -24,9 +26,8 @@ PROMPT, TOKENS = [5, 6, 7], 12
 SEED = 1
 
 
-def asked(token_ids: list[int], took_s: float = 1.0, prefill: str = "", decode: str = "") -> Asked:
-    headers = {"x-kvmesh-prefill-worker": prefill, "x-kvmesh-decode-worker": decode}
-    answer = Answer(200, headers, 0.1, {0: Choice(token_ids=token_ids)})
+def asked(token_ids: list[int], took_s: float = 1.0) -> Asked:
+    answer = Answer(200, {}, 0.1, {0: Choice(token_ids=token_ids)})
     return Asked("", PROMPT, SEED, 0.0, took_s, answer)
 
 
@@ -56,9 +57,26 @@ async def test_a_request_without_a_whole_answer_has_failed() -> None:
     assert (load.failed(), load.failed(2)) == (2, 1)
 
 
-def test_who_met_a_worker_had_it_for_prefill_or_decode() -> None:
-    found = asked([], prefill="p0", decode="d0")
-    assert [found.met(name) for name in ("p0", "d0", "d1")] == [True, True, False]
+def test_a_request_met_a_worker_that_had_it_in_time_or_kept_it_waiting() -> None:
+    phases = [("waiting", "", 0), ("prefill", "p0", 100), ("decode", "d0", 200), ("", "", 900)]
+    told = {
+        "at": 50.0,
+        "decode": "d0",
+        "phases": [
+            {"phase": phase, "worker": worker, "start_ms": start, "end_ms": end}
+            for (phase, worker, start), (_, _, end) in itertools.pairwise(phases)
+        ],
+        "events": [
+            {"what": "refused", "worker": "p1", "text": "prefill: busy"},
+            {"what": "refused", "worker": "p2", "text": "prefill: lost"},
+            {"what": "lost", "worker": "d1", "text": "decode_stalled"},
+        ],
+    }
+    fate = fate_of(told, 50.0)
+    assert [is_met(fate, name, 100.15, 100.16) for name in ("p0", "d0")] == [True, True]
+    assert [is_met(fate, name, 100.25, 101.0) for name in ("p0", "d0")] == [False, True]
+    assert not is_met(fate, "d0", 100.95, 101.0)
+    assert [is_met(fate, name, 0.0, 1.0) for name in ("p1", "p2", "d1")] == [False, True, True]
     times = [asked([], took_s=number / 100) for number in range(1, 102)]
     assert p99_ms(times) == pytest.approx(1000.0)
 
