@@ -5,7 +5,7 @@ Tests: tests/integration/test_redis_cluster.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvmesh.metadata.redis_library import ResponseError, redis
@@ -18,8 +18,9 @@ async def cluster_addresses(client: redis.Redis) -> list[tuple[str, int]]:
 
     The host is empty if a node does not know its own address.
     """
+    ask: Callable[..., Awaitable[Mapping[str, Any]]] = client.execute_command
     try:
-        found: Mapping[str, Any] = await client.execute_command("CLUSTER NODES")
+        found = await ask("CLUSTER NODES")
     except ResponseError:
         return []  # not a cluster, or a proxy that does not know the command
     addresses = []
