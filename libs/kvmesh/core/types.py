@@ -435,11 +435,9 @@ class RouteQuery:
         avoid: workers that just failed or refused this request.
         waiting: number of the gateway's requests that look for workers now.
         waiting_reserved: number of these that wait for prefill, with a reservation or behind one.
-        lost: workers of `avoid` that lost work of this request.
-        unanswered: workers of `avoid` that do not answer the gateway.
-        fingerprint: checkpoint that must serve it; empty: any of the model.
+        lost, unanswered: workers of `avoid` that lost work of it, or do not answer the gateway.
+        fingerprint, adapter: checkpoint and LoRA adapter that it needs; empty: any, none.
         tpot_s: longest mean time per token that the client accepts.
-        adapter: id of the LoRA adapter that it needs; empty: none.
     """
 
     request_id: RequestId

@@ -110,6 +110,11 @@ class WorkerAnswers:
         """Seconds to wait by this worker's own answers; 0 before the first one."""
         return self._mean_s + 4.0 * self._deviation_s
 
+    @property
+    def has_open(self) -> bool:
+        """Whether a question is open."""
+        return bool(self._asked)
+
     def asked(self, question: Hashable, now: float) -> None:
         """Notes a question."""
         self._asked[question] = now

@@ -264,6 +264,7 @@ class WorkerSession:
         return any(
             link.answers.is_late(self._times.wait_s(link.answers), now)
             for link in (self.prefill, self.decode)
+            if link.answers.has_open
         )
 
     def reserve(self, key: AttemptKey, message: DecodeRequest, taker: Taker) -> None:
