@@ -1,5 +1,5 @@
-"""Pool and tiers in any order of evictions, copies, loads and losses: no block has two owners, and
-what others are told is what is here."""
+"""Pool and tiers in any order of evictions, copies, loads, losses and crashes: no block has two
+owners, and what others are told is what is here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmesh.core.block_names import DISK, HOST, IN_TIER, TELLS_TIERS
 from kvmesh.core.types import BlockHash
-from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.lower_copies import UnsavedBlock
 from kvmesh.kv.tiers import Copy, Tier, Tiers
 
 NUM_BLOCKS = 5
@@ -24,14 +25,19 @@ class TierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.start({}, [])
+
+    def start(self, disk: dict[int, BlockHash], kept: list[Copy]) -> None:
+        """A process begins, with what an earlier one left on disk."""
         self.pool = BlockPool(NUM_BLOCKS, 4)
         self.tiers = Tiers(
-            [Tier(name, size) for name, size in zip(NAMES, self.places, strict=False)],
+            [Tier(name, size) for name, size in zip(NAMES, self.places, strict=True)],
             self.pool.lost_below,
         )
+        self.tiers[1].adopt(kept)
         self.pool.below = self.tiers
         self.blocks: dict[int, BlockHash] = {}
-        self.memory: list[dict[int, BlockHash]] = [{} for _ in self.places]
+        self.memory: list[dict[int, BlockHash]] = [{}, disk]
         self.sequences: list[list[int]] = []
         self.published: set[BlockHash] = set()
         self.down: list[tuple[UnsavedBlock, Copy, BlockHash]] = []
@@ -71,11 +77,13 @@ class TierMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.sequences) - 1))
         self.pool.release(self.sequences.pop(index))
 
-    @rule(limit=st.integers(1, 4))
-    def begin_down(self, limit: int) -> None:
+    @rule(limit=st.integers(1, 4), may_lose=st.booleans())
+    def begin_down(self, limit: int, may_lose: bool) -> None:
         """Copies from the pool begin: now, or some time before they end, bytes are read."""
         chosen = {each.key: each for each in self.pool.unsaved(limit)}
-        copies = self.tiers.begin_write(0, chosen)
+        only_there = set(self.tiers[0].unsaved(NUM_BLOCKS))
+        copies = self.tiers.begin_write(0, chosen, may_lose=may_lose)
+        assert may_lose or only_there <= set(self.tiers[0])
         self.pool.saving([chosen[copy.key] for copy in copies])
         for copy in copies:
             block = chosen[copy.key]
@@ -123,6 +131,19 @@ class TierMachine(RuleBasedStateMachine):
         unsaved = {each.block for each in self.pool.unsaved(NUM_BLOCKS)}
         evictable = {block for block in unsaved if not self.pool._references[block]}
         assert not {self.blocks[block] for block in evictable} & set(hashes)
+
+    @rule()
+    def crash(self) -> None:
+        """The next life finds what was written whole, and others forget all of the last one."""
+        disk, kept = self.tiers[1], []
+        for key in list(disk):
+            kept.append(disk.begin_read(key))
+            disk.end_read(kept[-1], is_good=True)
+        self.start(self.memory[1], kept)
+        self.publish()
+        assert {key for key in HASHES if IN_TIER[DISK](key) in self.published} == {
+            copy.key for copy in kept
+        }
 
     @rule()
     def clear_cached(self) -> None:

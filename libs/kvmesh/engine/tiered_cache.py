@@ -17,8 +17,9 @@ from kvmesh.engine.disk_store import DiskStore
 from kvmesh.engine.outside_cache import OutsideCache
 from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.tier_stores import Good, TierStore
-from kvmesh.kv.block_pool import BlockPool, UnsavedBlock
-from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.lower_copies import UnsavedBlock
+from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics, is_nearly_full
 from kvmesh.policy.linear_time import LinearTime
 from kvmesh.policy.preemption import with_sample
 from kvmesh.policy.prefix_source import Way, cheapest_way
@@ -96,7 +97,7 @@ class TieredCache:
         copies: list[Copy] = []
         while not copies:
             chosen = {each.key: each for each in pool.unsaved(self._stores[0].num_at_once)}
-            copies = self._tiers.begin_write(0, chosen)
+            copies = self._tiers.begin_write(0, chosen, may_lose=not self._can_wait)
             # Some of these blocks left the pool and returned while their copy was made.
             known = [each for key, each in chosen.items() if self._tiers[0].knows(key)]
             pool.saving(known)
@@ -111,6 +112,12 @@ class TieredCache:
             partial(self._saved, blocks, copies),
         )
 
+    @property
+    def _can_wait(self) -> bool:
+        """Whether host memory has room soon, and the pool has until then."""
+        pool = self._pool
+        return self._is_spilling and not is_nearly_full(pool.num_safe, pool.num_blocks)
+
     def _saved(self, blocks: Sequence[UnsavedBlock], copies: Sequence[Copy], good: Good) -> None:
         self._is_saving = False
         for copy, is_good in zip(copies, good, strict=True):
@@ -118,8 +125,8 @@ class TieredCache:
         if self.outside is not None:
             kept = zip(copies, good, strict=True)
             self.outside.offer(copy.key for copy, is_good in kept if is_good)
-        self.clean()
         self._clean_host()
+        self.clean()
 
     def _clean_host(self) -> None:
         """Copies from host memory to disk, by the same rule as `clean`."""
@@ -142,6 +149,7 @@ class TieredCache:
             self._tiers[0].end_read(source, is_good=True)
             self._tiers.end_write(1, copy, is_good=is_good)
         self._clean_host()
+        self.clean()
 
     # --- up ----------------------------------------------------------------------------------
 

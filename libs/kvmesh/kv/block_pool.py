@@ -28,7 +28,7 @@ from kvmesh.core.kv_groups import PLAIN, KvGroups
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_news import BlockEvents, BlockNews, is_announced
 from kvmesh.kv.free_segments import FreeSegments
-from kvmesh.kv.lower_copies import LowerCopies, with_tiers
+from kvmesh.kv.lower_copies import LowerCopies, UnsavedBlock, with_tiers
 from kvmesh.kv.runs import consecutive_runs
 
 CONTIGUITY_SHARE = 1 / 8
@@ -57,19 +57,6 @@ class BlockPoolStatistics:
     largest_free_segment: int
     allocated_total: int
     evicted_total: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnsavedBlock:
-    """A block without a copy in a lower tier: its KV would be lost if it were evicted.
-
-    Attributes:
-        life: number of earlier evictions from this block id, for `is_same`.
-    """
-
-    block: int
-    key: BlockHash
-    life: int
 
 
 class BlockPool:
@@ -301,6 +288,11 @@ class BlockPool:
     def num_empty(self) -> int:
         """Number of blocks that hold nothing."""
         return self._empty.num_blocks
+
+    @property
+    def num_safe(self) -> int:
+        """Number of blocks that can be taken without loss: empty, or with a copy below."""
+        return self.num_free - len(self._unsaved)
 
     def unsaved(self, limit: int) -> list[UnsavedBlock]:
         """Returns up to `limit` blocks without a copy below: evictable ones first, oldest first."""

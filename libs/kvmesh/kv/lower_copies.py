@@ -1,12 +1,26 @@
-"""A pool's view of the tiers below it (`tiers.py`)."""
+"""A pool's view of the tiers below it (`tiers.py`), and theirs of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.core.pool import OldBlocks
 from kvmesh.core.types import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class UnsavedBlock:
+    """A block without a copy in a lower tier: its KV would be lost if it were evicted.
+
+    Attributes:
+        life: number of earlier evictions from this block id, for `BlockPool.is_same`.
+    """
+
+    block: int
+    key: BlockHash
+    life: int
 
 
 class LowerCopies(Protocol):

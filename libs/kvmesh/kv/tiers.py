@@ -9,8 +9,9 @@ What happens when:
     pool half full          blocks without a copy below are copied: the evictable ones first,
                             oldest first; then full blocks in use, so that they have a copy
                             when their sequence ends
-    tier full               its oldest copy is dropped; by then the tier below has a copy, or
-                            the block is lost
+    tier full               its oldest copy is dropped. If the tier below has none yet, the next
+                            copy waits for it, unless the pool is about to evict blocks without
+                            a copy: then the oldest is lost
     evicted from the pool   the block's copies count as used at that moment, so a tier keeps
                             what was used last
     loaded into the pool    the copies count as used likewise, the end of a prefix before its
@@ -134,11 +135,16 @@ class Tier:
         assert len(taken) == len(self._place_of), "a place is taken twice"
         self._free = [place for place in range(self.num_places - 1, -1, -1) if place not in taken]
 
-    def begin_write(self, keys: Iterable[BlockHash]) -> tuple[list[Copy], list[BlockHash]]:
+    def begin_write(
+        self, keys: Iterable[BlockHash], *, may_lose: bool = True
+    ) -> tuple[list[Copy], list[BlockHash]]:
         """Reserves places for the blocks that the tier lacks; evicts its oldest copies as needed.
 
         Stops at the first block for which no place can be freed, because every copy is
         being read or written.
+
+        Args:
+            may_lose: whether a copy may be evicted that the tier below does not have yet.
 
         Returns:
             The copies to write, and the blocks whose copies were evicted for them.
@@ -148,16 +154,18 @@ class Tier:
         for key in keys:
             if self.knows(key):
                 continue
-            if not self._free and not self._evict_oldest(gone):
+            if not self._free and not self._evict_oldest(gone, may_lose=may_lose):
                 break
             place = self._free.pop()
             self._writing[key] = place
             copies.append(Copy(key, place))
         return copies, gone
 
-    def _evict_oldest(self, gone: list[BlockHash]) -> bool:
+    def _evict_oldest(self, gone: list[BlockHash], *, may_lose: bool) -> bool:
         for key, place in self._place_of.items():
             if place not in self._readers:
+                if key in self._unsaved and not may_lose:
+                    return False  # copies go down oldest first: this one is next
                 self._remove(key)
                 self._evicted += 1
                 gone.append(key)
@@ -321,9 +329,11 @@ class Tiers:
             for key in keys:
                 tier.evict_first(key)
 
-    def begin_write(self, level: int, keys: Iterable[BlockHash]) -> list[Copy]:
+    def begin_write(
+        self, level: int, keys: Iterable[BlockHash], *, may_lose: bool = True
+    ) -> list[Copy]:
         """See `Tier.begin_write`."""
-        copies, gone = self._tiers[level].begin_write(keys)
+        copies, gone = self._tiers[level].begin_write(keys, may_lose=may_lose)
         for key in gone:
             self._on_lost(key)
         if level:

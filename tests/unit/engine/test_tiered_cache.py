@@ -245,6 +245,31 @@ def test_a_slow_load_of_one_block_says_little_about_nine() -> None:
     assert bench.tiers.pays(hashes[:9], 1), "8 blocks are computed in 12.8 ms"
 
 
+def test_host_memory_that_holds_less_than_a_burst_loses_nothing_while_the_pool_can_wait(
+    tmp_path: Path,
+) -> None:
+    disk = LateCopier()
+    bench = Bench(KvGroups(), 32)
+    block_bytes, num_host = bench.runner.spec.layout.block_bytes, 8
+    arena = HostArena(bench.runner.kv, block_bytes, num_host + passage_places(block_bytes))
+    passage = range(num_host, arena.num_places)
+    file = BlockFile(tmp_path / "w.kv", "model", block_bytes, PLACES)
+    spill = DiskStore(file, arena, passage, InlineCopier(), disk)
+    tiers = [Tier("host", num_host), Tier("disk", PLACES)]
+    core = bench.core
+    stores: list[TierStore] = [HostStore(arena, InlineCopier()), spill]
+    bench.tiers = TieredCache(core.pool, core.fills, tiers, stores, bench.clock, spill)
+    for stem in (0, 1):
+        bench.finish(bench.admit(bench.spec(stem)))
+    # Copies to disk begin now, one after the other.
+    disk.catch_up()
+    spec = bench.spec(0)
+    for key in chain_hashes(spec.root_hash, spec.token_ids, 16)[:9]:
+        assert key in tiers[1], "the first prompt is on disk"
+    bench.tiers.check_integrity()
+    bench.tiers.close()
+
+
 def test_a_prompt_that_ends_meanwhile_leaves_nothing() -> None:
     late = LateCopier()
     bench = Bench(KvGroups(), 16, late)
