@@ -1,7 +1,7 @@
 """A link between two network namespaces with the kernel's own rate limit, for a far cluster.
 
 Needs root, `ip` and `tc`. What leaves the far side is held to a rate that may be changed at any
-time; the way there is free.
+time; the way there is free unless it is held to a rate, too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class FarLink:
     """A namespace behind a link; it has nothing else.
 
     Attributes:
+        device: the near end.
         near, far: addresses of the two ends.
     """
 
     namespace: str
+    device: str
     near: str
     far: str
 
@@ -49,12 +51,20 @@ class FarLink:
 
     def set_rate(self, bytes_per_s: float) -> None:
         """From now on so much leaves the far end."""
-        rate = f"rate {int(bytes_per_s * 8)}bit burst {BURST} latency {LATENCY}"
-        _run(*self.prefix, *f"tc qdisc replace dev far root tbf {rate}".split())
+        _run(*self.prefix, *_held("far", bytes_per_s))
+
+    def set_rate_there(self, bytes_per_s: float) -> None:
+        """From now on so much leaves the near end."""
+        _run(*_held(self.device, bytes_per_s))
 
     def set_up(self, is_up: bool) -> None:
         """Takes the far end down, so that nothing gets through and nobody is told, or up again."""
         _run(*self.prefix, *f"ip link set far {'up' if is_up else 'down'}".split())
+
+
+def _held(device: str, bytes_per_s: float) -> list[str]:
+    rate = f"rate {int(bytes_per_s * 8)}bit burst {BURST} latency {LATENCY}"
+    return f"tc qdisc replace dev {device} root tbf {rate}".split()
 
 
 def _run(*command: str) -> None:
@@ -66,8 +76,8 @@ def far_link(bytes_per_s: float) -> Iterator[FarLink]:
     """A link that is up inside; names and addresses are those of this process alone."""
     number = os.getpid() % 4000
     subnet = f"10.{96 + number // 250}.{number % 250}"
-    link = FarLink(f"kvmesh-live-{number}", f"{subnet}.1", f"{subnet}.2")
     device = f"kvl{number}"
+    link = FarLink(f"kvmesh-live-{number}", device, f"{subnet}.1", f"{subnet}.2")
     _run("ip", "netns", "add", link.namespace)
     try:
         inside = f"peer name far netns {link.namespace}".split()

@@ -13,7 +13,12 @@ from kvmesh.core.block_names import in_host
 from kvmesh.core.types import PrefixSource
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection
+from kvmesh.runtime.worker_config import (
+    EngineSection,
+    FetchSection,
+    TiersSection,
+    WorkerSection,
+)
 from tests.integration.families import NEW_TOKENS, Checkpoint
 from tests.waiting import until
 from tests.worker_driver import (
@@ -110,6 +115,45 @@ async def test_another_worker_reads_what_lies_below(worker: Worker, driver: Driv
         assert reader.core.token_totals[0] < 20
         assert worker.pool.statistics().opened_total == 2
         await until_idle(worker, reader)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek-v3", "qwen3-next"])
+async def test_another_worker_reads_all_kinds_of_blocks_from_below(
+    family: str, tier: str, tmp_path: Path
+) -> None:
+    """Windows, latents and states: the reader goes on behind what the holder had evicted."""
+    checkpoint = Checkpoint(family, tmp_path / "model", (250,))
+    (prompt,) = checkpoint.prompts
+    engine = EngineSection(
+        model=str(checkpoint.folder), num_blocks=64, max_batch_tokens=48, state_interval_tokens=64
+    )
+    tiers = TiersSection(disk_gib=0.1, disk_path=str(tmp_path / "disk"))
+    tiers = TiersSection(host_gib=0.1) if tier == "host" else tiers
+    wide = FetchSection(max_share=1.0)
+    async with (
+        running_worker(WorkerSection(id="w"), engine, tiers=tiers, fetch=wide) as worker,
+        running_worker(WorkerSection(id="reader"), engine) as reader,
+        driving(worker, reader) as driver,
+    ):
+        for shift in range(5):
+            tokens = [(token + shift) % 320 for token in prompt]
+            spec = make_spec(tokens, max_tokens=NEW_TOKENS)
+            await driver.generate(worker, worker, Key(f"fill-{shift}"), spec)
+            await until_idle(worker)
+        spec = make_spec(prompt, max_tokens=NEW_TOKENS)
+        hashes = chain_hashes(spec.root_hash, spec.token_ids, 16)
+        assert not worker.core.pool.match(hashes)
+        info = worker._info
+        source = PrefixSource(info.worker_id, info.incarnation, info.control_endpoint, 15)
+        tokens, cached = await driver.generate_from(source, reader, reader, spec)
+        assert tokens == checkpoint.expected[0]
+        assert cached == 240
+        assert reader.core.token_totals[0] < 16 + NEW_TOKENS
+        await until_idle(worker, reader)
+        assert worker.tiers is not None
+        assert worker.tiers.statistics()[0].loaded_total >= 15
+        worker.tiers.check_integrity()
 
 
 @pytest.mark.parametrize("num_free", [8, 1])
