@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,13 +18,15 @@ from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio, decode_time_s
 from kvmesh.sim.fleet import WorkerGroup, parse_fleet
 from kvmesh.sim.plots import Series
-from kvmesh.sim.profile import Profile
+from kvmesh.sim.profile import Device, Profile
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import Summary, summarize
 from kvmesh.sim.scenario import Scenario, parse_failures
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS, System
+from kvmesh.sim.trace import matched_blocks
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.workload import Workload, closed_loop, make_requests
 
 
@@ -283,6 +285,35 @@ def _run_by_scenario(label: str, scenario: Scenario) -> Outcome:
     return Outcome(row, Series.of(label, result))
 
 
+def divided(total: int, work: Mapping[str, float]) -> dict[str, int]:
+    """Instances of each group in proportion to its work (P/D-Serve's eq. 2), at least one each."""
+    whole = sum(work.values())
+    exact = {name: total * each / whole for name, each in work.items()}
+    found = {name: max(int(each), 1) for name, each in exact.items()}
+    while sum(found.values()) < total:
+        found[max(exact, key=lambda name: exact[name] - found[name])] += 1
+    return found
+
+
+def group_fleet(requests: Iterable[TraceRequest], device: Device, prefill: int, decode: int) -> str:
+    """The fleet in which each scenario has its share of the instances.
+
+    Prefill by seconds for the tokens that no request had before, decode by generated tokens.
+    """
+    prompts: dict[str, float] = defaultdict(float)
+    answers: dict[str, float] = defaultdict(float)
+    for each, hits in matched_blocks(requests):
+        uncached = max(each.input_tokens - hits * TRACE_BLOCK, 1)
+        prompts[each.scenario] += device.prefill_s(uncached)
+        answers[each.scenario] += each.output_tokens
+    sizes = {"prefill": divided(prefill, prompts), "decode": divided(decode, answers)}
+    return ",".join(
+        f"{name}:a100:{role}:{count}"
+        for role, each in sizes.items()
+        for name, count in each.items()
+    )
+
+
 def groups(size: float, seed: int) -> Experiment:
     """Chats and documents, each with a group of its own, against one fleet of as many workers for
     both, by what their clients notice: time to first token, and answers in time.
@@ -303,7 +334,7 @@ def groups(size: float, seed: int) -> Experiment:
         ),
         key=lambda each: each.arrival_s,
     )
-    own = "chat:a100:prefill:2,chat:a100:decode:2,documents:a100:prefill:5,documents:a100:decode:1"
+    own = group_fleet(requests, profile.devices["a100"], 7, 3)
     fleets = {"one fleet": "home:a100:prefill:7,home:a100:decode:3", "two groups": own}
     jobs = []
     for system in _GROUPED:
@@ -324,7 +355,7 @@ def groups(size: float, seed: int) -> Experiment:
             ]  # fmt: skip
             gain = two["goodput/s"] / one["goodput/s"]
             targets.append(Target(f"groups, {system}: goodput over one fleet", gain, 1.0))
-        return Verdict(targets)
+        return Verdict(targets, [f"each group has its share of the instances by its work: {own}"])
 
     return Experiment(name, jobs, judge)
 

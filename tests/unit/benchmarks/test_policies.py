@@ -8,7 +8,9 @@ import pytest
 from benchmarks import policies_scale
 from benchmarks.policies import main
 from benchmarks.policies_case_study import case_study
-from benchmarks.policies_experiments import Verdict, ratio
+from benchmarks.policies_experiments import Verdict, divided, group_fleet, ratio
+from kvmesh.sim.profile_file import load_profile
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 
 def judged(experiment_size: float) -> Verdict:
@@ -20,6 +22,22 @@ def judged(experiment_size: float) -> Verdict:
 def test_eq_1_chooses_the_best_split() -> None:
     """P/D-Serve 10 (a): the choice of eq. 1 against every other split of eight instances."""
     assert [target.met for target in judged(0.5).targets] == [True, True]
+
+
+def test_groups_have_instances_by_their_work() -> None:
+    assert divided(7, {"chat": 1.0, "documents": 6.0}) == {"chat": 1, "documents": 6}
+    assert divided(3, {"chat": 0.1, "documents": 9.9}) == {"chat": 1, "documents": 2}
+    assert divided(8, {"a": 1.0, "b": 1.0, "c": 1.0}) == {"a": 3, "b": 3, "c": 2}
+    requests = [
+        TraceRequest(number / 10, 4 * TRACE_BLOCK, 10, ids, scenario=name)
+        for number in range(40)
+        for name, ids in (
+            ("new", tuple(range(100 * number, 100 * number + 4))),
+            ("same", (-1, -2, -3, -4)),  # computed once
+        )
+    ]
+    fleet = group_fleet(requests, load_profile("flowkv").devices["a100"], 7, 4)
+    assert fleet == "new:a100:prefill:6,same:a100:prefill:1,new:a100:decode:2,same:a100:decode:2"
 
 
 def test_model_and_events_reproduce_table_6() -> None:
