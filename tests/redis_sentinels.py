@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,20 +13,13 @@ from typing import Any
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
-from kvmesh.metadata.server_binary import find_redis_binary
+from kvmesh.metadata.server_binary import find_redis_binary, free_port
 from tests.waiting import until
 
 NAME = "kvmesh-master"
 NUM_SENTINELS = 3
 DOWN_MS = 500
 """A master that is silent for so long is down."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 ANSWER_S = 2.0

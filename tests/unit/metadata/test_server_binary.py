@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.metadata.server_binary import RedisProcess, RedisStartError, find_redis_binary
+from kvmesh.metadata import server_binary
+from kvmesh.metadata.server_binary import (
+    RedisProcess,
+    RedisStartError,
+    find_redis_binary,
+    free_port,
+)
 from tests.redis_server import redis_process
 
 
@@ -48,6 +54,30 @@ def test_taken_port_is_an_error_even_if_another_redis_answers_there() -> None:
             second.start()
         assert second.pid is None
         assert command(first.port, b"PING") == b"+PONG\r\n"
+
+
+def test_a_chosen_port_that_was_taken_meanwhile_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_process() as first:
+        choices = iter([first.port, first.port, free_port()])
+        monkeypatch.setattr(server_binary, "free_port", lambda: next(choices))
+        with redis_process() as second:
+            assert second.port != first.port
+            assert command(second.port, b"PING") == b"+PONG\r\n"
+            port = second.port
+            second.stop(kill=True)
+            with socket.create_server(("127.0.0.1", port)), pytest.raises(RedisStartError):
+                second.start()  # clients know its port by now
+        assert command(first.port, b"PING") == b"+PONG\r\n"
+
+
+def test_chosen_ports_are_none_that_connections_get() -> None:
+    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not told.exists():
+        pytest.skip("the kernel does not tell its range")
+    first, last = map(int, told.read_text().split())
+    assert not any(first <= free_port() <= last for _ in range(100))
 
 
 def test_binary_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
