@@ -108,7 +108,6 @@ class AttemptModel:
         self.sent = position
         self.early: list[tuple[Job, Tokens]] = []
         self.since = 0.0
-        self.num_offers = 0
         self.outcome: Outcome | None = None
         self.last: act.Move | act.Break | act.Expire | None = None
 
@@ -267,7 +266,6 @@ class AttemptModel:
             self.do(actions)
             where = act.Taken(Placement.AGGREGATED, worker_id, worker_id)
             assert actions == [act.Hold(job.number, worker_id, 9), where]
-            self.num_offers += 1
 
     def hear_accepted(self, job: Job) -> None:
         known = self.is_asked(job, Kind.OFFER)
@@ -282,7 +280,6 @@ class AttemptModel:
         one = blocks.kind is Kind.START
         placement = Placement.AGGREGATED if one else Placement.DISAGGREGATED
         assert actions == [act.Taken(placement, job.worker_id, blocks.worker_id)]
-        self.num_offers += 1
 
     def hear_end(self, job: Job, reason: RefusalReason, by_prefill: bool) -> None:
         refusal = Refusal(reason, "an end")
@@ -300,7 +297,6 @@ class AttemptModel:
         elif held:
             offer, self.asked, self.held = self.asked, None, None
             if offer is not None:
-                self.num_offers += 1
                 self.round.to_reserve = list(self.round.holders)
             expected = self.next_question()
             self.do(actions)
@@ -317,7 +313,6 @@ class AttemptModel:
     def is_refused(self, job: Job, side: Side, reason: RefusalReason, actions: Actions) -> None:
         """The worker that was asked last did not take it."""
         self.asked = None
-        self.num_offers += side is Side.PREFILL
         if reason in NEVER:
             self.unfit.add(job.worker_id)
         if job.blocks is not None:

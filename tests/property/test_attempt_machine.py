@@ -337,7 +337,6 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         assert attempt.outcome is self.outcome
         assert (attempt.state is State.OVER) == self.is_over
         assert attempt.due == self.due
-        assert attempt.num_offers == self.num_offers
         if not self.is_over or self.outcome is Outcome.DONE:
             assert attempt.position == FIRST + len(self.delivered)
         waits = self.held is not None and self.asked is None and not self.is_over

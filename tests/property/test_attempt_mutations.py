@@ -74,28 +74,20 @@ MUTATIONS = {
     ),
     "a number is used twice": ("self.num_asked += 1\n", "self.num_asked = 1\n"),
     "RESERVING, refused: it is left open": (
-        "if by is blocks or is_lost or blocks.kind is Kind.START:",
-        "if offer is not None and (is_lost or blocks.kind is Kind.START):",
+        "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
+        "if by is not blocks and (reason in _UNANSWERED or blocks.kind is Kind.START):",
     ),
     "refused: nobody notes it": (
         "return [*given_up, told, self._ask_next(now)]",
         "return [*given_up, self._ask_next(now)]",
     ),
     "refused for ever is not remembered": (
-        "if is_answer and refusal.reason in PERMANENT:",
+        "if reason in PERMANENT:",
         "if False:",
     ),
-    "lost for ever: it counts as refused": (
-        "if is_answer and refusal.reason in PERMANENT:",
-        "if refusal.reason in PERMANENT:",
-    ),
     "refused once is remembered": (
-        "if is_answer and refusal.reason in PERMANENT:",
-        "if is_answer:",
-    ),
-    "OFFERING, accepted: it is no offer": (
-        "        self.num_offers += 1\n",
-        "",
+        "if reason in PERMANENT:",
+        "if True:",
     ),
     "OFFERING, accepted of an older offer counts": (
         "if self.state is not State.OFFERING or self._open.last.number != number:",
@@ -110,56 +102,52 @@ MUTATIONS = {
         "given_up: Actions = ()",
     ),
     "OFFERING, LOST: the blocks are shown to another one": (
-        "if by is blocks or is_lost or blocks.kind is Kind.START:",
+        "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if by is blocks or blocks.kind is Kind.START:",
     ),
     "OFFERING, no answer when the search ends: the blocks stay": (
-        "is_lost = refusal.reason in _UNANSWERED",
-        "is_lost = refusal.reason is RefusalReason.LOST",
+        "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
+        "if by is blocks or reason is RefusalReason.LOST or blocks.kind is Kind.START:",
     ),
     "OFFERING, refused: the blocks are given up": (
-        "if by is blocks or is_lost or blocks.kind is Kind.START:",
+        "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if True:",
     ),
     "OFFERING, blocks given up: those who refused them are not asked again": (
-        "            if offer is not None:\n                self._candidates.restart_decode()\n",
+        "        if self._open.offer is not None:\n            self._candidates.restart_decode()\n",
         "",
     ),
     "RESERVING, refused: those who refused are asked again": (
-        "            if offer is not None:\n                self._candidates.restart_decode()\n",
-        "            self._candidates.restart_decode()\n",
+        "        if self._open.offer is not None:\n            self._candidates.restart_decode()\n",
+        "        self._candidates.restart_decode()\n",
     ),
     "OFFERING, chained and refused: blocks of one worker are shown to another": (
-        "if by is blocks or is_lost or blocks.kind is Kind.START:",
-        "if by is blocks or is_lost:",
+        "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
+        "if by is blocks or reason in _UNANSWERED:",
     ),
     "OFFERING, failed by decode: the reservation stays": (
-        "if by is blocks or is_lost or blocks.kind is Kind.START:",
-        "if offer is None or is_lost or blocks.kind is Kind.START:",
+        "lost = [*self._give_up(), act.Refuse(Side.DECODE, refusal, None)]",
+        "lost = [*self._open.cancel_offer(), act.Refuse(Side.DECODE, refusal, None)]",
     ),
     "OFFERING, failed by decode: the search ends": (
-        "        if was_asking:\n",
-        "        if is_answer:\n",
+        "if was_offering:",
+        "if False:",
+    ),
+    "HELD, failed by decode: its worker is not asked again": (
+        "if self.state in _ASKING and asked is self._open.last:",
+        "if asked is self._open.last:",
     ),
     "OFFERING, failed by decode: the prefill worker is blamed": (
-        "is_answer = was_asking and by is self._open.last",
-        "is_answer = was_asking",
-    ),
-    "OFFERING, failed by decode: it was no offer": (
-        "self.num_offers += offer is not None or side is Side.PREFILL",
-        "self.num_offers += side is Side.PREFILL",
-    ),
-    "STARTING, refused by prefill: it was no offer": (
-        "self.num_offers += offer is not None or side is Side.PREFILL",
-        "self.num_offers += offer is not None",
+        "if self.state in _ASKING and asked is self._open.last:",
+        "if self.state in _ASKING:",
     ),
     "HELD, failed by decode: it goes on asking": (
-        "        if was_asking:\n",
-        "        if True:\n",
+        "if was_offering:",
+        "if True:",
     ),
     "HELD, failed by decode: nobody notes it": (
-        "self.state = State.IDLE\n        return [*given_up, told]",
-        "self.state = State.IDLE\n        return given_up",
+        "lost = [*self._give_up(), act.Refuse(Side.DECODE, refusal, None)]",
+        "lost = [*self._give_up()]",
     ),
     "no answer: it is waited for": (
         "if state in _ASKING:\n            return min",
@@ -256,8 +244,8 @@ MUTATIONS = {
     ),
     # ends
     "PREFILL to DECODE, failed: nobody hears it": (
-        "if self.state not in _GENERATING:\n            return self._refused(",
-        "if True:\n            return self._refused(",
+        "if self.state in _GENERATING:\n            return self._moved(",
+        "if False:\n            return self._moved(",
     ),
     "failed: the wrong side": (
         "side = Side.PREFILL if by_prefill else asked.side",

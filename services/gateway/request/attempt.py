@@ -96,7 +96,6 @@ class Attempt:
         state: see the table.
         outcome: None until the attempt is over.
         position: of the next token.
-        num_offers: how often a prompt was offered to a worker that has answered or was lost.
         answer_s: wait for the answer to a question; the owner may change it between questions.
     """
 
@@ -104,7 +103,6 @@ class Attempt:
         self.state = State.IDLE
         self.outcome: Outcome | None = None
         self.position = position
-        self.num_offers = 0
         self.answer_s = limits.answer_s
         self._limits = limits
         self._deadline = deadline
@@ -205,9 +203,11 @@ class Attempt:
         if asked is None:
             return ()
         side = Side.PREFILL if by_prefill else asked.side
-        if self.state not in _GENERATING:
+        if self.state in _GENERATING:
+            return self._moved(asked, f"{side.value}_failed", refusal.message)
+        if self.state in _ASKING and asked is self._open.last:
             return self._refused(asked, side, refusal, now)
-        return self._moved(asked, f"{side.value}_failed", refusal.message)
+        return self._lost_blocks(refusal, now)
 
     def _ask_next(self, now: float) -> Action:
         self.state = State.IDLE if self._open.blocks is None else State.HELD
@@ -219,35 +219,37 @@ class Attempt:
         return self._open.ask(kind, candidate)
 
     def _refused(self, by: act.Ask, side: Side, refusal: Refusal, now: float) -> Actions:
-        """The worker asked last did not take it, or a decode worker lost its reservation."""
-        offer, blocks = self._open.offer, self._open.blocks
+        """The worker that was asked last did not take it."""
+        blocks, reason = self._open.blocks, refusal.reason
         assert blocks is not None, "a question is open"
-        was_asking = self.state in _ASKING
-        is_answer = was_asking and by is self._open.last
-        if is_answer and refusal.reason in PERMANENT:
+        if reason in PERMANENT:
             self._candidates.exclude(by.worker_id)
-        self.num_offers += offer is not None or side is Side.PREFILL
         # A silent prefill worker may be writing into the blocks; chained, both are one worker.
-        is_lost = refusal.reason in _UNANSWERED
-        if by is blocks or is_lost or blocks.kind is Kind.START:
-            given_up = self._open.cancel()
-            if offer is not None:
-                self._candidates.restart_decode()
+        if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:
+            given_up = self._give_up()
         else:
             given_up = self._open.cancel_offer()
-        # One that lost its reservation may be asked again.
         told = act.Refuse(side, refusal, by.worker_id)
-        if not is_answer:
-            told = act.Refuse(Side.DECODE, refusal, None)
-        if was_asking:
-            return [*given_up, told, self._ask_next(now)]
+        return [*given_up, told, self._ask_next(now)]
+
+    def _lost_blocks(self, refusal: Refusal, now: float) -> Actions:
+        """A decode worker lost its reservation."""
+        was_offering = self.state is State.OFFERING
+        lost = [*self._give_up(), act.Refuse(Side.DECODE, refusal, None)]
+        if was_offering:
+            return [*lost, self._ask_next(now)]
         self.state = State.IDLE
-        return [*given_up, told]
+        return lost
+
+    def _give_up(self) -> Actions:
+        """Gives up the blocks; workers that had no room while they were offered may have some."""
+        if self._open.offer is not None:
+            self._candidates.restart_decode()
+        return self._open.cancel()
 
     def _taken(self, now: float) -> act.Taken:
         prefill, decode = self._open.last, self._open.blocks
         assert decode is not None, "blocks are held"
-        self.num_offers += 1
         self.state, self._progress_at = State.PREFILL, now
         is_one = decode.kind is Kind.START
         placement = Placement.AGGREGATED if is_one else Placement.DISAGGREGATED

@@ -71,6 +71,7 @@ class Ledger:
         self._spans: dict[str, Span] = {}
         self._is_searching = False
         self._connected: WorkerId | None = None
+        self._num_rejected = 0
         self._taken_at = 0.0
         self._is_open = True
         mesh.metrics.requests_open.inc()
@@ -115,16 +116,17 @@ class Ledger:
         if worker_id is None:
             return
         if stage is Stage.PREFILL:
+            self._num_rejected += 1
             mesh.connections.rejected(worker_id)
         for span in self._spans.values():
             span.event("refused", worker=worker_id, reason=reason)
 
-    def taken(self, taken: Taken, num_offers: int, now: float) -> None:
+    def taken(self, taken: Taken, now: float) -> None:
         """Notes that workers accepted the request."""
         mesh, prefill = self._mesh, taken.prefill_worker
         self._end_search(now, placed=True)
         self._end_span("gateway.offer", worker=prefill)
-        mesh.of_model.prefill_offers.observe(num_offers)
+        mesh.of_model.prefill_offers.observe(self._num_rejected + 1)
         mesh.connections.accepted(prefill)
         self._connected = prefill
         self._taken_at = now
@@ -190,6 +192,7 @@ class Ledger:
         self._mesh.metrics.requests_open.dec()
 
     def _end_attempt(self, num_tokens: int, now: float) -> None:
+        self._num_rejected = 0
         self._end_search(now, placed=False)
         if self._connected is not None:
             self._mesh.connections.ended(self._connected)

@@ -370,7 +370,7 @@ class Life:
         assert plan is not None, "workers of a plan were asked"
         self._answer = True
         self._checkpoint = self._search.fingerprint
-        self.ledger.taken(taken, self._attempt.num_offers, self._loop.time())
+        self.ledger.taken(taken, self._loop.time())
         placement, prefill, decode = taken.placement, taken.prefill_worker, taken.decode_worker
         self._worker = prefill
         self._prefetch.taken(prefill)
