@@ -8,6 +8,7 @@ other processes disturb less than its throughput.
     python -m benchmarks.gateway_ablation
     python -m benchmarks.gateway_ablation --only direct-http --rounds 9
     python -m benchmarks.gateway_ablation --tree ../older        # that checkout's gateway as well
+    python -m benchmarks.gateway_ablation --traffic P/D          # other rows of this commit stay
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -29,11 +31,11 @@ import uvloop
 
 from benchmarks.bench_process import Process
 from benchmarks.chat_prompts import Messages, chats
-from benchmarks.gateway_load import Loader
+from benchmarks.gateway_load import Loader, Reply
 from benchmarks.gateway_traffic import Request
 from benchmarks.gateway_without import SHORTCUTS
 from benchmarks.our_mesh import OurMesh
-from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
+from benchmarks.result import RESULTS, ROOT, Row, document, joined, markdown, save
 from kvmesh.cli.stack import TRACES_PER_SECOND
 from kvmesh.core.types import Endpoint
 
@@ -94,7 +96,7 @@ class Variant:
     endpoint: Endpoint
     loader: Loader
     cpu_ms: list[float] = field(default_factory=list)
-    num_failed: int = 0
+    failures: list[str] = field(default_factory=list)
     num_events: int = 0
 
     async def serve(self, prompts: Sequence[Messages], traffic: Traffic) -> None:
@@ -105,12 +107,19 @@ class Variant:
         async def caller() -> None:
             for payload in left:
                 reply = await self.loader.one(payload)
-                self.num_failed += not reply.ok
+                if not reply.ok:
+                    self.failures.append(_reason(reply))
                 self.num_events += reply.num_events
 
         before = self.process.exact_cpu_s
         await asyncio.gather(*(caller() for _ in range(traffic.in_flight)))
         self.cpu_ms.append(1000 * (self.process.exact_cpu_s - before) / len(prompts))
+
+
+def _reason(reply: Reply) -> str:
+    """Why a request failed."""
+    took = f"after {reply.duration_s:.1f} s"
+    return f"status {reply.status} {took}: {reply.body[-200:]!r}" if reply.status else f"cut {took}"
 
 
 class AblationMesh:
@@ -180,8 +189,10 @@ async def _measure(
         ablation_row(traffic.name, each.name, each.cpu_ms, variants[0].cpu_ms) for each in variants
     ]
     for row, variant in zip(rows, variants, strict=True):
-        row["failed"], variant.num_failed = variant.num_failed, 0
+        row["failed"] = len(variant.failures)
         sys.stderr.write(", ".join(f"{name} {value}" for name, value in row.items()) + "\n")
+        sys.stderr.writelines(f"  {reason}\n" for reason in variant.failures)
+        variant.failures.clear()
     return rows
 
 
@@ -202,11 +213,17 @@ def ablation_row(traffic: str, name: str, cpu_ms: Sequence[float], shipped: Sequ
 
 
 async def run(
-    names: Sequence[str], trees: Sequence[Path], rounds: int, count: int, *, traced: bool
+    names: Sequence[str],
+    trees: Sequence[Path],
+    kinds: Sequence[Traffic],
+    rounds: int,
+    count: int,
+    *,
+    traced: bool,
 ) -> list[Row]:
-    """The rows of all kinds of traffic, on one mesh after the other."""
+    """The rows of some kinds of traffic, on one mesh after the other."""
     rows: list[Row] = []
-    for roles in (False, True):
+    for roles in sorted({each.roles for each in kinds}):
         with ablation_mesh(roles=roles, traced=traced) as mesh:
             variants = [mesh.gateway(name, ["services.gateway"]) for name in (SHIPPED, AGAIN)]
             variants += [
@@ -218,7 +235,7 @@ async def run(
             ]
             await mesh.start(variants, START_S)
             await mesh.steps_take(STEP_S)
-            for traffic in (each for each in TRAFFIC if each.roles == roles):
+            for traffic in (each for each in kinds if each.roles == roles):
                 rows += await _measure(mesh, variants, traffic, rounds, count)
             for variant in variants:
                 variant.loader.close()
@@ -231,15 +248,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="turns of each gateway")
     parser.add_argument("--requests", type=int, default=24, help="to each gateway in a round")
     parser.add_argument("--only", nargs="*", choices=list(SHORTCUTS), help="shortcuts to leave out")
+    parser.add_argument("--traffic", default="", help="kinds whose name matches this pattern")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
     parser.add_argument("--untraced", action="store_true", help="no gateway writes traces")
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway_ablation.json")
     arguments = parser.parse_args(argv)
     names = list(SHORTCUTS) if arguments.only is None else arguments.only
     trees = [tree.resolve() for tree in arguments.tree]
+    kinds = [traffic for traffic in TRAFFIC if re.search(arguments.traffic, traffic.name)]
     rounds, count, traced = arguments.rounds, arguments.requests, not arguments.untraced
-    rows = uvloop.run(run(names, trees, rounds, count, traced=traced))
-    result = document(rows, [], arguments.requests, NOTES)
+    rows = uvloop.run(run(names, trees, kinds, rounds, count, traced=traced))
+    result = joined(document(rows, [], arguments.requests, NOTES), arguments.out, "traffic")
     save(result, arguments.out)
     sys.stdout.write(markdown(result))
     return 0

@@ -6,7 +6,7 @@ median of the pairs: a host does not run at one speed for minutes. A second gate
 shows the error of the method.
 
     python -m benchmarks.gateway_journal
-    python -m benchmarks.gateway_journal --only "128 tokens" --rounds 30
+    python -m benchmarks.gateway_journal --only "128 tokens"    # other rows of this commit stay
 
 Tests: tests/unit/benchmarks/test_gateway_journal.py.
 """
@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.chat_prompts import chats
 from benchmarks.gateway_ablation import START_S, AblationMesh, Traffic, Variant, ablation_mesh
-from benchmarks.result import RESULTS, Row, Target, document, markdown, save
+from benchmarks.result import RESULTS, Row, Target, document, joined, markdown, save
 
 WITH, AGAIN, NONE = "with a journal", "with a journal, once more", "without"
 IN_FLIGHT = 64
@@ -128,10 +128,12 @@ async def _measure(
                 "cpu ms": round(statistics.median(each.cpu_ms), 3),
                 "cpu more %": round(more[1], 1),
                 "cpu more, quartiles": _quartiles(more),
-                "failed": each.num_failed,
+                "failed": len(each.failures),
             }
         )
         sys.stderr.write(", ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
+        sys.stderr.writelines(f"  {reason}\n" for reason in each.failures)
+        each.failures.clear()
     return rows
 
 
@@ -167,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     kinds = [streams for streams in STREAMS if arguments.only in streams.name]
     rows = uvloop.run(run(kinds, arguments.rounds))
-    result = document(rows, targets_of(rows), 0, NOTES)
+    result = joined(document(rows, [], 0, NOTES), arguments.out, "streams")
+    result["targets"] = [target.as_row() for target in targets_of(result["rows"])]
     save(result, arguments.out)
     sys.stdout.write(markdown(result))
     return 0

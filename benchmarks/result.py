@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,22 @@ def document(
         "targets": [target.as_row() for target in targets],
         "notes": list(notes),
     }
+
+
+def joined(result: dict[str, Any], path: Path, name: str) -> dict[str, Any]:
+    """A result in parts: with the rows that its file has of other values in the column `name`.
+
+    Rows of another commit are not kept. The file tells the commands of all parts.
+    """
+    if not path.exists():
+        return result
+    earlier = json.loads(path.read_text())
+    measured = {row[name] for row in result["rows"]}
+    rows = [row for row in earlier["rows"] if row[name] not in measured]
+    if not rows or earlier["commit"] != result["commit"]:
+        return result
+    command = f"{earlier['command']} && {result['command']}"
+    return {**result, "command": command, "rows": [*rows, *result["rows"]]}
 
 
 def _module() -> list[str]:
