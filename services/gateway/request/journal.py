@@ -1,10 +1,10 @@
 """The journal of streams: the request and tokens that another gateway needs to resume a stream.
 
 No event waits for Redis. An event's id holds the tokens that are not written yet (`event_ids`), and
-the stream's start until that is written (`stream_head`). The journal writes a stream when
-`MAX_WAITING` tokens wait, and when a written stream ends; it never writes short ones. All streams
-are written together every `FLUSH_S`. A resumed stream is written under a new key, with ids of the
-old key until then, so two gateways never write to one key.
+the stream's start until that is written (`stream_head`). The journal writes a stream when its ids
+have repeated `MAX_REPEATED` tokens, and when a written stream ends; it never writes short ones. All
+streams are written together every `FLUSH_S`. A resumed stream is written under a new key, with ids
+of the old key until then, so two gateways never write to one key.
 Tests: tests/integration/test_gateway_resume.py, tests/unit/gateway/request/test_journal.py.
 """
 
@@ -32,15 +32,17 @@ log = event_logger(__name__)
 
 FLUSH_S = 0.1
 """Maximum seconds until waiting tokens are written, while Redis answers."""
-MAX_WAITING = 16
-"""Number of waiting tokens at which a stream is written. Each makes the ids until then 5 bytes
-longer; a write takes the gateway as much time as 10 tokens."""
+MAX_REPEATED = 2048
+"""Number of tokens in all ids of a stream since its last write, at which it is written.
+
+With one token per event that is a write per 64 tokens, and ids of 32 tokens on average. Events of
+many tokens are fewer, and so their ids may be longer.
+"""
 PROBE_S = 1.0
 """Seconds without a write after a failure of Redis."""
 MANY = 32
 """Number of streams with waiting tokens at which they are written before `FLUSH_S` is over."""
 
-_LEAST_ROOM = MAX_WAITING - MAX_TAIL
 HEAD_BYTES = 512
 """Bytes of a head besides its body."""
 
@@ -71,7 +73,7 @@ class Entry:
         is_kept: another gateway can resume it.
         is_alone: it has one choice, and is kept.
         num_bytes: that it takes in the journal; 0 before it is begun there.
-        room: for so many more tokens in its ids; with none left it is to be written.
+        room: number of tokens that its ids may still repeat; with none left it is to be written.
         is_dirty: it is going to be written.
         until: then it is forgotten; 0 as long as it grows.
     """
@@ -127,10 +129,13 @@ class Entry:
         """Adds tokens to the next event and returns its id line. Every token passes here."""
         place = self.places[choice]
         place.add(token_ids)
-        self.room = room = self.room - len(token_ids)
-        if room <= 0 and not self.is_dirty:
+        num_waiting = len(place.waiting)
+        if not self.is_alone:
+            num_waiting = sum([len(each.waiting) for each in self.places])
+        self.room -= num_waiting
+        if self.room <= 0 and not self.is_dirty:
             self.journal.mark(self)
-        if room > _LEAST_ROOM and self.is_alone:
+        if self.is_alone and num_waiting <= MAX_TAIL:
             return f"id: {self.name}:{place.told}\n"  # as nearly all are
         return self.id_line()
 
@@ -221,7 +226,7 @@ class Journal:
             places.append(Place(len(token_ids), tail))
         before = "" if given is None else given.name
         # A resumed stream is written soon, since its old key is going to expire.
-        room = 0 if before else MAX_WAITING
+        room = 0 if before else MAX_REPEATED
         return Entry(self, secrets.token_urlsafe(16), head, places, before, behind, room=room)
 
     def mark(self, entry: Entry) -> None:
@@ -352,7 +357,7 @@ class Journal:
             place.kept(count)
             entry.num_bytes += 4 * count
             self._num_bytes += 4 * count
-        entry.room = MAX_WAITING - sum([len(place.waiting) for place in entry.places])
+        entry.room = MAX_REPEATED
         if entry.written is not sent.head:
             entry.written = sent.head
             entry.behind.clear()

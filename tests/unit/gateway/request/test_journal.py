@@ -18,7 +18,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import journal as journal_module
 from services.gateway.request.choice import Behind, Caller, Choice
 from services.gateway.request.event_ids import GivenId, parse_id
-from services.gateway.request.journal import HEAD_BYTES, MAX_WAITING, Entry, Journal
+from services.gateway.request.journal import HEAD_BYTES, MAX_REPEATED, Entry, Journal
 from services.gateway.request.kept_stream import (
     Kept,
     delivered_of,
@@ -38,7 +38,7 @@ CALLER = Caller(0.0)
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flush writes all tokens, however few they are."""
-    monkeypatch.setattr(journal_module, "MAX_WAITING", 1)
+    monkeypatch.setattr(journal_module, "MAX_REPEATED", 1)
 
 
 def test_a_stream_is_read_as_it_was_written() -> None:
@@ -144,22 +144,26 @@ async def test_ids_name_what_is_not_written_yet() -> None:
     assert _tokens(entry, kept_of(store.streams[entry.key])) == [(10, 11, 13), (12,)]
 
 
-async def test_few_tokens_wait_in_ids_until_there_are_more(
+async def test_few_tokens_wait_in_ids_until_these_have_repeated_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(journal_module, "MAX_WAITING", MAX_WAITING)
+    monkeypatch.setattr(journal_module, "MAX_REPEATED", MAX_REPEATED)
     journal = _journal(store := FakeStore())
     entry = _open(journal)
-    for count in range(1, MAX_WAITING):
+    num_repeated = count = 0
+    while num_repeated + count + 1 < MAX_REPEATED:
+        count += 1
+        num_repeated += count
         entry.after(count % 2, [count])
         await journal.flush()
         assert not store.streams, "short answers are never written"
         assert sum(len(place.tail) for place in _given(entry).places) == count
+    assert count == 63, "as the constant says"
     entry.after(0, [7])
     await journal.flush()
     assert kept_of(store.streams[entry.key]).token_ids == [
-        [*range(2, 16, 2), 7],
-        [*range(1, 16, 2)],
+        [*range(2, 64, 2), 7],
+        [*range(1, 64, 2)],
     ]
     assert [place.tail for place in _given(entry).places] == [(), ()]
     entry.after(0, [8])
@@ -168,6 +172,20 @@ async def test_few_tokens_wait_in_ids_until_there_are_more(
     entry.close()
     await journal.flush()
     assert kept_of(store.streams[entry.key]).token_ids[0][-1] == 8
+
+
+async def test_events_of_many_tokens_have_longer_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MAX_REPEATED", MAX_REPEATED)
+    journal = _journal(store := FakeStore())
+    entry = _open(journal, _choices(1))
+    for number in range(1, 13):
+        entry.after(0, range(24))
+        await journal.flush()
+        assert len(_given(entry).places[0].tail) == 24 * number
+    assert not store.streams
+    entry.after(0, range(24))
+    await journal.flush()
+    assert _given(entry).places[0].num_kept == 24 * 13
 
 
 async def test_until_its_head_is_written_an_id_tells_the_start() -> None:
