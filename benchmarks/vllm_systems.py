@@ -164,7 +164,9 @@ def mesh(of: Mesh, model: Path, dtype: str, folder: Path) -> Iterator[Served]:
     words += ["--state-dir", str(folder / "state"), "--start-timeout", f"{_START_S:.0f}"]
     command = [sys.executable, "-m", "kvmesh.cli", "up", *words]
     with _process("system", command, {}, folder) as process:
-        _wait(f"http://{HOST}:{port}/ready", [process])
+        # The gateway answers from its first worker on; loads, and kills, are for all of them.
+        while not process.next_line().startswith("ready: "):
+            pass
         yield Served(of.name, f"http://{HOST}:{port}", [process], of.killed_words)
 
 
