@@ -127,7 +127,11 @@ class Named(Protocol):
 
 
 class Driver:
-    """One gateway's streams to some workers; events land in a queue per attempt."""
+    """One gateway's streams to some workers; events land in a queue per attempt.
+
+    Attributes:
+        handed_bytes: KV bytes that `generate` saw handed over.
+    """
 
     def __init__(self) -> None:
         self._prefill: dict[str, PeerStream[prefill_pb.PrefillRequest, object]] = {}
@@ -136,6 +140,7 @@ class Driver:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._channels: list[object] = []
         self._num_fetches = 0
+        self.handed_bytes: dict[Key, int] = {}
 
     async def connect(self, worker: Worker) -> None:
         """Opens both streams to a worker."""
@@ -301,6 +306,7 @@ class Driver:
             finish = event.tokens.finish_reason
         handed = await self.prefill_event(key)
         assert handed.WhichOneof("event") == "handed_off", handed
+        self.handed_bytes[key] = handed.handed_off.bytes
         return tokens
 
     async def generate_from(

@@ -39,12 +39,16 @@ class Load:
         await until(lambda: len(self.answers) >= goal, f"{count} more answers", 120)
 
 
-def undisturbed(prompts: Sequence[list[int]]) -> list[list[int]]:
+def undisturbed(
+    prompts: Sequence[list[int]], num_tokens: int = NUM_TOKENS, *, ignore_eos: bool = False
+) -> list[list[int]]:
     """What one engine alone says."""
     runner = load_vllm(MODEL_FOLDER, num_blocks=400, dtype="float32")
     found = []
     for seed, prompt in enumerate(prompts):
-        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=NUM_TOKENS)
+        sampling = SamplingParams(
+            temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=ignore_eos
+        )
         found += generated(runner, [prompt], sampling)
     runner.close()
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.api_client import ApiClient
+from tests.e2e.api_client import Answer, ApiClient, placed
 from tests.mesh_child import Child
 from tests.mesh_processes import MODEL_FOLDER, running_mesh
 from tests.vllm.oracle import VllmAlone, some_prompts
@@ -22,6 +22,9 @@ from tests.waiting import until
 VLLM = {"engine.block-size": BLOCK_SIZE, "engine.num-blocks": 400}
 TWO_RANKS = {**VLLM, "engine.tensor-parallel": 2}
 TWO_STAGES = {**VLLM, "engine.pipeline-parallel": 2}
+FEW_TOKENS = 12
+BLOCK_BYTES = 6 * 4 * BLOCK_SIZE * 2 * 32 * 4
+"""Layers, KV heads, positions, key and value of a head, bytes of a float32."""
 ENDS_S = 3.0
 
 
@@ -96,6 +99,49 @@ async def test_workers_of_any_number_of_ranks_share_kv_and_outlive_a_lost_rank(
     for index, answer in load.answers:
         assert answer.ok, (answer.status, answer.error)
         assert answer.token_ids == expected[index], f"prompt {index}"
+
+
+async def test_bytes_between_unequal_ranks_are_those_between_single_ranks(tmp_path: Path) -> None:
+    """Workers of one rank and of two, each with each: every block is sent once, and whole."""
+    prompts = some_prompts(80, 300, seed=9)
+    flags = {"prefill-0": VLLM, "prefill-1": TWO_RANKS, "decode-0": VLLM, "decode-1": TWO_RANKS}
+    answers: list[Answer] = []
+    moved: dict[tuple[str, str], tuple[float, float]] = {}
+    async with (
+        running_mesh(tmp_path, 2, 2, engine="vllm", flags=flags) as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        # Prompts share nothing, so no worker has any of their blocks.
+        for first in range(0, len(prompts), 4):
+            asked = [
+                client.complete(
+                    prompts[seed],
+                    headers=placed("disaggregated"),
+                    temperature=1.0,
+                    seed=seed,
+                    max_tokens=FEW_TOKENS,
+                    ignore_eos=True,
+                )
+                for seed in range(first, first + 4)
+            ]
+            answers += await asyncio.gather(*asked)
+        await mesh.idle()
+        for prefill in ("prefill-0", "prefill-1"):
+            metrics = await mesh[prefill].metrics()
+            for decode in ("decode-0", "decode-1"):
+                moved[prefill, decode] = (
+                    metrics.value("kvmesh_kv_transfer_bytes_count", dst=decode),
+                    metrics.value("kvmesh_kv_transfer_bytes_sum", dst=decode),
+                )
+    expected = undisturbed(prompts, FEW_TOKENS, ignore_eos=True)
+    assert [answer.token_ids for answer in answers] == expected
+    needed = dict.fromkeys(moved, (0, 0))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        pair = (answer.prefill_worker, answer.decode_worker)
+        count, num_bytes = needed[pair]
+        needed[pair] = (count + 1, num_bytes + -(-len(prompt) // BLOCK_SIZE) * BLOCK_BYTES)
+    assert all(count for count, _ in needed.values()), "each has sent to each"
+    assert moved == needed
 
 
 def pairs_of(load: Load) -> set[tuple[str, str]]:
