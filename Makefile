@@ -140,7 +140,7 @@ test-gpu: setup ## tests that need a CUDA device
 	$(PY) -m pytest -q -m gpu tests/gpu
 
 .PHONY: bench-gpu
-bench-gpu: ## kernels, decode, most GPU tests and pools on a CUDA device, within minutes, installing nothing; writes build/bench-gpu: make bench-gpu ARGS="--minutes 25 --out DIR"
+bench-gpu: ## kernels, decode, most GPU tests, pools and vLLM on a CUDA device, within minutes, installing nothing; writes build/bench-gpu: make bench-gpu ARGS="--minutes 30 --out DIR"
 	PYTHONPATH=libs:. $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 .PHONY: test-triton kernel-registers

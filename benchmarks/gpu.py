@@ -1,9 +1,10 @@
 """`make bench-gpu`: what a CUDA device is wanted for, the most telling first.
 
-    python -m benchmarks.gpu [--minutes 25] [--steps kernels tests decode device] [--out DIR]
+    python -m benchmarks.gpu [--minutes 30] [--steps kernels decode tests device vllm] [--out DIR]
 
 Kernels against twins and rivals, decode with CUDA graphs and without, the tests of tests/gpu
-that need little more than torch, blocks out of and into pools. Each step is a process with a time
+that need little more than torch, blocks out of and into pools, vLLM over a pool on the device
+(where vLLM is not installed its checks say "not run"). Each step is a process with a time
 limit of its own; one that fails or is late stops no other, and each writes its tables and its log
 as it goes, to build/bench-gpu unless told otherwise. Installs nothing: what a step lacks (the
 tests: pytest) is missing in that step alone.
@@ -43,12 +44,14 @@ class GpuStep:
         arguments: of Python.
         limit_s: it is ended after.
         again: arguments added when it asks for a new process.
+        python: the interpreter.
     """
 
     name: str
     arguments: Sequence[str]
     limit_s: float
     again: Sequence[str] = ()
+    python: str = sys.executable
 
 
 def steps(out: Path) -> list[GpuStep]:
@@ -63,7 +66,14 @@ def steps(out: Path) -> list[GpuStep]:
         GpuStep("decode", bench("gpu_decode", "gpu_decode"), 240.0),
         GpuStep("tests", ["-m", "pytest", *_BARE_PYTEST, "-q", "-rfE", *tests], 420.0),
         GpuStep("device", bench("device", "device"), 240.0),
+        GpuStep("vllm", bench("gpu_vllm", "gpu_vllm"), 240.0, python=_vllm_python()),
     ]
+
+
+def _vllm_python() -> str:
+    """Of vLLM's own environment where `make up-vllm` made it."""
+    own = ROOT / ".venv-vllm" / "bin" / "python"
+    return str(own) if own.exists() else sys.executable
 
 
 def main() -> None:
@@ -84,7 +94,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [step.name for step in steps(Path())]
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all steps together")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for all steps together")
     parser.add_argument("--steps", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=OUT, help="where results and logs go")
     return parser.parse_args()
@@ -94,7 +104,8 @@ def _run(step: GpuStep, end: float, out: Path) -> str:
     """Runs one step, anew when its process can launch nothing more; what became of it."""
     arguments, deadline = list(step.arguments), min(end, time.monotonic() + step.limit_s)
     for _ in range(_RESTARTS):
-        code = _call(arguments, deadline - time.monotonic(), out / f"{step.name}.log")
+        command = [step.python, *arguments]
+        code = _call(command, deadline - time.monotonic(), out / f"{step.name}.log")
         if code != DEVICE_LOST or not step.again:
             break
         arguments = [*step.arguments, *step.again]
@@ -103,18 +114,18 @@ def _run(step: GpuStep, end: float, out: Path) -> str:
     return "done" if code == 0 else f"ended with {code}"
 
 
-def _call(arguments: Sequence[str], timeout_s: float, log: Path) -> int | None:
+def _call(command: Sequence[str], timeout_s: float, log: Path) -> int | None:
     """Runs Python with what it says going to a log; its exit code, None when it was too late."""
     if timeout_s <= 0:
         return None
-    sys.stdout.write(f"python {' '.join(arguments)}\n")
+    sys.stdout.write(f"{' '.join(command)}\n")
     sys.stdout.flush()
     path = os.pathsep.join([str(ROOT), str(ROOT / "libs")])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as file:
         try:
             return subprocess.run(
-                [sys.executable, *arguments],
+                command,
                 cwd=ROOT,
                 env=environment,
                 stdout=file,

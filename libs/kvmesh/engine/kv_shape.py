@@ -15,7 +15,10 @@ TORCH_DTYPES = {
 }
 
 SPARE_BLOCKS = 1
-"""Number of blocks after the pool's own; padding rows of a static step write to them."""
+"""Number of blocks after the pool's own.
+
+Padding rows of a static step write to them, and vLLM keeps one for itself.
+"""
 
 
 def pool_shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:

@@ -202,9 +202,7 @@ def model_problems(
         num_stages: parts that its layers are divided into.
     """
     if device != "cpu":
-        return [
-            f"on {device} vLLM's blocks are not within reach yet: take the engine kvmesh, or cpu"
-        ]
+        return [f"vLLM has not been run on {device} below KVMesh: take the engine kvmesh, or cpu"]
     problems = []
     if model.head_dim and model.head_dim not in _HEAD_SIZES:
         sizes = ", ".join(map(str, _HEAD_SIZES))

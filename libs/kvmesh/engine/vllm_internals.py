@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -31,6 +32,7 @@ from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.engine.adapters import Adapter, check_width
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.protocol import EmbeddingSpec
+from kvmesh.engine.rank_part import RankPart
 from kvmesh.engine.vllm_messages import (
     EngineRequest,
     Place,
@@ -115,7 +117,8 @@ class VllmExecutor:
         unknown = unknown_fields()
         if unknown:
             raise ConfigError(f"unknown fields of this vLLM: {', '.join(unknown)}")
-        _allow_order_on_cpu()
+        if current_platform.is_cpu():
+            _allow_order_on_cpu()
         self._request = request
         self._ranks: Ranks | None = None
         if request.num_ranks > 1 and place is None:
@@ -207,21 +210,33 @@ class VllmExecutor:
             self._ranks.share(pool.fd, pool.view.nbytes)
 
     def move_cache(self, memory: memoryview) -> None:
-        """Moves this rank's KV cache into its part of each block of a pool.
+        """Moves this rank's KV cache into its part of each block of a pool on the host."""
+        self.move_cache_to(torch.frombuffer(memory, dtype=torch.uint8))
 
-        A block is [heads of all ranks][layers of all stages][positions][content].
+    def move_cache_to(self, memory: Tensor) -> None:
+        """As `move_cache`, to a pool on any device.
+
+        Steps that are captured whole as graphs would go on with the cache of before.
+
+        Args:
+            memory: [bytes] uint8.
         """
-        flat = torch.frombuffer(memory, dtype=torch.int8)
         caches: list[Tensor] = self._runner.kv_caches
         blocks, heads, positions, content = caches[0].shape
-        layer = positions * content
-        head = self._num_layers * layer
-        block = self._request.tensor_parallel * heads * head
-        assert memory.nbytes == blocks * block * caches[0].element_size(), "of another size"
-        first_head = self._rank % self._request.tensor_parallel * heads
-        for index, cache in enumerate(caches):
-            start = first_head * head + (self._first_layer + index) * layer
-            cache.set_(flat.untyped_storage(), start, cache.size(), (block, head, content, 1))
+        part = RankPart(
+            rank=self._rank,
+            tensor_parallel=self._request.tensor_parallel,
+            heads=heads,
+            first_layer=self._first_layer,
+            num_layers=self._num_layers,
+            positions=positions,
+            content=content,
+        )
+        values = memory.view(caches[0].dtype)
+        assert values.numel() == blocks * part.block_values, "of another size"
+        for layer, cache in enumerate(caches):
+            start = values.storage_offset() + part.start(layer)
+            cache.set_(values.untyped_storage(), start, cache.size(), part.strides)
 
     def change_adapters(self, change: Adapter | str) -> None:
         """Loads an adapter on all ranks, or removes one by its id.
@@ -295,7 +310,8 @@ class VllmExecutor:
 
     def _take(self, tokens: Sequence[int]) -> None:
         """Gives vLLM's runner the sampled tokens."""
-        self._choice.tokens = torch.tensor(tokens, dtype=torch.int32)[:, None]
+        chosen = torch.tensor(tokens, dtype=torch.int32, device=self._runner.device)
+        self._choice.tokens = chosen[:, None]
         self._executor.sample_tokens(None)
 
     def _embeddings_of(self, indexes: Sequence[int], dimensions: Sequence[int]) -> list[Tensor]:
@@ -375,7 +391,9 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         # Layers with a window keep all KV then, as the others do: one block table, equal blocks.
         disable_hybrid_kv_cache_manager=True,
         async_scheduling=False,
-        enforce_eager=True,
+        enforce_eager=not request.graphs,
+        # Attention stays outside of such graphs, so the cache may move after they were captured.
+        compilation_config={"cudagraph_mode": "PIECEWISE"} if request.graphs else {},
         disable_log_stats=True,
         tensor_parallel_size=request.tensor_parallel,
         pipeline_parallel_size=request.num_stages,

@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """Arguments of a vLLM engine on a CPU.
+    """Arguments of a vLLM engine.
 
     Attributes:
         max_model_len: longest sequence; 0: what the model supports and the blocks hold.
@@ -35,6 +35,7 @@ class EngineRequest:
             part share each of its layers by heads.
         spin: whether ranks wait for each other in shared memory, which keeps their cores busy;
             otherwise they wait on sockets.
+        graphs: whether steps are compiled and replayed as CUDA graphs.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class EngineRequest:
     spin: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 0
+    graphs: bool = False
 
     @property
     def tensor_parallel(self) -> int:

@@ -13,13 +13,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.kv_formats import KV_DTYPE_BYTES
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.adapters import WEIGHTS, Adapter, check_rank
+from kvmesh.engine.device_driver import DeviceDriver
+from kvmesh.engine.device_pool import DeviceKvPool
 from kvmesh.engine.host_memory import HostMemory
+from kvmesh.engine.kv_shape import SPARE_BLOCKS
 from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
@@ -34,7 +38,6 @@ from kvmesh.engine.vllm_messages import EngineRequest, KnownSequence, NewSequenc
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are held in memory at once while prompt tokens are scored."""
-_SPARE_BLOCKS = 1
 
 
 @dataclass(slots=True)
@@ -98,7 +101,9 @@ class VllmPlaces:
 class VllmRunner:
     """The `ModelRunner` that uses vLLM's executor, in this process."""
 
-    def __init__(self, spec: ModelSpec, executor: VllmExecutor, pool: HostMemory) -> None:
+    def __init__(
+        self, spec: ModelSpec, executor: VllmExecutor, pool: HostMemory | DeviceKvPool
+    ) -> None:
         self._spec = spec
         self._executor = executor
         self._pool = pool
@@ -107,8 +112,14 @@ class VllmRunner:
         self._names = itertools.count()
 
     @classmethod
-    def load(cls, request: EngineRequest, served_name: str) -> VllmRunner:
+    def load(
+        cls, request: EngineRequest, served_name: str, driver: DeviceDriver | None = None
+    ) -> VllmRunner:
         """Loads a model from a Hugging Face folder with vLLM. Takes seconds.
+
+        Args:
+            driver: of the device that has the KV pool, for an engine of one rank; None: the pool is
+                in memory of the host, which all ranks share.
 
         Raises:
             ConfigError: vLLM, or KVMesh's use of it, cannot serve the model as requested.
@@ -116,10 +127,16 @@ class VllmRunner:
         executor = VllmExecutor(request)
         facts = executor.facts()
         layout = _layout(request, facts)
-        need = MemoryNeed(0, (request.num_blocks + _SPARE_BLOCKS) * layout.block_bytes, 0)
-        require_memory(need, available_bytes())
-        pool = HostMemory(request.num_blocks, layout.block_bytes, _SPARE_BLOCKS)
-        executor.share_cache(pool)
+        pool: HostMemory | DeviceKvPool
+        if driver is None:
+            need = MemoryNeed(0, (request.num_blocks + SPARE_BLOCKS) * layout.block_bytes, 0)
+            require_memory(need, available_bytes())
+            pool = HostMemory(request.num_blocks, layout.block_bytes, SPARE_BLOCKS)
+            executor.share_cache(pool)
+        else:
+            assert request.num_ranks == 1, "ranks share a pool of the host"
+            pool = DeviceKvPool(layout, request.num_blocks, driver)
+            executor.move_cache_to(pool.with_spare.view(-1).view(torch.uint8))
         spec = ModelSpec(
             name=served_name,
             vocab_size=facts.vocab_size,
@@ -137,7 +154,7 @@ class VllmRunner:
         return self._spec
 
     @property
-    def kv(self) -> HostMemory:
+    def kv(self) -> HostMemory | DeviceKvPool:
         """See `ModelRunner.kv`."""
         return self._pool
 
@@ -173,6 +190,8 @@ class VllmRunner:
             return tokens
 
         self._executor.step(step, choose)
+        if isinstance(self._pool, DeviceKvPool):
+            self._pool.computed()
         for chunk, token in zip(chunks, result.tokens, strict=True):
             if token is not None:
                 told = self._told[chunk.sequence_id]

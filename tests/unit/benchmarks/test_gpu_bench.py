@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from benchmarks import gpu_vllm
 from benchmarks.gpu import OUT, GpuStep, _run, steps
 from benchmarks.gpu_decode import as_row
 from benchmarks.kernels import DEVICE_LOST
@@ -20,7 +25,7 @@ def end() -> float:
 def test_steps_fit_in_half_an_hour_and_their_files_exist() -> None:
     found = steps(Path("out"))
     assert found[0].name == "kernels"
-    assert sum(step.limit_s for step in found) <= 25 * 60
+    assert sum(step.limit_s for step in found) <= 30 * 60
     named = [each for step in found for each in step.arguments if each.startswith("tests/")]
     assert named
     assert all((ROOT / each).is_file() for each in named)
@@ -57,6 +62,15 @@ def test_kernels_and_decode_need_little_more_than_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not gpu_vllm._missing(), reason="this machine can run them")
+def test_checks_of_vllm_say_why_they_were_not_run(tmp_path: Path) -> None:
+    (step,) = (each for each in steps(tmp_path) if each.name == "vllm")
+    assert _run(replace(step, python=sys.executable), end(), tmp_path) == "done"
+    rows = json.loads((tmp_path / "gpu_vllm.json").read_text())["rows"]
+    assert [row["check"] for row in rows] == list(gpu_vllm.CHECKS)
+    assert {row["result"] for row in rows} == {f"not run: {gpu_vllm._missing()}"}
 
 
 def test_a_row_tells_the_share_of_the_floor_and_what_graphs_gain() -> None:

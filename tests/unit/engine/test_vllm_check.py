@@ -83,7 +83,7 @@ def test_head_and_block_sizes_of_a_cpu(tmp_path: Path) -> None:
     found = check.model_problems(model, device="cpu", block_size=16)
     assert [each.partition(" ")[0] for each in found] == ["heads", "blocks"]
     (found_there,) = check.model_problems(model, device="cuda", block_size=16)
-    assert found_there.startswith("on cuda vLLM's blocks are not within reach yet")
+    assert found_there.startswith("vLLM has not been run on cuda below KVMesh")
     model = check.read_vllm_model(write_checkpoint(tmp_path, head_dim=32))
     assert check.model_problems(model, device="cpu", block_size=64, tensor_parallel=2) == []
     (not_shared,) = check.model_problems(model, device="cpu", block_size=64, tensor_parallel=3)
