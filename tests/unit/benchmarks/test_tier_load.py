@@ -19,7 +19,7 @@ def test_every_form_has_the_same_pools_and_its_own_tiers() -> None:
 
 def test_a_row_counts_what_came_in_time_and_what_was_cached() -> None:
     asked = [Asked(100, 50, 0.5, True), Asked(100, 0, 9.0, True), Asked(100, 90, 0.0, False)]
-    row = row_of("form", "load", asked, 2.0)
+    row = row_of("form", "load", asked, 2.0, unit_s=0.25)
     assert (row["requests"], row["failed"], row["good"], row["goodput/s"]) == (3, 1, 0.333, 0.5)
     assert row["hit rate"] == round(140 / 300, 4)
     assert (row["TTFT p50"], row["TTFT p99"]) == (4750, 8915)
