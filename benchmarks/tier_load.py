@@ -51,19 +51,19 @@ POOL_GIB = POOL_TOKENS // BLOCK_SIZE * BLOCK_GIB
 UNIT_TOKENS = 1024
 """Prompt whose time is the unit of all others: all prefill workers compute one at once."""
 
-LIMIT = 3.0
+LIMIT = 2.0
 """Units until a first token that counts as good: the longest turn, computed whole, takes two."""
 
 TIERS_OF_POOL = 10
 SESSIONS, TURNS, FIRST_TOKENS, TURN_TOKENS = 10, 5, 1024, 256
-START, THINK = 3.0, 1.0
-"""Units between the first turns of two sessions, and before the next turn of one. Without any hit
-the sessions ask for 1.25 times of what two workers compute, and for a third of it if nothing is
-computed twice."""
+START, THINK = 2.0, 4.0
+"""Units between the first turns of two sessions, and before the next turn of one. Ten sessions are
+open at once, of more tokens than the pools hold. Without any hit they ask for twice of what two
+workers compute, and for half of it if nothing is computed twice."""
 
 TENANTS, TENANT_TOKENS, TAIL_TOKENS, SKEW = 24, 1024, 64, 0.6
-TENANT_RATE, TENANT_REQUESTS = 2.0, 45
-"""Requests in a unit: 1.06 times of what two workers compute without any hit."""
+TENANT_RATE, TENANT_REQUESTS = 3.0, 45
+"""Requests in a unit: 1.6 times of what two workers compute without any hit."""
 
 OUTPUT_TOKENS = 8
 FIT_TOKENS = 1024
@@ -337,7 +337,7 @@ random Llama of {SHAPE.name}, {DTYPE}, one engine thread in each worker: {NUM_PR
 - unit: a prompt of {UNIT_TOKENS:,} tokens while all prefill workers compute one, {unit_s:.2f} s
 - good: answered, with a first token within {LIMIT:g} units; hit rate: cached prompt tokens of all
 - sessions: {SESSIONS} of {TURNS} turns, {FIRST_TOKENS:,} tokens and {TURN_TOKENS} more in each,
- {THINK:g} unit after the answer before; one starts every {START:g} units
+ {THINK:g} units after the answer before; one starts every {START:g} units
 - tenants: {TENANTS} system prompts of {TENANT_TOKENS:,} tokens (Zipf {SKEW}), each computed once
  before; {TENANT_RATE:g} requests per unit
 - fits: one beginning for all prompts, which the pools hold
