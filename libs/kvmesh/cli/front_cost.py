@@ -1,6 +1,7 @@
-"""Processor time of what stands before the workers of a running stack: gateway, scheduler,
-kvmanager, Redis, and the client that measures; and of the workers' own loops, which their steps
-wait for. Told apart by what it is for: a request, a token, or a worker that was asked and refused.
+"""Measures the CPU time of a running stack outside its engines: per request, token and refusal.
+
+Measured are the front (gateway, scheduler, kvmanager, Redis and the measuring client) and the
+workers' event loops, which delay their steps.
 
 Tests: tests/unit/cli/test_front_cost.py.
 """
@@ -27,14 +28,14 @@ LONE_REQUESTS, LONE_TOKENS = 20, 2
 STREAMS, STREAM_TOKENS = 4, 256
 CROWD_USERS, CROWD_LENGTH, CROWD_S = 12, 512, 5.0
 SHORT_LENGTH = 4
-"""A batch that generates for long, and more users with long prompts than there are slots."""
+"""Loads: a batch with long answers, and more users with long prompts than there are slots."""
 
 
 def cpu_s() -> dict[str, float]:
-    """Returns the seconds of the front and of the loops of prefill and decode workers so far.
+    """Returns the CPU seconds so far of the front and of the loops of prefill and decode workers.
 
-    The front is all processes of the stack that started this one but its workers, and this process.
-    A worker's loop is its main thread.
+    The front is this process, and all processes of the stack that started it except workers. A
+    worker's loop is its main thread.
     """
     total = dict.fromkeys((FRONT, PREFILL, DECODE), 0.0)
     root = psutil.Process(os.getppid())
@@ -54,7 +55,7 @@ def cpu_s() -> dict[str, float]:
 
 
 def offers_of(text: str) -> float:
-    """Returns how many offers a gateway made for requests that were placed, from its metrics."""
+    """Returns the number of a gateway's offers for requests that were placed, from its metrics."""
     lines = (line.split() for line in text.splitlines())
     return sum(float(line[1]) for line in lines if len(line) == 2 and line[0].startswith(_OFFERS))
 
@@ -74,12 +75,12 @@ class Span:
     refusals: float = 0.0
 
     def beyond(self, idle_cores: float) -> float:
-        """Returns the processor time, less what is taken when nothing happens."""
+        """Returns the CPU time beyond that of an idle stack."""
         return max(self.cpu_s - idle_cores * self.seconds, 0.0)
 
 
 def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) -> Front:
-    """Returns the costs that explain spans with few tokens, many tokens and many refusals."""
+    """Fits the costs to spans with few tokens, many tokens and many refusals."""
     idle_cores = idle.cpu_s / idle.seconds
     request_s = token_s = 0.0
     # Each round brings them closer: a lone request has few tokens, a batch few requests.
@@ -92,15 +93,19 @@ def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) 
 
 
 def fit_loop(prefill: Front, decode: Front) -> Loop:
-    """Returns what workers do beside steps, from the costs of their loops.
+    """Returns the costs of workers outside their steps, from the costs of their loops.
 
-    A loop works for each step too; that is a part of the step as it was measured.
+    A loop's work per step is included in the measured step.
     """
     return Loop(prefill.request_s, decode.request_s, prefill.ask_s)
 
 
 async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[str, Span]:
-    """Measures some work that tells how many requests it was, of so many tokens each."""
+    """Measures a piece of work, which returns its number of requests.
+
+    Args:
+        tokens: tokens of each request.
+    """
     offers, cpu, started = offers_of(await client.metrics()), cpu_s(), time.perf_counter()
     requests = await work
     seconds, after = time.perf_counter() - started, cpu_s()
@@ -112,7 +117,7 @@ async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[
 
 
 async def measure_front(client: StackClient) -> tuple[Front, Loop]:
-    """Measures both; takes about 15 seconds."""
+    """Measures the front and the workers' loops; takes about 15 seconds."""
 
     async def nothing() -> int:
         await asyncio.sleep(2.0)

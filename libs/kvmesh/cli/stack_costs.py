@@ -1,7 +1,7 @@
 """Measures a running stack of one prefill and one decode worker for `kvmesh profile --url`.
 
-All from the client's side: first one thing at a time, then prompts and decode steps beside each
-other, which tells what it costs them to share the machine's cores.
+All times are the client's. Prompts and decode steps are first measured alone, then together, which
+shows the cost of sharing the machine's cores.
 Tests: tests/unit/cli/test_stack_costs.py.
 """
 
@@ -31,7 +31,7 @@ SEED = 1
 """Seed of the prompts."""
 
 TIMEOUT_S = 300.0
-"""Longest time of a request."""
+"""Timeout of a request, in seconds."""
 
 TINY = 4
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -40,7 +40,7 @@ BATCHES = (1, 4, 8)
 LONG_CONTEXT = 768
 OUTPUT = 256
 MIN_TOKENS = 32
-"""Fewer tokens of each sequence while all generate say nothing about a step."""
+"""Minimum tokens of each sequence while all generate, for a valid measurement of a step."""
 
 TRIES = 5
 
@@ -62,7 +62,7 @@ PREFILL_SLOTS, DECODE_SLOTS = 1, 32
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """A decode step as it was seen.
+    """A measured decode step.
 
     Attributes:
         context: tokens of all sequences of the batch.
@@ -74,9 +74,9 @@ class StepSample:
 
 
 def steps_of(timings: Sequence[Timing], input_tokens: int) -> StepSample | None:
-    """The step of a batch, from the time in which all of its sequences were generating.
+    """Returns the step of a batch, from the time in which all of its sequences were generating.
 
-    None: they hardly were at the same time.
+    None: that time is too short.
     """
     begin = max(each.token_s[0] for each in timings)
     end = min(each.token_s[-1] for each in timings)
@@ -88,7 +88,7 @@ def steps_of(timings: Sequence[Timing], input_tokens: int) -> StepSample | None:
 
 
 async def measure_step(client: StackClient, batch: int, input_tokens: int) -> StepSample:
-    """The step of a batch of equal sequences, the median of some.
+    """Measures the step of a batch of equal sequences; the median of several.
 
     Raises:
         RuntimeError: the machine is too busy to have them generate at the same time.
@@ -105,7 +105,7 @@ async def measure_step(client: StackClient, batch: int, input_tokens: int) -> St
 
 
 def fit_decode(samples: Sequence[StepSample], long: StepSample) -> DecodeCost:
-    """A line through steps of short sequences; what long ones take beyond it is their context's.
+    """Fits a line to steps of short sequences; the excess of long ones is the cost of context.
 
     Args:
         samples: of short sequences, at least two different batches.
@@ -128,8 +128,8 @@ class Beside:
 
     Attributes:
         first_s: median time to the first token of a prompt of `SHARED_LENGTH` tokens.
-        step_s: of a batch of `SHARED_BATCH`, prompts being computed all the time.
-        front_cores: that gateway, scheduler and client used meanwhile.
+        step_s: seconds of a step of `SHARED_BATCH` sequences, with prompts computed all the time.
+        front_cores: cores that gateway, scheduler and client used meanwhile.
     """
 
     first_s: float
@@ -138,9 +138,9 @@ class Beside:
 
 
 def beside_of(decoding: Sequence[Timing], prompts: Sequence[Timing]) -> Beside | None:
-    """Both times, from the time in which all sequences generated and prompts came.
+    """Returns both times, from the time in which all sequences generated and prompts arrived.
 
-    None: they hardly were at the same time.
+    None: that time is too short.
     """
     begin = max(each.token_s[0] for each in decoding)
     end = min(each.token_s[-1] for each in decoding)
@@ -156,7 +156,7 @@ def beside_of(decoding: Sequence[Timing], prompts: Sequence[Timing]) -> Beside |
 
 
 async def measure_beside(client: StackClient) -> Beside:
-    """Prompts one after the other beside a batch that generates; medians of some times.
+    """Measures prompts one after the other beside a batch that generates; medians of several runs.
 
     Raises:
         RuntimeError: the machine is too busy for both at a time.
@@ -206,12 +206,12 @@ class Measured:
 
     @property
     def overhead_s(self) -> float:
-        """Time in the services: the first token of a tiny prompt without its step."""
+        """Seconds in the services: the TTFT of a tiny prompt without its step."""
         return max(self.first_s[TINY] - self.short[0].step_s, 0.0)
 
 
 async def measure(client: StackClient) -> Measured:
-    """Asks one thing at a time; takes about a minute."""
+    """Makes all measurements, one at a time; takes about a minute."""
     await client.together(2, LENGTHS[-1], 8)  # warm
     first: dict[int, float] = {}
     handoff: dict[int, float] = {}
@@ -265,7 +265,7 @@ def stack_record(
     overhead = measured.overhead_s
     points = [(0.0, 0.0)]
     for length in (TINY, *LENGTHS):
-        # Never falling, however the measurement scattered.
+        # Never decreasing, despite measurement noise.
         points.append((float(length), max(measured.first_s[length] - overhead, points[-1][1])))
     decode = fit_decode(measured.short, measured.long)
     length = LENGTHS[-1]
@@ -286,7 +286,7 @@ def stack_record(
                 "spread": measured.spread,
             }
         },
-        # A request passes three times on its way to the first token.
+        # Three control messages precede the first token.
         "links": {"inside_gbps": gbps, "between_gbps": gbps, "latency_s": overhead / 3},
         "plan": {
             "remote": DEVICE,

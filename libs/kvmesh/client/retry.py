@@ -50,7 +50,7 @@ class RetryPolicy:
         """Seconds to wait before the next attempt; None gives up.
 
         Args:
-            error: how the attempt ended.
+            error: the error that ended the attempt.
             attempt: number of the failed attempt, from 1; counted anew after each delivery.
             remaining_s: time left for the request; None is unlimited.
             rng: source of the jitter.

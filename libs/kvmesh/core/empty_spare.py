@@ -1,4 +1,4 @@
-"""Workers that start without a model, and how a worker came to its model.
+"""Workers that start without a model, and the origin of a worker's model.
 
 Tests: tests/unit/core/test_empty_spare.py.
 """
@@ -25,8 +25,8 @@ class Assignment:
         dtype: data type of the model.
         block_size: token positions per KV block.
         max_model_len: longest sequence in tokens.
-        group_checkpoint: the checkpoint as its group's wish names it, if the group is to have one
-            more worker; None: it takes the place of a lost one.
+        group_checkpoint: the checkpoint as its group's wish names it, if the group grows; None: it
+            replaces a lost worker.
         reason: for logs.
     """
 
@@ -57,14 +57,14 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a worker came to its model.
+    """Origin of a worker's model: the start of its process and of its loading.
 
     Attributes:
         checkpoint: folder or name of its model, as its machine sees it.
         start_s: seconds from the start of its process until it could serve, without the time that
             an empty spare waited; 0: not reported.
         load_s: seconds of `start_s` for which it loaded its model; 0: not reported.
-        assignment: what it was assigned as an empty spare; its next life is one again. None: its
+        assignment: its assignment as an empty spare, which its next life is again. None: its
             process started with the model.
     """
 
@@ -80,7 +80,7 @@ class EmptySpare:
 
     Attributes:
         engine: kind of its engine.
-        assignment: what it loads; None: it waits.
+        assignment: the assignment that it loads; None: it waits for one.
     """
 
     worker_id: WorkerId

@@ -1,4 +1,4 @@
-"""Why a route lets a worker fetch KV from another one, or does not, in one word."""
+"""Reasons for and against a fetch of KV from another worker, one word each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class FetchReason(enum.Enum):
-    """Why a candidate fetches a prefix, or does not."""
+    """The reason for which a candidate fetches a prefix, or does not."""
 
     NOBODY = "nobody"
     """No worker is known to hold a part of the prompt."""
@@ -17,8 +17,8 @@ class FetchReason(enum.Enum):
     SLOW = "slow"
     """The missing part is computed before its KV would arrive."""
     LOAD = "load"
-    """The part missing in its pool lies in its own tiers, and no other worker delivers it
-    sooner."""
+    """The part missing in its pool is in its own tiers, and no other worker delivers it
+    faster."""
     FETCH = "fetch"
     """The missing part's KV arrives before it would be computed."""
     ASK = "ask"

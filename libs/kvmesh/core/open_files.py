@@ -1,4 +1,4 @@
-"""How many files and sockets this process may have open.
+"""Limit of open files and sockets of this process.
 
 Tests: tests/unit/core/test_open_files.py.
 """
@@ -9,11 +9,11 @@ import contextlib
 import resource
 
 _MOST = 1 << 20
-"""Asked for where the system sets no bound."""
+"""Limit that is set where the system has none."""
 
 
 def raise_open_files() -> None:
-    """Raises the limit to what the system allows; a common default of 1,024 is for shells.
+    """Raises the limit to the system's maximum; a common default of 1,024 is meant for shells.
 
     A scheduler needs two sockets for each worker.
     """

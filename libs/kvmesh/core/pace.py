@@ -22,7 +22,7 @@ class StepPace:
     token_s: float = 0.0
 
     def of(self, context_tokens: float) -> float:
-        """Returns the seconds of a step whose sequences have so many context tokens in total."""
+        """Returns the seconds of a step, given the context tokens of all its sequences in total."""
         return self.constant_s + self.token_s * context_tokens
 
 

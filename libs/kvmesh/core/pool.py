@@ -37,11 +37,11 @@ class PoolReport:
 
 @dataclass(frozen=True, slots=True)
 class OldBlocks:
-    """The blocks that leave a tier of a worker next.
+    """The blocks that a worker's tier would evict next.
 
     Attributes:
         tier: `pool`, or the name of a tier below it.
-        hashes: the next one first.
+        hashes: in the order of eviction.
     """
 
     tier: str
@@ -55,7 +55,7 @@ class PoolMember:
     Attributes:
         namespace: namespace of its block hashes; blocks of different namespaces never match.
         read_blocks: recent reads of cached blocks; faded like the heat of segments.
-        oldest: what leaves its full tiers next, if it was asked.
+        oldest: the next evictions of its full tiers, if they were requested.
     """
 
     worker_id: WorkerId
@@ -98,7 +98,7 @@ class EvictionHint:
 
 @dataclass(frozen=True, slots=True)
 class OldestOrder:
-    """An order to tell which blocks leave next, at most so many of each full tier."""
+    """An order to report the blocks that each full tier would evict next, up to a maximum."""
 
     num_blocks: int
 
@@ -121,7 +121,7 @@ class CopyResult:
     """A worker's answer to a copy order.
 
     Attributes:
-        reason: one word of a closed set, for metrics and logs.
+        reason: one word from a fixed set, for metrics and logs.
         num_blocks: number of blocks that the order added to the worker.
         num_bytes: number of transferred bytes.
     """
@@ -134,4 +134,4 @@ class CopyResult:
 
 
 PoolAnswer = CopyResult | tuple[OldBlocks, ...]
-"""A worker's answer to an order: the result of a copy, or what leaves its full tiers next."""
+"""A worker's answer to an order: the result of a copy, or the next evictions of full tiers."""

@@ -256,7 +256,7 @@ class EngineCore:
     # --- steps -------------------------------------------------------------------------------
 
     def set_rules(self, rules: StepRules) -> None:
-        """Sets how the next steps are divided between prompts and sequences that decode."""
+        """Sets the rules that divide the next steps between prompts and decoding sequences."""
         self._running.rules = rules
 
     def plan_step(self) -> list[SequenceChunk]:
@@ -346,7 +346,7 @@ class EngineCore:
             call()
 
     def _goes_on(self, sequence: Sequence, num_stages: int | None) -> bool:
-        """Notes how far a part is; False if it has ended, or nobody wants it any more."""
+        """Records the progress of a part; False if it has ended, or its sequence no longer runs."""
         is_unfinished = num_stages is not None and sequence.state is SequenceState.RUNNING
         sequence.num_begun = 1 + num_stages if num_stages is not None and is_unfinished else 0
         return is_unfinished
@@ -463,7 +463,7 @@ class EngineCore:
         return {each.spec.adapter for each in everyone}
 
     def queues(self) -> tuple[QueueLengths, QueueLengths]:
-        """Returns the sequences of prefill and of decode, by what they wait for."""
+        """Returns the sequences of prefill and of decode, by the reason of their waiting."""
         return queue_lengths(self._held, self._running, self._preempted)
 
     def statistics(self) -> EngineStatistics:

@@ -1,6 +1,6 @@
-"""How far the first part of a prompt has arrived, stage by stage, while another worker computes it.
+"""Progress of the first part of a prompt, stage by stage, while another worker computes it.
 
-The event loop reports arrivals; the thread that computes looks. No torch here.
+The event loop reports arrivals; the computing thread polls. No torch here.
 Tests: tests/unit/engine/test_layer_gate.py.
 """
 
@@ -23,23 +23,23 @@ class LayerGate:
 
     @property
     def num_stages(self) -> int:
-        """Leading stages that have arrived."""
+        """Number of leading stages that have arrived."""
         return self._num_stages
 
     def arrived(self, num_stages: int) -> None:
-        """Reports that so many leading stages are there."""
+        """Reports that this many leading stages have arrived."""
         self._num_stages = max(self._num_stages, num_stages)
         self._on_change()
 
     def close(self) -> None:
-        """Says that no more will come. May be called again."""
+        """Reports that no more stages will arrive. May be called again."""
         self._is_closed = True
         self._on_change()
 
     def passes(self, num_stages: int) -> bool | None:
-        """Whether so many leading stages are there; None while they may still come.
+        """Whether this many leading stages have arrived; None while they may still arrive.
 
-        Whoever owns the gate closes it when arrivals stop.
+        The gate's owner closes it when arrivals stop.
         """
         if self._num_stages >= num_stages:
             return True

@@ -1,9 +1,9 @@
 """KV in a store outside of the mesh, which workers of several meshes and machines may share.
 
-It is the lowest tier. A block goes there after it was copied to host memory, unless it is there
-already. What a prefix lacks here comes back into host memory, and from there into the pool like
-whatever lies there. The store is asked when a prompt needs it: nobody keeps an index of it. A store
-that fails costs computation and nothing else. Tests: tests/integration/test_outside_store.py.
+It is the lowest tier. A worker stores a block there after it was copied to host memory, unless the
+store has it already. Missing blocks of a prefix are read into host memory, and from there into the
+pool like other copies in that tier. The store is queried when a prompt needs it, without an index.
+A failing store costs only recomputation. Tests: tests/integration/test_outside_store.py.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = event_logger(__name__)
 NAME = "outside"
 
 PIECE_BYTES = 4 << 20
-"""Bytes of one call, which are in memory twice meanwhile."""
+"""Maximum bytes of one call, which are in memory twice during it."""
 
 PIECE_BLOCKS = 256
-"""Blocks of one call: small ones cost the event loop more than their bytes."""
+"""Maximum blocks of one call, because small blocks cost more event-loop time than bytes."""
 
 CALL_S, BYTES_PER_S = 0.002, 0.5e9
 """Assumed of the store before a read was measured."""
 
 PAUSE_S = 5.0
-"""Seconds for which a store that failed is left alone."""
+"""Seconds without calls after a failure of the store."""
 
 _HOST = 0
 
@@ -70,9 +70,9 @@ class OutsideCache:
     """A worker's view of a store outside of the mesh.
 
     Args:
-        tiers: the first one is host memory.
-        host: returns the memory of places there.
-        compute_s: estimates the seconds to compute so many blocks; 0 if unknown.
+        tiers: bookkeeping of the tiers; the first one is host memory.
+        host: returns the memory of places in host memory.
+        compute_s: estimates the seconds to compute a number of blocks; 0 if unknown.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class OutsideCache:
     # --- down --------------------------------------------------------------------------------
 
     def offer(self, keys: Iterable[BlockHash]) -> None:
-        """Takes note of blocks that are in host memory since now."""
+        """Queues blocks that have just come into host memory for storing."""
         self._waiting.update(dict.fromkeys(keys))
         while len(self._waiting) > self._tiers[_HOST].num_places:
-            del self._waiting[next(iter(self._waiting))]  # long gone from there
+            del self._waiting[next(iter(self._waiting))]  # evicted from host memory long ago
         self._wake.set()
 
     async def run(self) -> None:
-        """Stores what was offered, until cancelled."""
+        """Stores queued blocks, until cancelled."""
         while True:
             self._wake.clear()
             while self._waiting:
@@ -158,8 +158,8 @@ class OutsideCache:
         return lacking * self._pool.block_size >= MIN_FETCH_TOKENS
 
     async def bring(self, hashes: Sequence[BlockHash]) -> None:
-        """Copies into host memory what the store has of a prefix and neither pool nor tiers have,
-        if that is sooner than computing it.
+        """Copies a prefix's blocks that only the store has into host memory, if that is faster
+        than computing them.
         """
         async with self._turn:
             if not self.may_have(hashes):
@@ -172,7 +172,7 @@ class OutsideCache:
                 self._no_get_before = self._clock.now() + PAUSE_S
 
     async def _begin(self, hashes: Sequence[BlockHash]) -> list[Copy]:
-        """Finds what helps, and takes places for it."""
+        """Finds the blocks to read, and takes places in host memory for them."""
         lacking = self._rooms.lacking(hashes)
         found = await self._store.has(lacking)
         there = {key for key, has in zip(lacking, found, strict=True) if has}
@@ -181,7 +181,7 @@ class OutsideCache:
             return []
         names = self._rooms.missing(hashes, 0, length)
         for key in reversed(names):
-            self._tiers.left(key)  # what is here already must not go for the rest
+            self._tiers.left(key)  # blocks in host memory must not be evicted for the rest
         return self._tiers.begin_write(_HOST, (key for key in names if key in there))
 
     def _pays(self, num_blocks: int) -> bool:
@@ -196,7 +196,7 @@ class OutsideCache:
         return False
 
     async def _get(self, copies: Sequence[Copy]) -> None:
-        """Fills places; those that could not be filled are free again, also after an error."""
+        """Fills places; frees those that could not be filled, also after an error."""
         began, num_ended = self._clock.now(), 0
         try:
             for first in range(0, len(copies), self._at_once):
@@ -232,5 +232,5 @@ class OutsideCache:
         await self._store.close()
 
     def statistics(self) -> TierStatistics:
-        """Blocks that went there and came back; how many others keep there is not known."""
+        """Counts of stored and read blocks; the number of blocks in the store is unknown."""
         return TierStatistics(NAME, 0, 0, self._stored, self._loaded, 0, self._lost)

@@ -10,15 +10,15 @@ from dataclasses import replace
 from kvmesh.engine.config import ModelConfig
 
 _LEAST = 1e-9
-"""Share of a model whose layers all have windows or states; 0 would mean: never split."""
+"""Result for a model whose layers all have windows or states; 0 would mean: never split."""
 
 
 def pair_share(config: ModelConfig) -> float:
-    """Returns the multiplications of attention to one position over all others of a token.
+    """Returns the multiplications of attention to one position, divided by a token's other ones.
 
     A matrix takes one for each of its weights; attention takes one for each element of a key and of
-    a value. What a layer with a window, or with a state, does for a token is the same wherever the
-    token is. The head is left out: it runs for one position of a prompt.
+    a value. The work of layers with a window or a state does not depend on the token's position.
+    The head is left out: it runs for one position of a prompt.
     """
     pairs = constant = 0
     for layer in range(config.num_layers):

@@ -1,9 +1,9 @@
 """A part of a prompt, computed layer by layer, in each layer piece by piece.
 
-Each piece is an ordinary forward pass of its rows. It is left where it has written the keys and
-values of a layer, or is about to read a state, and taken up again when all pieces are there and the
-same layer has come from upstream. So a layer's KV leaves early, what is in memory between two
-layers is what the passes hold there, and other work fits between any two pieces.
+Each piece is an ordinary forward pass of its rows. It pauses after it has written the keys and
+values of a layer, or before it reads a state. It resumes when all pieces have got as far and the
+same layer has arrived from upstream. So a layer's KV is sent early, only the paused passes occupy
+memory between two layers, and other work can run between any two pieces.
 Why in this order: docs/adr/0036-prompt-chains.md. Tests: tests/unit/engine/test_prompt_chain.py,
 tests/integration/test_chained_families.py.
 """
@@ -23,7 +23,7 @@ Forward = Callable[[SequenceChunk, "Pauses"], tuple[Tensor, Tensor]]
 """Computes one piece and calls the pauses in each layer; see `DecoderModel.forward`."""
 
 Choose = Callable[[SequenceChunk, Tensor, Tensor], SampledToken]
-"""Samples the token behind a piece from the result of its pass."""
+"""Samples the token after a piece from the result of its pass."""
 
 
 def pieces_of(chunk: SequenceChunk, piece_tokens: int) -> list[SequenceChunk]:
@@ -119,7 +119,7 @@ class PartRun:
         choose: samples after the last piece.
 
     Attributes:
-        token: token sampled behind the part; None before, and if the part does not sample.
+        token: token sampled after the part; None before, and if the part does not sample.
     """
 
     def __init__(
@@ -134,26 +134,26 @@ class PartRun:
         self._pauses = Pauses(stages, chunk.on_layers or (lambda _: None))
         self._forward, self._choose = forward, choose
         self._passes = [greenlet(self._pass) for _ in self._pieces]
-        # A pass is resumed once for each stage, and once more behind the last one.
+        # A pass is resumed once for each stage, and once more after the last one.
         whole = (len(stages) + 1) * pace.step_tokens
         self._per_step = max(1, whole // max(pace.piece_tokens, 1))
         self._next = 0
         self._stage = -1
-        """At which all passes were left last."""
+        """Stage at which all passes are paused; -1 before the first one."""
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it is computed."""
+        """Whether the whole part is computed."""
         return all(each.dead for each in self._passes)
 
     def advance(self) -> int:
         """Computes about as much as one step.
 
         Returns:
-            The stages from upstream without which it does not go on.
+            The number of stages from upstream that the part needs to continue.
 
         Raises:
-            UpstreamLostError: they will not come.
+            UpstreamLostError: these stages will not arrive.
         """
         for _ in range(self._per_step):
             if self._next == 0 and not self._may_go_on():
@@ -165,13 +165,13 @@ class PartRun:
         return self._stage + 1
 
     def close(self) -> None:
-        """Gives up what is not computed."""
+        """Abandons the rest of the part."""
         for each in self._passes:
             if each and not each.dead:
                 each.throw()
 
     def _may_go_on(self) -> bool:
-        """Whether the stage at which all passes were left is there from upstream, too."""
+        """Whether the stage at which all passes are paused has also arrived from upstream."""
         passes = True if self._gate is None else self._gate.passes(self._stage + 1)
         if passes is False:
             raise UpstreamLostError
@@ -185,7 +185,7 @@ class PartRun:
         left_at = one.switch() if one else one.switch(self._pieces[index])
         if self._pauses.is_last and not one.dead:
             self._stage = left_at
-            self._may_go_on()  # others are told now, whenever it does
+            self._may_go_on()  # reports the stage now, even if the part must wait
 
     def _pass(self, piece: SequenceChunk) -> None:
         x, delta = self._forward(piece, self._pauses)

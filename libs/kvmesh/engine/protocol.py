@@ -102,9 +102,9 @@ class UpstreamPart:
     Attributes:
         end: one past the last of them, a multiple of the block size.
         gate: says which stages of their KV are in the sequence's blocks.
-        settle: called on the event loop after the part, before the sequence goes on: True if all
-            stages came, False if the sequence has computed nothing; it is HELD again then, or GONE.
-        state: blocks that the state after them comes in.
+        settle: called on the event loop after the part, before the sequence continues: True if all
+            stages arrived, False if the sequence computed nothing; it is then HELD again, or GONE.
+        state: blocks that receive the state after them.
     """
 
     end: int
@@ -115,11 +115,11 @@ class UpstreamPart:
 
 @dataclass(frozen=True, slots=True)
 class PartPace:
-    """How a part of a prompt is computed: layer by layer, in each layer piece by piece.
+    """Pace of a part of a prompt, which is computed layer by layer, in each layer piece by piece.
 
     Attributes:
-        piece_tokens: of a piece.
-        step_tokens: a call of `execute` computes about as much as a step of so many tokens.
+        piece_tokens: tokens of a piece.
+        step_tokens: work of one call of `execute`, as the tokens of an equally long step.
     """
 
     piece_tokens: int
@@ -237,8 +237,8 @@ class StepResult:
         prompt_logprobs: by index of the chunk, `num_scored` entries, for positions start + 1 on.
         lost: indexes of chunks whose remote prefix did not answer or whose upstream part did not
             arrive; they count as not computed.
-        unfinished: indexes of parts that go on in a further step, and the stages from upstream that
-            have to be there by then.
+        unfinished: indexes of parts that continue in a further step, and the number of upstream
+            stages that must have arrived by then.
     """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
@@ -296,11 +296,11 @@ class PartialAttention(Protocol):
 
 
 class AdapterPlaces(Protocol):
-    """Places for LoRA adapters in an engine. Called like `ModelRunner.execute`, between steps."""
+    """Slots for LoRA adapters in an engine. Called like `ModelRunner.execute`, between steps."""
 
     @property
     def num_places(self) -> int:
-        """How many adapters the engine holds at once."""
+        """Maximum number of adapters that the engine holds at once."""
         ...
 
     def add(self, adapter: Adapter) -> None:
@@ -348,7 +348,7 @@ class ModelRunner(Protocol):
 
     @property
     def adapter_places(self) -> AdapterPlaces | None:
-        """Where LoRA adapters can be loaded while it runs; None: this engine has none."""
+        """Slots for LoRA adapters that are loaded while it runs; None: this engine has none."""
         ...
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:

@@ -1,4 +1,4 @@
-"""Counts a worker's sequences by side and by what they wait for (FlowKV 3.4 and appendix B.2).
+"""Counts a worker's sequences by side and by queue (FlowKV 3.4 and appendix B.2).
 
 Tests: tests/unit/engine/test_queues.py.
 """

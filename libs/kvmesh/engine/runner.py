@@ -58,7 +58,7 @@ class TorchRunner:
         self._keeps_latents = model.config.latent is not None
         can_part = can_be_parted(model, plan.groups)
         self._partial = PoolAttention(pool, model.config.num_heads) if can_part else None
-        # What a part keeps in memory between two layers, a device has no room for besides its pool.
+        # A device has no memory besides its pool for a part's activations between two layers.
         self._pair_share = pair_share(model.config) if device == "cpu" else 0.0
         self._parts: dict[int, PartRun] = {}
         self._device = device
@@ -228,7 +228,7 @@ class TorchRunner:
         return StepResult(result, scores, lost)
 
     def _execute_part(self, model: DecoderModel, chunks: Sequence[SequenceChunk]) -> StepResult:
-        """Some pieces of a part, which go on with its next step where they were left."""
+        """Computes some pieces of a part; its next step resumes them."""
         (chunk,) = chunks
 
         def forward(piece: SequenceChunk, pauses: Pauses) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,9 +258,9 @@ class TorchRunner:
         return StepResult([None], unfinished={0: needed})
 
     def _after_writes(self, chunks: Sequence[SequenceChunk]) -> list[AfterWrite]:
-        """For each token group, what tells the chunks that listen; empty where nobody does.
+        """Returns per token group the callback for chunks that listen; empty without such chunks.
 
-        On a device the layers are only launched by then; the pool's moment marks them.
+        On a device the layers are only launched by then; the pool's event marks them.
         """
         listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
         if not listeners or not self.spec.groups.is_plain:

@@ -1,7 +1,7 @@
 """Running sequences: distributes tokens and blocks of the next step, and preempts if necessary.
 
 Blocks go to the oldest sequence first; when there are none, the youngest is preempted. Preempted
-sequences return when the running ones have what they need. Tests:
+sequences return when the running ones have enough blocks. Tests:
 tests/unit/engine/test_running.py, tests/unit/engine/test_core.py,
 tests/property/test_engine_core.py.
 """
@@ -26,7 +26,7 @@ def _is_part(sequence: Sequence) -> bool:
 
 
 def _is_prompt(sequence: Sequence) -> bool:
-    """Whether more is missing than a decode step; the last token of a prompt is no decode step."""
+    """Whether more than a decode step is missing; a prompt's last token is no decode step."""
     return sequence.num_remaining > 1 or len(sequence.tokens) == len(sequence.spec.token_ids)
 
 
@@ -41,7 +41,7 @@ class RunningSequences:
         preempted: sequences that lost their blocks.
         num_preemptions: number of preemptions since start.
         on_preempted: called with each preempted sequence.
-        rules: how steps are divided between prompts and sequences that decode.
+        rules: division of steps between prompts and decoding sequences.
         latest: sequences of the latest step.
     """
 
@@ -96,7 +96,7 @@ class RunningSequences:
         return planned
 
     def pace_of(self, sequence: Sequence) -> PartPace | None:
-        """How the next chunk of a sequence is computed, if it is a part; else None."""
+        """The pace of a sequence's next chunk, if it is a part; else None."""
         if not _is_part(sequence):
             return None
         limits = self._limits
@@ -112,7 +112,7 @@ class RunningSequences:
         others = [s for s in runnable if not _is_part(s)]
         part = next((s for s in runnable if _is_part(s) and not s.waits_for_layers), None)
         if part is not None:
-            # Answers go on between any two steps of a part; prompts come behind it.
+            # Decoding sequences run between any two steps of a part; prompts wait for its end.
             decoding = [s for s in others if s.num_remaining == 1]
             self._part_is_next = not self._part_is_next or not decoding
             if not self._part_is_next:
@@ -165,8 +165,8 @@ class RunningSequences:
         return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._members)
 
     def _youngest(self, protected: Collection[Sequence]) -> Sequence | None:
-        # Into the blocks of one with an upstream part another worker writes, and what is computed
-        # of a part is nowhere but in the runner.
+        # Another worker writes into the blocks of a sequence with an upstream part, and only the
+        # runner has the progress of a part.
         return next(
             (
                 each

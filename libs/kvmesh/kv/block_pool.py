@@ -45,7 +45,7 @@ class BlockPoolStatistics:
     Attributes:
         num_empty, num_evictable, num_referenced: add up to num_blocks.
         num_hashed: blocks that `match` can find.
-        num_free_segments, largest_free_segment: how fragmented the empty blocks are.
+        num_free_segments, largest_free_segment: fragmentation of the empty blocks.
     """
 
     num_blocks: int

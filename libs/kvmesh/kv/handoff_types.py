@@ -15,7 +15,7 @@ from kvmesh.kv.block_parts import Part, PartialBlocks
 
 
 class Outcome(enum.Enum):
-    """How a reservation ended; each one ends exactly once."""
+    """Outcome of a reservation; each one ends exactly once."""
 
     TAKEN = "taken"
     CANCELLED = "cancelled"

@@ -121,7 +121,7 @@ class _WindowRuns:
         return self.settle(block_hash)
 
     def settle(self, block_hash: BlockHash) -> list[BlockHash]:
-        """Counts anew from a block on; returns those with another count."""
+        """Recounts from a block on; returns the blocks whose count changed."""
         if block_hash not in self.here:
             return []
         before = self.here[block_hash]

@@ -386,7 +386,7 @@ class Tiers:
 
 
 def at_once(num_blocks: int, num_free: int) -> int:
-    """Returns how many blocks of a prefix come up at a time, to be read by another worker.
+    """Returns the number of a prefix's blocks to load at a time, for another worker to read.
 
     All of them if they fit. Else half of the free room, so that requests keep the other half; the
     reader asks again for the rest.

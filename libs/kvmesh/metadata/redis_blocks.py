@@ -1,9 +1,9 @@
 """KV blocks in Redis or Valkey: an `OutsideStore` (`engine/outside_cache.py`).
 
 A block's key names checkpoint, layout and the block: the hash of all tokens up to its end, chained
-from the root of model, tenant's salt and adapter (`kv/hashing.py`). So nobody finds what another
-tenant or another model stored, and there is no list to search. The value is the block after its
-checksum. Reading renews its time to live. Tests: tests/integration/test_outside_store.py.
+from the root of model, tenant's salt and adapter (`kv/hashing.py`). So no request finds blocks of
+another tenant or model, and there is no list to search. The value is a checksum, then the block.
+Reading renews its time to live. Tests: tests/integration/test_outside_store.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RedisBlocks:
     """Blocks of one checkpoint and layout.
 
     Args:
-        identity: what all readers of a block have in common: checkpoint, shape, kinds of blocks.
+        identity: properties that all readers of a block share: checkpoint, shape, block kinds.
         ttl_s: seconds for which a block is kept after its last use.
     """
 
@@ -57,7 +57,7 @@ class RedisBlocks:
             return [bool(each) for each in _as_many(found, len(keys))]
 
     async def get(self, keys: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """See `OutsideStore.get`. Blocks that are damaged are deleted."""
+        """See `OutsideStore.get`. Deletes damaged blocks."""
         names = self._names(keys)
 
         def read(server: redis.Redis) -> Awaitable[Any]:

@@ -1,7 +1,8 @@
 """Finds the Redis server that is the master now, by asking its sentinels.
 
-Redis' guidelines for clients: whoever answers first is asked first the next time, and a server
-counts as the master when it says so itself. Tests: tests/integration/test_redis_sentinel.py.
+Follows Redis' guidelines for clients: the sentinel that answers first is asked first the next time,
+and a server is the master only if it says so itself. Tests:
+tests/integration/test_redis_sentinel.py.
 """
 
 from __future__ import annotations

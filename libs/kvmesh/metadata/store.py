@@ -105,7 +105,7 @@ class MetadataStore(Protocol):
         ...
 
     async def holders(self, namespace: str, hashes: bytes) -> dict[WorkerId, set[BlockHash]]:
-        """Returns which of these blocks each worker with a live slot holds, in whatever tier."""
+        """Returns which of these blocks each worker with a live slot holds, in any tier."""
         ...
 
     async def sweep(self, max_blocks: int) -> int:

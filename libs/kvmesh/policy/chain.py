@@ -3,8 +3,8 @@ before. Pure.
 
 The first worker computes the beginning of a prompt, the next one the following part, and so on;
 each layer's KV goes from one worker to the next. A cached prefix that the first worker lacks is
-fetched there, from the last worker or from the one that this would fetch from. As everywhere in
-routes, costs are in computed tokens, at the speed of short contexts.
+fetched there, from the last worker or from that worker's source. As in all routes, costs are in
+computed tokens, at the speed of short contexts.
 Source: TokenLake 6.2 (degree of parallelism). Tests: tests/unit/policy/test_chain.py.
 """
 
@@ -87,7 +87,7 @@ class Cost:
         return end + self.pair_share * end * end / 2
 
     def position(self, work: float) -> float:
-        """Returns the position before which so much work lies: the inverse of `work`."""
+        """Returns the position before which this work lies: the inverse of `work`."""
         return 2 * work / (1 + math.sqrt(1 + 2 * self.pair_share * work))
 
     def carried(self, end: int, held: int) -> float:
@@ -212,7 +212,7 @@ def divisions(
 def best_cuts(
     cost: Cost, head: Head, end: int, num_workers: int, block_size: int
 ) -> tuple[list[int], float]:
-    """Returns the best division of a prompt among at most so many workers; see `divisions`."""
+    """Returns the best division of a prompt among at most this many workers; see `divisions`."""
     *_, best = divisions(cost, head, end, num_workers, block_size)
     return best
 
@@ -258,7 +258,7 @@ class Chaining:
         return tuple(tokens for _, tokens in found)
 
     def extend(self, plan: RoutePlan, num_workers: int = MAX_WORKERS) -> RoutePlan:
-        """Returns the plan with a chain of at most so many workers, or as it is."""
+        """Returns the plan with a chain of at most this many workers, or unchanged."""
         most = min(num_workers, 1 + len(self._beside))
         cuts, tokens = best_cuts(self._cost, self._head, self._end, most, self._size)
         if len(cuts) == 2:
@@ -337,7 +337,7 @@ def chaining(
     if query.num_tokens < CHAIN_TOKENS or last.fetch is FetchReason.ASK:
         return None
     if query.num_tokens - last.cached_tokens < CHAIN_TOKENS:
-        return None  # before the others are looked at: most prompts are short or cached
+        return None  # before the other workers are checked: most prompts are short or cached
     worker = _idle_worker(view, last.worker_id, query, now)
     if worker is None:
         return None
@@ -402,7 +402,7 @@ def _idle_worker(
 
 
 def _is_idle(worker: WorkerView, query: RouteQuery, now: float) -> bool:
-    """Whether the worker has no other prompt, which would wait for its part; answers go on."""
+    """Whether the worker has no other prompt, which would wait for its part. It may decode."""
     info, load = worker.info, worker.load
     return (
         (info.role is Role.PREFILL or info.role is Role.HYBRID)

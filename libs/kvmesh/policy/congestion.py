@@ -20,7 +20,7 @@ LOST = 0.005
 """Fraction of segments sent again that is a sign, on a link that usually loses none."""
 
 OVER_USUAL = 4.0
-"""How often a link's usual fraction is a sign: long paths lose some segments and are not full."""
+"""Multiple of a link's usual fraction that is a sign: long paths always lose some segments."""
 
 GROWN = 2.0
 """Round trip over the smallest one of the link that is a sign."""
@@ -91,8 +91,8 @@ class CongestionMeter:
 
 
 def _has_sign(link: _Link, counts: LinkCounts, sent: int) -> bool:
-    """Whether the link shows a sign; also updates what is usual for it."""
-    # The counter of a connection that closed is gone.
+    """Whether the link shows a sign; also updates the link's usual values."""
+    # Counters of closed connections are missing.
     again = max(counts.retransmits - link.told.retransmits, 0)
     loss = min(again * SEGMENT_BYTES / sent, 1.0)
     is_losing = loss > max(LOST, OVER_USUAL * link.usual_loss)

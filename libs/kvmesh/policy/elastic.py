@@ -15,12 +15,12 @@ from kvmesh.core.types import RequestId
 
 
 class ElasticReason(enum.Enum):
-    """How a plan came about; operators see the value."""
+    """Kind of a plan's result; operators see the value."""
 
     WITHIN_SLO = "within_slo"
     """Every batch meets its objective."""
     BEST_EFFORT = "best_effort"
-    """No plan meets all objectives, so they are left out."""
+    """No plan meets all objectives, so the plan ignores them."""
     NOTHING = "nothing"
     """There is nothing to plan."""
 

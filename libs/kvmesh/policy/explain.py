@@ -75,15 +75,14 @@ class DecisionFacts:
         scenario: scenario of the request.
         group, group_reason: P/D group that serves it, and why that one; empty and None where
             workers have no scenario.
-        joint_reason: what a joint decision changed for the request; None where requests are decided
+        joint_reason: effect of the joint decision on the request; None where requests are decided
             one by one.
         num_asked: number of requests decided together, this one included.
         turn: number of their prompts that the same worker computes before this one.
         brought_tokens: tokens of this prompt that are fetched from another worker's cache.
-        num_batched, degree, elastic_reason: prompts and workers of its batch, and how the batches
-            came about, where a program forms them; 0, 1 and None elsewhere.
-        lookup: how the holders of leading blocks were looked up, or why not: a value of the
-            scheduler's `Lookup`.
+        num_batched, degree, elastic_reason: prompts and workers of its batch, and the kind of the
+            plan, where a program forms batches; 0, 1 and None elsewhere.
+        lookup: outcome of the prefix lookup: a value of the scheduler's `Lookup`.
     """
 
     request_id: RequestId

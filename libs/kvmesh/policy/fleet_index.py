@@ -295,7 +295,7 @@ class FleetIndex:
         heard_since: float,
         chosen: dict[WorkerId, _Entry],
     ) -> None:
-        """Adds hybrids from the fullest with room on: under limits these go on to decode."""
+        """Adds the fullest hybrids that have room: under tight limits these keep decoding."""
         left = WIDTH
         for index in range(bisect_left(keys, (1.0,)) - 1, -1, -1):
             worker_id = keys[index][3]

@@ -1,10 +1,10 @@
 """Decides for the whole fleet which cached copies are evicted first: redundant unread ones.
 
-A worker alone evicts what it has not read for longest, and does not know that another worker holds
-the same block, or has none of it. Here every full worker tells what leaves it next. A copy leaves
-before all others if another worker of the same kind keeps one and nobody in the fleet reads the
-block. So the last copy of a prefix, and every copy of one that is read, outlive the second copy of
-a cold one, on whichever worker they are.
+A worker alone evicts its least recently used blocks, and does not know the copies of other workers.
+Here every full worker reports its next evictions. A copy is evicted before all others if another
+worker of the same kind keeps one and no worker in the fleet reads the block. So the last copy of a
+prefix, and every copy of a prefix that is read, outlive the second copy of a cold one, on any
+worker.
 
 Source: TokenLake 4.4 (global LRU over copies). Tests: tests/unit/policy/test_global_lru.py.
 """

@@ -19,7 +19,7 @@ class GroupKey:
         fingerprint: its checkpoint; two checkpoints never exchange KV.
         scenario: the one that the group serves; empty: any scenario without a group of its own.
         cluster: its cluster. Empty in keys of data that covers all groups of a scenario, because
-            every route chooses anew between these.
+            every route chooses between these again.
     """
 
     model: str

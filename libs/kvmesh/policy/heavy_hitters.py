@@ -12,7 +12,7 @@ from kvmesh.policy.segment_tree import Segment, SegmentTree
 
 
 def num_heavy_hitters(num_workers: int) -> int:
-    """Returns N log2 N: so many copies bound the imbalance of N workers with high probability."""
+    """Returns N log2 N copies, which bound the imbalance of N workers with high probability."""
     return max(math.ceil(num_workers * math.log2(max(num_workers, 2))), 1)
 
 

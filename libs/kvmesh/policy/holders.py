@@ -19,7 +19,7 @@ _WORD_MASK = (1 << _WORD) - 1
 
 
 Levels = list[tuple[int, int]]
-"""Pairs of a block count and the bit set of workers that hold so many, largest count first.
+"""Pairs of a block count and the bit set of workers that hold as many, largest count first.
 
 A worker is in one pair only."""
 

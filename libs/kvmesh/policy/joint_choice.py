@@ -50,7 +50,7 @@ class JointChoice:
         num_batched: number of prompts in its batch (TokenLake 6.2), this one included; 0: the rule
             forms no batches.
         degree: number of workers that compute its batch.
-        elastic: how the batches came about; None: the rule forms none.
+        elastic: reason of the division into batches; None: the rule forms none.
     """
 
     reason: JointReason

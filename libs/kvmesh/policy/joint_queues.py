@@ -76,7 +76,7 @@ class Division:
     Attributes:
         degrees: workers that compute a queue's only prompt together with this one, which is
             counted; those with one are left out.
-        reason: how TokenLake's program came to it; None: by another rule.
+        reason: result of TokenLake's program; None: another rule divided.
     """
 
     queues: Queues

@@ -29,7 +29,7 @@ class LinkView:
     transferred_bytes: int = 0
 
     def estimate_s(self, num_bytes: int) -> float | None:
-        """Returns the seconds until so many more bytes would arrive; None: no measurement yet."""
+        """Returns the seconds in which more bytes would arrive; None: no measurement yet."""
         if self.goodput_bytes_s <= 0:
             return None
         return self.rtt_s + (self.queued_bytes + num_bytes) / self.goodput_bytes_s

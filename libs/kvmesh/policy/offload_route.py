@@ -82,7 +82,7 @@ def plan_offload(
 
 
 def _moves(pace: FetchPace, num_tokens: int) -> bool:
-    """Whether fetching so many tokens' KV from the other cluster is sooner than computing it.
+    """Whether fetching these tokens' KV from the other cluster is faster than computing it.
 
     False until the speed of the link was measured: an unknown link counts as full.
     """

@@ -136,7 +136,7 @@ class RatioStep:
 
     Attributes:
         grow: the role that gets them; None leaves the ratio alone.
-        count: how many.
+        count: number of instances.
     """
 
     grow: Role | None

@@ -107,7 +107,7 @@ class FetchPace:
 
 
 class Way(enum.Enum):
-    """How a worker gets a prefix that is not in its pool."""
+    """Way to get a prefix that is not in the worker's pool."""
 
     COMPUTE = "compute"
     LOAD = "load"

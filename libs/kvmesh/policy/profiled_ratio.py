@@ -72,7 +72,7 @@ def measured_profile(
 
 
 def step_by_rate(profile: InstanceProfile, num_prefill: int, num_decode: int) -> RatioStep | None:
-    """Returns the step to eq. 1's split; None if it is there, or gains no more than `TOLERANCE`."""
+    """Returns the step to eq. 1's split; None if it is reached, or gains at most `TOLERANCE`."""
     num_instances = num_prefill + num_decode
     if num_instances < 2 * MIN_PER_ROLE:
         return None

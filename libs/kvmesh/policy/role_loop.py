@@ -64,9 +64,9 @@ def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
 
 
 def decode_slots(info: WorkerInfo, load: WorkerLoad) -> float:
-    """Returns how many sequences like the present ones a worker can decode.
+    """Returns the number of sequences like the present ones that a worker can decode.
 
-    These are its slots, or fewer where TPOT limits leave no time for so many.
+    These are its slots, or fewer if TPOT limits leave too little time.
     """
     running, share = load.decode_running, context_share(load.room)
     return min(info.decode_slots, max(running / share, 1.0)) if share else info.decode_slots
@@ -145,7 +145,7 @@ class _Rest:
 
 
 class _Kept:
-    """The last reading of a worker, what it was made of, and its score."""
+    """The last reading of a worker, its inputs, and its score."""
 
     __slots__ = ("info", "load", "reading", "score", "waiting")
 

@@ -281,8 +281,8 @@ def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
 def _free_of_limits(call: Call, hybrids: list[Seat]) -> list[Seat]:
     """Returns the hybrids on which the prompt causes no missed TPOT limit; all if none binds.
 
-    With loose limits a worker bears prompts beside what it decodes, so all are mixed workers. With
-    tight ones those that decode are kept for it, also those whose reports do not show it yet.
+    With loose limits a worker tolerates prompts beside decode, so all are mixed workers. With tight
+    ones decoding workers only decode, also those whose reports do not show it yet.
     """
     if call.policy.first_token is None or not call.policy.aggregate_tokens:
         return hybrids
@@ -368,10 +368,10 @@ def _can_be_borne(call: Call, seat: Seat, gain: float = BEARABLE_MISSES) -> bool
 
 
 def _late_share(call: Call, saved_tokens: float) -> float:
-    """Returns the expected number of TTFT limits kept by coming sooner, 0..1.
+    """Returns the expected number of TTFT limits kept by an earlier start, 0..1.
 
-    It is the saved time as a fraction of the TTFT budget: a request that waits so much less is in
-    time so much more often, and so are the requests behind it.
+    It is the saved time as a fraction of the TTFT budget: the request, and those queued behind it,
+    are in time more often by about this fraction.
     """
     budget_ms, token_s = call.query.ttft_budget_ms, call.view.pace.token_s
     if not budget_ms or not token_s:

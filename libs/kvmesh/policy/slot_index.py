@@ -198,7 +198,7 @@ class SlotIndex:
 
 
 def levels_of(look: Callable[[int], int], count: int, live: int) -> Levels:
-    """Returns, for each number of leading blocks up to `count`, the workers that hold so many.
+    """Returns, for each number of leading blocks up to `count`, the workers that hold as many.
 
     Args:
         look: returns the bit set of workers that hold the block at an index.

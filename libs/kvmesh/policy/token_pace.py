@@ -168,7 +168,7 @@ def spare_s(sequences: Iterable[Paced], step_s: float, answer_tokens: float) -> 
         gained_s = limit_s * num_tokens - elapsed_s
         made_up_s = (limit_s - step_s) * answer_tokens
         if made_up_s <= 0.0:
-            # It makes up for nothing: any delay beyond what it has gained misses the limit.
+            # It cannot catch up: any delay beyond its slack misses the limit.
             made_up_s = TOO_SLOW_S
         elif gained_s < -made_up_s:
             continue  # its limit is missed in any case

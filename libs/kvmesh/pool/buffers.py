@@ -55,7 +55,7 @@ class QueryBuffer:
 
 @dataclass(frozen=True, slots=True)
 class KvBuffer:
-    """New KV on its way into the pool.
+    """New KV to be stored in the pool.
 
     Attributes:
         reservation: blocks reserved at the target; None if it holds the whole prefix.

@@ -19,14 +19,14 @@ Match = Callable[[str, Sequence[BlockHash]], Mapping[WorkerId, int]]
 
 
 class PrefixTree:
-    """The workers of one model, at one moment, and what they hold.
+    """The workers of one model at one moment, and their blocks.
 
     Attributes:
         workers: workers of the model by name, without those that drain.
     """
 
     def __init__(self, model: str, workers: Sequence[FleetWorker], match: Match) -> None:
-        """`match` answers from the index as it is at the time of the call."""
+        """`match` answers from the index at the time of the call."""
         here = [each for each in workers if each.info.model == model and each.info.publishes]
         self.workers: Mapping[WorkerId, FleetWorker] = {
             each.info.worker_id: each for each in here if not each.load.draining
@@ -58,7 +58,7 @@ class QueryPlan:
     """A prefix to query at its holder, or to read from it.
 
     Attributes:
-        hashes: of the blocks that the holder has, from the first of the prefix on.
+        hashes: hashes of the blocks that the holder has, from the prefix's first one.
     """
 
     holder: WorkerInfo
@@ -70,7 +70,7 @@ class TransferPlan:
     """The worker that a prefix's KV is stored on.
 
     Attributes:
-        hashes: of all its blocks; what the target has of them is not sent.
+        hashes: hashes of all its blocks; those that the target holds are not sent.
     """
 
     target: WorkerInfo
@@ -79,7 +79,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlans:
-    """In the order of the batches.
+    """Plans of a step, in the order of the batches.
 
     Attributes:
         query_plans: per batch; None if no worker holds any of its prefix.
@@ -130,7 +130,7 @@ def gen_plans(
             num_tokens = (len(hashes) - held) * transfer.target.layout.block_size
             put[transfer.target.worker_id] = -(-num_tokens // degree)
         traffic += [BatchTraffic(read, put)] * degree
-    # The unit of volume does not matter to who is chosen.
+    # The unit of volume does not affect the choice.
     chosen = iter(dispatch(traffic, sorted(tree.workers), 1).workers)
     groups = tuple(tuple(next(chosen) for _ in range(degree)) for degree in degrees)
     return PoolPlans(tuple(queries), tuple(transfers), groups)

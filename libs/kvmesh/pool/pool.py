@@ -4,8 +4,8 @@
         tree = pool.get_prefix_tree()
         plans = pool.gen_plans([hashes], [1], tree)
 
-Whoever calls needs not know where the cache is, nor be a worker. Bytes of KV and queries travel
-over the workers' data channels, all else over gRPC. What the calls mean is in docs/pool.md.
+The caller does not need to know where the cache is, nor to be a worker. Bytes of KV and queries
+travel over the workers' data channels, all else over gRPC. docs/pool.md describes the calls.
 Source: TokenLake 3.2. Tests: tests/integration/test_pool_facade.py.
 """
 
@@ -44,10 +44,10 @@ from kvmesh.transfer.remote_attention import PartialAnswer
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 
 CALL_S = 10.0
-"""For a worker's answer to a call; it may have to bring a prefix up from its disk first."""
+"""Timeout of a worker's answer, in seconds; it may have to load a prefix from disk first."""
 
 LOOK_S = 0.05
-"""Between looks at the index."""
+"""Seconds between two polls of the index."""
 
 _OPTIONS = SendOptions(kinds=(SHM, TCP))
 
@@ -81,7 +81,7 @@ class Pool:
     # --- control -----------------------------------------------------------------------------
 
     def get_prefix_tree(self) -> PrefixTree:
-        """Returns the workers that are there now and the prefixes that they hold."""
+        """Returns the present workers and the prefixes that they hold."""
         return PrefixTree(self._model, self._fleet.workers, self._feed.match)
 
     @staticmethod
@@ -107,38 +107,38 @@ class Pool:
     async def init_query(
         self, plan: QueryPlan, num_queries: int, num_heads: int
     ) -> AsyncIterator[QueryBuffer]:
-        """Holds a prefix where it is, and gives the memory for queries about it.
+        """Pins a prefix at its holder, and allocates memory for queries to it.
 
         Args:
-            num_queries: of one layer, at one time.
-            num_heads: of queries.
+            num_queries: number of queries of one layer, at one time.
+            num_heads: number of query heads.
 
         Raises:
-            RefusedError: the holder has nothing of it any more, or no lease to give.
-            LostError: it does not answer.
+            RefusedError: the holder has evicted the prefix, or grants no further lease.
+            LostError: the holder does not answer.
         """
         async with self._leased(plan) as message:
             shape = num_queries, num_heads, self.layout.head_dim
             yield QueryBuffer(self._asker, message, shape, self.layout)
 
     async def query(self, buffer: QueryBuffer, layer: int) -> PartialAnswer:
-        """Attention of a buffer's queries over its prefix in one layer, computed at the holder.
+        """Returns the attention of a buffer's queries over its prefix, computed at the holder.
 
         Returns:
             The partial output and its normaliser, to be merged with other parts.
 
         Raises:
-            RefusedError, LostError: it was not computed.
+            RefusedError, LostError: the holder did not compute it.
         """
         return await asyncio.to_thread(buffer.attend, layer)
 
     @asynccontextmanager
     async def init_transfer(self, plan: TransferPlan) -> AsyncIterator[KvBuffer]:
-        """Makes room for a prefix at its target, and gives the memory for what is missing there.
+        """Reserves the missing blocks of a prefix at its target, and allocates memory for their KV.
 
         Raises:
-            RefusedError: the target takes nothing; see its `fetch.max_stores`.
-            LostError: it does not answer.
+            RefusedError: the target accepts no stores; see its `fetch.max_stores`.
+            LostError: the target does not answer.
         """
         request = pb.StoreBlocksRequest(
             incarnation=plan.target.incarnation,
@@ -154,11 +154,11 @@ class Pool:
             memory.close()
 
     async def put(self, buffer: KvBuffer) -> None:
-        """Stores a buffer's blocks; when it returns the target has the prefix.
+        """Stores a buffer's blocks; when it returns, the target has the prefix.
 
         Raises:
-            RefusedError: the room is gone, as nothing came for too long.
-            LostError: the target is gone.
+            RefusedError: the reservation has expired, because no data arrived for too long.
+            LostError: the connection to the target is lost.
         """
         if buffer.reservation is None:
             return
@@ -230,17 +230,17 @@ async def open_pool(
     access: MeshAccess = NO_ACCESS,
     timeout_s: float = 10.0,
 ) -> AsyncIterator[Pool]:
-    """The pool of one model's workers, followed while this is open.
+    """Opens the pool of one model's workers and follows its changes.
 
     Args:
-        kvmanager: `host:port`; says who holds what.
-        schedulers: `host:port` of each; say who is there.
-        model: as it is served.
+        kvmanager: `host:port`; tracks the workers' blocks.
+        schedulers: `host:port` of each; track the workers.
+        model: name under which it is served.
         access: the mesh's secret and certificates.
-        timeout_s: until both have answered and the model has a worker.
+        timeout_s: limit until both have answered and the model has a worker.
 
     Raises:
-        LostError: they have not.
+        LostError: the limit is over.
     """
     fleet = FleetWatch(schedulers, access, "pool-client")
     feed = PrefixFeed(kvmanager, SystemClock(), access)
@@ -269,7 +269,7 @@ async def open_pool(
 async def _first_worker(
     fleet: FleetWatch, feed: PrefixFeed, model: str, changed: asyncio.Event, timeout_s: float
 ) -> WorkerInfo:
-    """Waits until the pool is known."""
+    """Waits until both services have answered and the model has a worker."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while True:

@@ -135,12 +135,12 @@ def copy_result_from_proto(message: pb.CopyResult) -> CopyResult:
 
 
 def oldest_to_proto(oldest: Iterable[OldBlocks]) -> list[pb.OldBlocks]:
-    """What leaves a worker next, as messages."""
+    """Converts a worker's next evictions to messages."""
     return [pb.OldBlocks(tier=old.tier, block_hashes=b"".join(old.hashes)) for old in oldest]
 
 
 def oldest_from_proto(messages: Iterable[pb.OldBlocks]) -> tuple[OldBlocks, ...]:
-    """What leaves a worker next, from messages.
+    """Parses a worker's next evictions.
 
     Raises:
         ProtocolError: a hash is incomplete.

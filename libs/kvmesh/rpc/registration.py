@@ -144,7 +144,7 @@ class SchedulerRegistration:
             link.update(info)
 
     def report_adapters(self, report: AdapterReport) -> None:
-        """Tells all schedulers what came of wishes for adapters; after `update`, if it changed."""
+        """Reports the results of adapter wishes to all schedulers, after `update` if it changed."""
         for link in self._links:
             link.report_adapters(report)
 

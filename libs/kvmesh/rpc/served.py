@@ -22,7 +22,7 @@ from kvmesh.rpc.stream import incoming
 
 @dataclass(frozen=True, slots=True)
 class DirectWay(Generic[ItemT]):
-    """How a served stream moves to a separate socket.
+    """Moves a served stream to a separate socket.
 
     Attributes:
         request_type: class of the client's messages.

@@ -45,7 +45,7 @@ class DecodePace:
             self._fit.add(context, seconds)
 
     def rules(self, role: Role) -> StepRules:
-        """How the next step is divided between prompts and sequences that decode.
+        """Rules that divide the next step between prompts and decoding sequences.
 
         The role decides, as far as all gaps between tokens keep their limits.
         """

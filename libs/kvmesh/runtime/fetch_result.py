@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class FetchOutcome(enum.Enum):
-    """How a fetch ended."""
+    """Outcome of a fetch."""
 
     FETCHED = "fetched"
     HELD = "held"
@@ -48,7 +48,7 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """How a worker fetches.
+    """Time limits of a worker's fetches, in seconds.
 
     Attributes:
         timeout_s: limit of a whole fetch; afterwards the rest is computed.

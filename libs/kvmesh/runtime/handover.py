@@ -105,13 +105,13 @@ class Handover:
         assert attempt.sequence is not None
         while (ready := layers.next(self._is_past)) is not None:
             if attempt.sequence.state is SequenceState.GONE:
-                return  # the first token was the last one, and nobody waits for the rest
+                return  # the first token was the last one, so no decode needs the rest
             end, after = ready
             arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
             for stage in joined(self._stages[layers.num_sent : end]):
                 indexes = [i for i in range(begin, len(arriving)) if arriving[i].kind == stage.kind]
                 if not indexes:
-                    continue  # a window that begins behind what the receiver lacks
+                    continue  # a window that begins after the blocks that the receiver lacks
                 blocks = [arriving[index].block for index in indexes]
                 runs = align_chosen(blocks, indexes, reservation.run_lengths)
                 part = BlockPart(stage.offset, stage.size)

@@ -20,7 +20,7 @@ _INT64_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How events are encoded.
+    """Encoding of events.
 
     Attributes:
         block_size: tokens per block.

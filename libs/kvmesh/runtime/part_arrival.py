@@ -58,7 +58,7 @@ class PartArrival:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all stages of all blocks are there."""
+        """Whether all stages of all blocks have arrived."""
         return self._num_stages == len(self._stages)
 
     def may_write(self, indexes: Sequence[int], part: BlockPart | None) -> bool:
@@ -68,7 +68,7 @@ class PartArrival:
         return all(not 0 <= index < size or self._leading[index] <= begin for index in indexes)
 
     def wrote(self, indexes: Sequence[int], part: BlockPart | None) -> None:
-        """Some bytes of some blocks are there; those of one block arrive in their order."""
+        """Records bytes that arrived in some blocks; those of one block arrive in order."""
         begin = 0 if part is None else part.offset
         end = self._block_bytes if part is None else part.offset + part.size
         for index in indexes:

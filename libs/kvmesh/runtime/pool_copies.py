@@ -86,7 +86,7 @@ class PoolCopies:
         # Pairs of a time and the pool's turn at that time, oldest first; the first is COLD_S old.
         self._marks: deque[tuple[float, int]] = deque([(clock.now(), 0)])
         self.on_answer: Callable[[PoolAnswer], None] = lambda _answer: None
-        """Called with the result of each copy, and with what leaves next if that is asked."""
+        """Called with the result of each copy, and with the next evictions on request."""
 
     @property
     def num_waiting(self) -> int:

@@ -36,7 +36,7 @@ class PrefillAttempt:
         is_part: the receiver of the KV computes the rest of the prompt at the same time.
         upstream: the prompt's beginning, while another worker computes it.
         waits: its sequence starts only after its prefix was fetched, or brought up from a tier.
-        outcome: how it ended, or would end if it were cancelled now.
+        outcome: its outcome, or the outcome if it were cancelled now.
     """
 
     outbox: PrefillOutbox

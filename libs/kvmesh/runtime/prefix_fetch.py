@@ -242,7 +242,7 @@ class PrefixFetcher:
     ) -> None:
         """Brings up to `most` blocks, in as many leases as the holder needs for them.
 
-        A holder lends what fits into its pool beside its requests, and what its limits allow.
+        A holder lends as many blocks as fit into its pool beside its requests, within its limits.
         """
         is_first = True
         while True:

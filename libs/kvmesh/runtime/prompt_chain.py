@@ -1,10 +1,10 @@
 """One prompt on several prefill workers: this one computes the end, another one the beginning.
 
-The other worker takes the beginning as any prompt, with a reservation of this worker's blocks for
-its KV, and computes it layer by layer. What a layer keeps comes as soon as it is complete, and this
-worker, one layer behind, lets its own positions go on from it. So this worker has all KV of the
-prompt in the end and hands it over as if it had computed it alone. A cached prefix that the first
-worker lacks is fetched there. A beginning that is refused, or does not come, is computed here.
+The other worker accepts the beginning like any prompt, with a reservation of this worker's blocks
+for its KV, and computes it layer by layer. It sends each layer's KV as soon as it is complete, and
+this worker, one layer behind, continues its own positions from it. So this worker ends with all KV
+of the prompt and hands it over as if it had computed it alone. The first worker fetches a cached
+prefix that it lacks. If the beginning is refused, or does not arrive, this worker computes it.
 Why: docs/adr/0036-prompt-chains.md.
 Tests: tests/integration/test_prompt_chain.py.
 """
@@ -72,11 +72,11 @@ class PromptChain:
         Args:
             attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
                 The caller runs it when this returns.
-            is_alone: no other prompt is here, which would wait for the whole chain.
+            is_alone: whether no other prompt here would have to wait for the whole chain.
 
         Returns:
-            If nobody computes it: where to fetch the cached prefix that the first worker would have
-            fetched, if there is one.
+            If no worker computes it: the source of the cached prefix that the first worker would
+            have fetched; None if there is none.
         """
         if is_alone and await self._ask(attempt, source):
             return None
@@ -85,7 +85,7 @@ class PromptChain:
         return None if prefix is None or prefix.worker_id == own else prefix
 
     async def _ask(self, attempt: PrefillAttempt, source: PrefixSource) -> bool:
-        """Asks a source; whether it computes. If not, nothing is on its way."""
+        """Returns whether a source computes the beginning. If not, nothing is in flight."""
         sequence = attempt.sequence
         assert sequence is not None, "admitted"
         if sequence.state is SequenceState.GONE:

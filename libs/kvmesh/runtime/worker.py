@@ -363,7 +363,7 @@ class Worker:
     def _ordered_to_be(self, role: Role, scenario: str | None, reason: str) -> None:
         """Takes another role.
 
-        Both sides run on: the role tells routes how to use the worker, and steps what comes first.
+        Both sides keep running: the role tells routes how to use the worker, and orders its steps.
         """
         log.info("role_ordered", role=role.value, before=self.role.value, reason=reason)
         told = self._info.scenario if scenario is None else scenario

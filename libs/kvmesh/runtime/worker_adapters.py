@@ -99,7 +99,7 @@ class WorkerAdapters:
             self.on_report(self._report)
 
     async def _carry_out(self, wishes: AdapterWishes) -> dict[str, str]:
-        """Loads what is new, unlists what is gone. Returns why an adapter is not here, by name."""
+        """Loads new adapters and unlists removed ones. Returns errors of missing ones, by name."""
         before = self.listed
         wanted = {**self._started, **{each.name: each for each in wishes.wishes}}
         for name in self._listed.keys() - wanted.keys():
@@ -145,7 +145,7 @@ class WorkerAdapters:
         return adapter.id
 
     async def _free_place(self, places: AdapterPlaces) -> None:
-        """Removes an adapter that nobody needs, if all places are taken.
+        """Removes an unused adapter, if all slots are taken.
 
         Raises:
             ConfigError: all of them are needed.

@@ -1,4 +1,4 @@
-"""When a worker began to load its model, and what came before.
+"""Times of loading a worker's model, and of its process before.
 
 Tests: tests/unit/runtime/test_worker_loading.py.
 """
@@ -20,7 +20,7 @@ class Loading:
     Attributes:
         began_at: when its loading began, with the engine's modules imported.
         empty_s: seconds from the start of the process until it waited as an empty spare.
-        assignment: what it was assigned as an empty spare; None: it was none.
+        assignment: its assignment as an empty spare; None: the process started with the model.
     """
 
     began_at: float

@@ -140,7 +140,7 @@ def make_outside(config: OutsideSection, spec: ModelSpec) -> OutsideStore | None
 
 
 def start_tiers(context: ServiceContext, tiers: TieredCache, disk: ThreadCopier) -> None:
-    """Runs what tiers do on their own, until the worker ends."""
+    """Runs the background tasks of the tiers until the worker ends."""
     context.spawn(disk.run(), "disk")
     context.stack.callback(tiers.close)
     if tiers.outside is not None:

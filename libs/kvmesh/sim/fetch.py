@@ -37,7 +37,7 @@ class _Fetch:
     """A fetch in progress.
 
     Attributes:
-        most: leading blocks of the prompt that the holder was said to have.
+        most: leading blocks of the prompt that the holder has, by the route.
         have: leading blocks of the prompt that the reader has or that have arrived.
     """
 
@@ -78,7 +78,7 @@ class Fetches:
         self._next_piece(_Fetch(worker, sequence, holder, source.num_blocks, have))
 
     def _next_piece(self, fetch: _Fetch) -> None:
-        """Asks for what is missing; a holder lends what fits into its pool at a time."""
+        """Requests the missing blocks; a holder lends as many as fit into its pool at a time."""
         holder, have = fetch.holder, fetch.have
         lent: list[int] = []
         load_s = 0.0

@@ -19,7 +19,7 @@ class Gaps:
         self._bins: Counter[int] = Counter()
 
     def add(self, seconds: float, count: int) -> None:
-        """Adds `count` gaps of so many seconds."""
+        """Adds `count` gaps of this many seconds."""
         if count and seconds > 0.0:
             self._bins[math.floor(math.log(seconds) * _PER_E_FOLD)] += count
 

@@ -2,7 +2,7 @@
 
 PrfaaS's model (eqs. 3-6) gives the rate at which the slowest stage is always busy: queues would
 then grow without end. It also takes the time of the mean length for the mean time, and counts
-decode slots from the first token on. This module adds what is between: waits of M/G/c queues
+decode slots from the first token on. This module adds the missing terms: waits of M/G/c queues
 (Allen and Cunneen's approximation, with an exponential tail), the mean of the times over all
 lengths, and slots that are held while the prompt is computed.
 Tests: tests/unit/sim/test_plan_ttft.py.
@@ -21,7 +21,7 @@ NUM_LENGTHS = 400
 """Number of equally likely lengths that stand for the distribution."""
 
 IN_TIME = 0.9
-"""Fraction of the requests whose first token is in time at the rate that is told."""
+"""Fraction of the requests whose first token is in time at the returned rate."""
 
 PRECISION = 1e-3
 """Relative error of that rate."""
@@ -44,7 +44,7 @@ class Queue:
 
     @property
     def is_stable(self) -> bool:
-        """Whether the stage serves what arrives."""
+        """Whether the stage keeps up with the arrivals."""
         return self.load < self.servers
 
     @property
@@ -57,7 +57,7 @@ class Queue:
 
     @property
     def wait_s(self) -> float:
-        """Mean seconds of those that wait."""
+        """Mean seconds of waiting, of the arrivals that wait."""
         return self.service_s * (1.0 + self.spread) / 2.0 / (self.servers - self.load)
 
 
@@ -80,7 +80,7 @@ def _in_time(stage: Queue, times_s: Sequence[float], limit_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Prefill instances and what they compute.
+    """Prefill instances and their requests.
 
     Attributes:
         share: fraction of all requests.

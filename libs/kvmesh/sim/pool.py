@@ -31,7 +31,7 @@ WINDOW_S = 30.0
 """Seconds of the windows over which loads are compared and copies planned."""
 
 EVICT_SHARE = 16
-"""An eviction frees one in so many of a worker's segments at once."""
+"""Ratio of a worker's segments to those that one eviction frees."""
 
 ROUTER_THRESHOLD = 0.5
 """Fraction of a prompt that must be cached on a worker for the router to prefer it."""
@@ -60,7 +60,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class PoolResult:
-    """Hits of one run, and how evenly reads were spread.
+    """Hits of one run, and the evenness of its reads.
 
     Attributes:
         cvs: coefficient of variation of reads per worker in each window.

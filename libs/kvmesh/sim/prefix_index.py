@@ -76,7 +76,7 @@ class PrefixIndex:
     def holders(
         self, workers: Iterable[WorkerId], hashes: Iterable[BlockHash]
     ) -> dict[WorkerId, set[BlockHash]]:
-        """Returns which of these blocks each of these workers holds, in whatever tier."""
+        """Returns which of these blocks each of these workers holds, in any tier."""
         self._take_changes()
         bits = {name: 1 << self._places[name] for name in workers if name in self._places}
         sets = {key: self._holders.get(key, 0) for key in hashes}

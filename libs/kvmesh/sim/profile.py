@@ -20,7 +20,7 @@ def gbps(value: float) -> float:
 
 
 TYPICAL_TOKENS = 8192
-"""A prompt whose mean costs stand for all in what routes see."""
+"""A prompt length whose mean costs stand for all in the inputs of routes."""
 
 _SHORT, _LONG = 4096, 32_768
 """Two prompt lengths whose times give attention's part of prefill."""
@@ -44,7 +44,7 @@ class Device:
     """One instance of a type of hardware.
 
     Attributes:
-        prefill_s: seconds to prefill so many uncached tokens.
+        prefill_s: seconds to prefill a number of uncached tokens.
         num_blocks: number of KV blocks that it holds, of 512 tokens as in traces.
         spread: relative deviation of the time of equal work from run to run.
     """

@@ -13,7 +13,7 @@ from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 
 class Outcome(enum.Enum):
-    """How a request ended."""
+    """Outcome of a request."""
 
     DONE = "done"
     REFUSED = "refused"
@@ -79,7 +79,7 @@ class SimRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to prefill: the prompt and what was generated before a failure."""
+        """Tokens to prefill: the prompt and the tokens generated before a failure."""
         return self.trace.input_tokens + self.generated
 
     @property
@@ -154,5 +154,5 @@ class SimSequence:
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Returns the number of blocks that hold so many tokens."""
+    """Returns the number of blocks that hold this many tokens."""
     return -(-num_tokens // TRACE_BLOCK)

@@ -94,7 +94,7 @@ class Scenario:
         sample_s: seconds between two samples of the timelines.
         chains: whether workers compute parts of long prompts for each other.
         tiers: sizes and speeds of the tiers below the pools of all workers.
-        eviction: who decides what leaves them.
+        eviction: whether workers or the fleet choose evictions.
     """
 
     profile: Profile

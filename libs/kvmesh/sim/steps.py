@@ -52,11 +52,11 @@ class StepListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkTokens:
-    """Token budget of a step.
+    """Token budgets of a step.
 
     Attributes:
-        alone: for a step without decode.
-        mixed: for a step in which a sequence decodes; the services' default.
+        alone: tokens of a step without decode.
+        mixed: tokens of a step in which a sequence decodes; the services' default.
     """
 
     alone: int = 4096
@@ -106,7 +106,7 @@ def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list
     """Takes the blocks of a prompt, with room for `growth` more tokens.
 
     Returns:
-        The blocks, and how many of them are cached; None if too few blocks are free.
+        The blocks, and the number of cached ones; None if too few blocks are free.
     """
     cached = pool.match(request.reusable_hashes)
     pool.acquire(cached)
@@ -123,14 +123,14 @@ class StepLoop:
     """Sequences that compute on one worker, oldest first.
 
     Args:
-        draw: varies the times of equal work, where the device's do.
+        draw: varies the times of equal work, as on the device.
 
     Attributes:
         computed_tokens: tokens computed since the start, without decode steps.
         busy_s: seconds spent in steps.
         gaps: times between tokens; the time until a decode worker takes over is one of them.
-        rules: what comes first in a step. Prompts beside decode are bounded by the limits of a step
-            and by `itl_s`, never by a measured share, so that baselines have their own bounds.
+        rules: order within a step. Prompts beside decode are bounded by the limits of a step and by
+            `itl_s`, never by a measured share, so that baselines have their own bounds.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Host memory and disk below a simulated worker's pool: the live bookkeeping with modelled speeds.
 
-Copies to a lower tier take no time, because workers make them beside their steps. Blocks that come
-back take their bytes at the tier's speed, before their prompt is computed.
+Copies to a lower tier take no time, because workers make them beside their steps. Blocks are loaded
+at the tier's speed, before their prompt is computed.
 Tests: tests/unit/sim/test_tiers.py.
 """
 
@@ -25,8 +25,8 @@ class TierSizes:
     """Tiers of every worker.
 
     Attributes:
-        host_blocks, disk_blocks: of 512 tokens as in traces; 0: there is none.
-        host_bytes_per_s, disk_bytes_per_s: at which KV comes up.
+        host_blocks, disk_blocks: sizes in blocks of 512 tokens as in traces; 0: no such tier.
+        host_bytes_per_s, disk_bytes_per_s: speeds of loading KV.
     """
 
     host_blocks: int = 0
@@ -36,20 +36,20 @@ class TierSizes:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """By name of a tier that is there, the fastest first."""
+        """By name of each existing tier, the fastest first."""
         sizes = {HOST: (self.host_blocks, self.host_bytes_per_s)}
         sizes[DISK] = (self.disk_blocks, self.disk_bytes_per_s)
         return {name: speed for name, (num_blocks, speed) in sizes.items() if num_blocks}
 
 
 class SimTiers:
-    """The tiers below one pool, which is new.
+    """The tiers below one new pool.
 
     Args:
-        block_bytes: of a block, on average.
+        block_bytes: mean bytes of a block.
 
     Attributes:
-        loaded_blocks: that came up, since the start.
+        loaded_blocks: number of blocks loaded since the start.
     """
 
     def __init__(self, pool: BlockPool, sizes: TierSizes, block_bytes: float) -> None:
@@ -62,30 +62,30 @@ class SimTiers:
         pool.on_unsaved = self._clean
 
     def block_s(self, tier: str) -> float:
-        """Seconds in which a block comes up from a tier; 0 if there is none of this name."""
+        """Returns the seconds to load a block from a tier; 0 if no tier has this name."""
         for level, seconds in enumerate(self._block_s):
             if self._tiers[level].name == tier:
                 return seconds
         return 0.0
 
     def reach(self, hashes: Sequence[BlockHash], num_held: int) -> int:
-        """Leading blocks that are here or below, of which the first `num_held` are here."""
+        """Returns the leading blocks in pool or tiers; the first `num_held` are in the pool."""
         find, tiers = self._pool.find, self._tiers
         further = islice(hashes, num_held, None)
         here = takewhile(lambda key: find(key) is not None or key in tiers, further)
         return num_held + sum(1 for _ in here)
 
     def load_s(self, hashes: Sequence[BlockHash]) -> float:
-        """Seconds in which what is below of these blocks comes up."""
+        """Returns the seconds to load those of these blocks that are in tiers."""
         lower = (self._tiers.find(key) for key in hashes if self._pool.find(key) is None)
         return sum(self._block_s[level] for level in lower if level is not None)
 
     def pays(self, hashes: Sequence[BlockHash], compute_s: float) -> bool:
-        """Whether blocks come up sooner than they are computed, as workers decide it."""
+        """Whether blocks are loaded faster than they are computed, as workers decide it."""
         return cheapest_way(compute_s, None, None, self.load_s(hashes))[0] is Way.LOAD
 
     def take(self, hashes: Sequence[BlockHash]) -> None:
-        """Counts blocks as used: they are on their way up."""
+        """Counts blocks as used, because they are being loaded."""
         missing = [key for key in hashes if self._pool.find(key) is None]
         for level, copies in self._tiers.begin_read(missing).items():
             self.loaded_blocks += len(copies)
@@ -93,7 +93,7 @@ class SimTiers:
                 self._tiers.end_read(level, copy, is_good=True)
 
     def bring_up(self, hashes: Sequence[BlockHash]) -> float:
-        """Makes leading blocks ready to be lent, as many as fit; the seconds it takes."""
+        """Loads leading blocks to be lent, as many as fit; returns the seconds that it takes."""
         pool = self._pool
         wanted = hashes[: at_once(self.reach(hashes, 0), pool.num_free)]
         missing = [key for key in wanted if pool.find(key) is None]
@@ -111,7 +111,7 @@ class SimTiers:
         return seconds
 
     def _clean(self) -> None:
-        """Copies down what would be lost soonest, as `TieredCache.clean` does."""
+        """Copies the next evictions to a lower tier, as `TieredCache` does."""
         pool, tiers = self._pool, self._tiers
         while pool.num_empty < EMPTY_SHARE * pool.num_blocks:
             chosen = {each.key: each for each in pool.unsaved(_COPIED_AT_ONCE)}

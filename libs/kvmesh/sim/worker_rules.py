@@ -1,4 +1,4 @@
-"""How the workers of a simulated fleet work. Tests: tests/unit/sim/test_worker.py."""
+"""Rules of a simulated fleet's workers. Tests: tests/unit/sim/test_worker.py."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class WorkerRules:
     tiers: TierSizes = TierSizes()
 
     def steps_of(self, role: Role) -> StepRules:
-        """Returns what comes first in the steps of a worker with this role."""
+        """Returns the order within steps of a worker with this role."""
         has_limits = min(self.tpot_s, self.itl_s) < math.inf
         return step_rules(priority_of(role), has_limits=has_limits, limit=None, share=None)
