@@ -115,15 +115,20 @@ class SimTiers:
         pool, tiers = self._pool, self._tiers
         while pool.num_empty < EMPTY_SHARE * pool.num_blocks:
             chosen = {each.key: each for each in pool.unsaved(_COPIED_AT_ONCE)}
-            if not chosen:
-                break
-            pool.saving(list(chosen.values()))
-            for copy in tiers.begin_write(0, chosen):
+            for copy in tiers.begin_write(0, chosen, may_lose=False):
                 tiers.end_write(0, copy, is_good=True)
-        host = tiers[0]
-        while len(tiers) > 1 and host.num_free < EMPTY_SHARE * host.num_places:
-            copies = tiers.begin_write(1, host.unsaved(_COPIED_AT_ONCE))
+            known = [each for key, each in chosen.items() if tiers[0].knows(key)]
+            pool.saving(known)
+            self._clean_host()
+            if not known:
+                return
+
+    def _clean_host(self) -> None:
+        """Copies from host memory to disk, as `TieredCache` does."""
+        host = self._tiers[0]
+        while len(self._tiers) > 1 and host.num_free < EMPTY_SHARE * host.num_places:
+            copies = self._tiers.begin_write(1, host.unsaved(_COPIED_AT_ONCE))
             if not copies:
                 return
             for copy in copies:
-                tiers.end_write(1, copy, is_good=True)
+                self._tiers.end_write(1, copy, is_good=True)
