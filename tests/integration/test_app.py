@@ -152,6 +152,32 @@ async def test_sigterm_in_a_start_that_waits_exits_with_zero() -> None:
     assert b"Traceback" not in errors
 
 
+async def test_a_service_ends_without_taking_its_modules_apart() -> None:
+    """What is registered for the end runs."""
+    code = (
+        "import atexit\n"
+        "from kvmesh.runtime.app import run_service\n"
+        "from tests.integration.test_app import Config\n"
+        "class Held:\n"
+        "    def __del__(self):\n"
+        "        print('taken apart')\n"
+        "held = Held()\n"
+        "atexit.register(print, 'registered')\n"
+        "async def build(config, context):\n"
+        "    context.stack.callback(print, 'closed')\n"
+        "run_service('test', Config, build)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=PIPE, stderr=PIPE
+    )
+    assert process.stderr is not None
+    while b'"serving"' not in await process.stderr.readline():
+        assert process.returncode is None
+    process.send_signal(signal.SIGTERM)
+    said, _ = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, said) == (0, b"closed\nregistered\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

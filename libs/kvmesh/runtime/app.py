@@ -28,6 +28,7 @@ from kvmesh.core.config import load_config, option, secret
 from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.core.mesh_secret import load_secret
 from kvmesh.core.open_files import raise_open_files
+from kvmesh.core.process_end import end_process
 from kvmesh.rpc.callers import RpcNames, RunningServer, check_callers
 from kvmesh.rpc.channels import MeshAccess, PeerTls, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
@@ -458,7 +459,7 @@ def run_service(
     except KvMeshError as error:
         cannot_start(name, error)
         code = 2
-    sys.exit(code)
+    end_process(code)
 
 
 def cannot_start(name: str, error: KvMeshError) -> None:
