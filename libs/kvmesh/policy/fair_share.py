@@ -12,7 +12,7 @@ Serving Large Language Models", OSDI 2024 (VTC). Tests: tests/unit/policy/test_f
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -62,6 +62,8 @@ class FairQueue:
         self._virtual = 0.0
         self._arrivals = 0
         self._width = MIN_HEADS
+        # The answer of `heads`; None after a change that may add to it or reorder it.
+        self._found: list[Hashable] | None = None
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -72,6 +74,7 @@ class FairQueue:
         assert claim.cost > 0, "a request costs something"
         assert claim.weight > 0, "a tenant has a share"
         self._arrivals += 1
+        self._found = None
         entry = (claim.rank, self._arrivals, name)
         self._claims[name] = (claim, entry)
         insort(self._queues.setdefault((-claim.priority, claim.tenant), []), entry, key=_order)
@@ -88,9 +91,12 @@ class FairQueue:
     def missed(self) -> None:
         """Records that a head found no workers."""
         self._width = max(MIN_HEADS, self._width - 1)
+        if self._found is not None and len(self._found) > self._width:
+            self._found = self._found[: self._width]
 
     def left(self, name: Hashable) -> None:
         """Removes a request that no longer waits, without a charge."""
+        self._found = None
         claim, entry = self._claims.pop(name)
         key = (-claim.priority, claim.tenant)
         entries = self._queues[key]
@@ -101,8 +107,17 @@ class FairQueue:
             self._finish.clear()
             self._virtual = 0.0
 
-    def heads(self) -> list[Hashable]:
-        """Returns the requests whose turn it is, best first; not empty while any waits."""
+    def heads(self) -> Sequence[Hashable]:
+        """Returns the requests whose turn it is, best first; not empty while any waits.
+
+        Calls return the same object until the heads change. While workers are full, each of the
+        waiting requests misses several times a second, and most misses change nothing.
+        """
+        if self._found is None:
+            self._found = self._find_heads()
+        return self._found
+
+    def _find_heads(self) -> list[Hashable]:
         found: list[Hashable] = []
         for level in sorted({level for level, _ in self._queues}):
             if len(found) < self._width:

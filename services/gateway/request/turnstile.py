@@ -8,7 +8,7 @@ Tests: tests/unit/gateway/request/test_turnstile.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvmesh.policy.fair_share import Claim, FairQueue
@@ -51,6 +51,7 @@ class Turnstile:
 
     def __init__(self) -> None:
         self._queue = FairQueue()
+        self._found: Sequence[Hashable] = ()  # the queue's answer that `_heads` is made of
         self._heads: list[Turn] = []
 
     @property
@@ -97,7 +98,11 @@ class Turnstile:
             self._refresh()
 
     def _refresh(self) -> None:
-        heads = [turn for turn in self._queue.heads() if isinstance(turn, Turn)]
+        found = self._queue.heads()
+        if found is self._found:
+            return
+        self._found = found
+        heads = [turn for turn in found if isinstance(turn, Turn)]
         for turn in self._heads:
             turn.allowed.clear()
         for turn in heads:

@@ -94,6 +94,22 @@ def test_the_number_of_heads_adapts_within_its_bounds() -> None:
     assert len(queue.heads()) == MIN_HEADS
 
 
+def test_heads_are_found_anew_only_after_a_change() -> None:
+    queue = filled(a=(400, Claim("a", 1)))
+    serve(queue, 10)
+    heads = queue.heads()
+    assert queue.heads() is heads
+    queue.missed()
+    assert queue.heads() == heads[:-1]
+    for _ in range(100):
+        queue.missed()
+    fewest = queue.heads()
+    queue.missed()
+    assert queue.heads() is fewest
+    queue.left(fewest[0])
+    assert list(queue.heads()[:-1]) == list(fewest[1:])
+
+
 def test_heads_stand_in_the_order_in_which_they_will_be_placed() -> None:
     queue = filled(
         a=(3, Claim("a", 30, weight=2.0)), b=(3, Claim("b", 10)), c=(2, Claim("c", 5, weight=0.25))
