@@ -14,6 +14,10 @@ MIN_WAITING = 64
 """Minimum number of waiting requests for a measurement of pace: with fewer, the pace reflects
 arrivals more than service."""
 
+MIN_PACED = 16
+"""Minimum number of accepted requests for a measurement of pace: workers accept prompts in clumps,
+so a few intervals say little."""
+
 MIN_LAG_S = 0.25
 """Seconds of event-loop lag up to which no request is refused, however short its patience: a busy
 moment."""
@@ -57,6 +61,7 @@ class Crowd:
         self._waiting: Counter[str] = Counter()
         self.num_waiting = 0
         self._interval_s = 0.0
+        self._num_paced = 0
         self._last_busy_at: float | None = None
 
     def enter(self, tenant: str) -> None:
@@ -90,7 +95,7 @@ class Crowd:
             count: number of requests that arrive together; the wait is that of the last one.
         """
         num_waiting = self._waiting[tenant]
-        if num_waiting < MIN_WAITING:
+        if num_waiting < MIN_WAITING or self._num_paced < MIN_PACED:
             return 0.0
         return (num_waiting + count - 1) * self._interval_s
 
@@ -99,6 +104,7 @@ class Crowd:
         return self.wait_s(tenant, count) > patience_s
 
     def _pace(self, seconds: float) -> None:
-        if not self._interval_s:
-            self._interval_s = seconds
-        self._interval_s += _GAIN * (seconds - self._interval_s)
+        self._num_paced += 1
+        # The mean of all intervals at first, so that the first one does not count for sixteen.
+        gain = max(_GAIN, 1.0 / self._num_paced)
+        self._interval_s += gain * (seconds - self._interval_s)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.policy.crowd import MIN_LAG_S, MIN_WAITING, Crowd, Lag
+from kvmesh.policy.crowd import MIN_LAG_S, MIN_PACED, MIN_WAITING, Crowd, Lag
 
 MANY = 3 * MIN_WAITING
 
@@ -34,6 +34,21 @@ def test_it_follows_the_pace() -> None:
         crowd.leave("a", now, placed=True)
         crowd.enter("a")
     assert not crowd.is_hopeless("a", 1.0)
+
+
+def test_the_first_intervals_count_like_all_others() -> None:
+    crowd = Crowd()
+    for _ in range(MANY):
+        crowd.enter("a")
+    crowd.leave("a", 0.0, placed=True)
+    crowd.enter("a")
+    for number in range(MIN_PACED):
+        assert crowd.wait_s("a") == 0.0, "too few to tell"
+        # A long prompt in the way, then one after the other.
+        crowd.leave("a", 1.0 + 0.01 * number, placed=True)
+        crowd.enter("a")
+    mean_s = (1.0 + 0.01 * (MIN_PACED - 1)) / MIN_PACED
+    assert crowd.wait_s("a") == pytest.approx(MANY * mean_s)
 
 
 def test_another_tenant_is_not_refused_for_it() -> None:
