@@ -88,12 +88,8 @@ class GroupLoops:
                     monitor = self._monitors.setdefault(key, RatioMonitor())
                     monitor.note_prompts(they.mean, they.count * share)
         for key, members in groups.items():
-            prefilling = decoding = 0
-            for load in (each.load for each in members):
-                prefilling += load.prefill_active - load.prefill_sending
-                decoding += load.prefill_sending + load.decode_running + load.decode_preempted
             monitor = self._monitors.setdefault(key, RatioMonitor())
-            counts = StageCounts(waiting[key], prefilling, decoding)
+            counts = StageCounts.of(waiting[key], (each.load for each in members))
             monitor.observe(counts, arrived[key], elapsed_s)
             yield
 

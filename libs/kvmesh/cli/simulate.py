@@ -239,7 +239,8 @@ def _scenario(
     return Scenario(
         profile=_with_pools(profile, arguments.pool_blocks),
         fleet=fleet,
-        system=SYSTEMS[system],
+        # All systems under the rule of live gateways.
+        system=dataclasses.replace(SYSTEMS[system], learns_deadlines=True),
         requests=requests,
         closed_loop=arguments.closed_loop,
         failures=failures,

@@ -66,7 +66,7 @@ def weigh_fetches(
     longest = max([each.cached_tokens for each in readable], default=0)
     if not longest:
         return
-    for each in {*standings, *readable}:
+    for each in (*standings, *readable):
         if each.lower is not NOTHING_LOWER and any(each.lower):
             _weigh_load(each, pace)
     size = standings[0].worker.info.layout.block_size

@@ -31,13 +31,19 @@ class _Smoothed:
 
 
 class PrefillTimes:
-    """Prefill times by length; prompts between two powers of two share an estimate."""
+    """Prefill times by length; prompts between two powers of two share an estimate.
+
+    Attributes:
+        num_noted: number of times noted so far; estimates are the same while it is.
+    """
 
     def __init__(self) -> None:
         self._by_length: dict[int, _Smoothed] = {}
+        self.num_noted = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Adds the seconds from a prompt's acceptance to its first token."""
+        self.num_noted += 1
         length = num_tokens.bit_length()
         known = self._by_length.get(length)
         if known is None:

@@ -12,9 +12,10 @@ Tests: tests/unit/policy/test_ratio_monitor.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvmesh.core.types import Role
+from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.pdserve import (
     TOLERANCE,
     InstanceProfile,
@@ -74,6 +75,15 @@ class StageCounts:
     waiting: Waiting
     prefilling: float
     decoding: float
+
+    @classmethod
+    def of(cls, waiting: Waiting, loads: Iterable[WorkerLoad]) -> StageCounts:
+        """Counts by the loads of a group's workers; who waits for a transfer has a first token."""
+        prefilling = decoding = 0
+        for load in loads:
+            prefilling += load.prefill_active - load.prefill_sending
+            decoding += load.prefill_sending + load.decode_running + load.decode_preempted
+        return cls(waiting, prefilling, decoding)
 
 
 @dataclass(slots=True)

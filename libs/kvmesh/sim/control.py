@@ -13,21 +13,22 @@ from dataclasses import dataclass, field
 
 from kvmesh.core.pace import StepPace
 from kvmesh.core.turns import at_once
-from kvmesh.core.types import Role, RoutePlan
+from kvmesh.core.types import Role, RoutePlan, WorkerLoad
+from kvmesh.core.values import changed
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
-from kvmesh.policy.load_score import Capacity, LoadState, Queues
+from kvmesh.policy.groups import GroupKey, shares_of_groups
 from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.pdserve import InstanceProfile
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.policy.profiled_ratio import MeanLengths, measured_profile
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
 from kvmesh.policy.reallocation import choose_giver
-from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, decode_slots, room_used
+from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, decode_slots
 from kvmesh.policy.sending import SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
 from kvmesh.sim.events import EventQueue
-from kvmesh.sim.fleet import REMOTE, SimFleet
+from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
 from kvmesh.sim.placing import Desk
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
@@ -73,6 +74,7 @@ class Control:
         self._groups = {each.info.scenario: _Group() for each in fleet.workers.values()}
         self._allocation = AllocationLoop()
         self._carried = 0.0
+        self._window_ends = events.now() + WINDOW_S
         self._sending = SendingMeter()
         # As in the service, a loss of bandwidth shows only in the bytes that leave.
         self._offload = ThresholdLoop(self._start_threshold(), fleet.between.bytes_per_s)
@@ -90,16 +92,26 @@ class Control:
     def start(self) -> None:
         """Schedules the loops that the system has."""
         system = self._scenario.system
-        if system.offload is Offload.ADAPTIVE and self._remote():
-            self._every(CYCLE_S, self._adjust)
-        if system.switch_roles:
-            self._every(CYCLE_S, self._switch_roles)
-        if system.monitor:
-            self._every(CYCLE_S, self._observe_stages)
-            self._every(WINDOW_S, self._move_ratios)
+        adapts = system.offload is Offload.ADAPTIVE and bool(self._remote())
+        if adapts or system.switch_roles or system.monitor or system.reallocate:
+            self._every(CYCLE_S, self.cycle)
         if system.reallocate:
-            self._every(CYCLE_S, self._observe_queues)
-            self._every(REALLOCATE_S, self._reallocate)
+            self._every(REALLOCATE_S, self.reallocate)
+
+    def cycle(self) -> None:
+        """Runs one step of the fast loops, in the order of the service (`Planner.cycle`)."""
+        system = self._scenario.system
+        if system.reallocate:
+            self._allocation.observe(self._waiting())
+        if system.monitor:
+            self._observe_stages()
+        if system.offload is Offload.ADAPTIVE and self._remote():
+            self._adjust()
+        if system.switch_roles:
+            self._switch_roles()
+        if system.monitor and self._events.now() >= self._window_ends:
+            self._window_ends = self._events.now() + WINDOW_S
+            self._move_ratios()
 
     def note_prompt(self, request: SimRequest, plan: RoutePlan) -> None:
         """Adds a new request, with its first plan, as a scheduler does.
@@ -166,8 +178,7 @@ class Control:
 
     def _switch_roles(self) -> None:
         for label, group in self._groups.items():
-            movable = [each for each in self._members(label) if each.info.role is not Role.HYBRID]
-            readings = self._read(movable, self._waiting(label))
+            readings = self._read(group.roles, self._movable(label), self._waiting(label))
             cycle = at_once(group.roles.cycle(readings, self._events.now()))
             self._reasons[f"regime: {cycle.regime.value}"] += 1
             for switch in cycle.switches:
@@ -175,18 +186,26 @@ class Control:
                 group.roles.carried_out(switch)
                 self._reasons[f"switch: {switch.reason.value}"] += 1
 
-    def _read(self, workers: list[SimWorker], waiting: Waiting) -> list[WorkerReading]:
+    def _read(
+        self, roles: RoleLoop, workers: list[SimWorker], waiting: Waiting
+    ) -> list[WorkerReading]:
         num_prefill = max(sum(w.info.role is Role.PREFILL for w in workers), 1)
         num_decode = max(len(workers) - num_prefill, 1)
         share = Waiting(waiting.prefill / num_prefill, waiting.decode / num_decode)
-        return [_reading(worker, share) for worker in workers]
+        return [
+            roles.read(
+                each.info,
+                reported_load(each),
+                # A queue of its own waits for nobody else.
+                Waiting(share.prefill + each.num_waiting, share.decode),
+            )
+            for each in workers
+        ]
 
     # --- reallocation ------------------------------------------------------------------------
 
-    def _observe_queues(self) -> None:
-        self._allocation.observe(self._waiting())
-
-    def _reallocate(self) -> None:
+    def reallocate(self) -> None:
+        """Runs one step of the slow loop."""
         local = self._local()
         decoding = sum(worker.info.role is not Role.PREFILL for worker in local)
         queues = self._allocation.take_queues(len(local) - decoding, decoding)
@@ -211,23 +230,19 @@ class Control:
 
     def _observe_stages(self) -> None:
         for label, group in self._groups.items():
-            loads = [(worker.load(), worker.num_waiting) for worker in self._members(label)]
-            waiting = self._waiting(label)
-            queued = sum(num_waiting for _, num_waiting in loads)
-            counts = StageCounts(
-                Waiting(waiting.prefill + queued, waiting.decode),
-                sum(load.prefill_active - num_waiting for load, num_waiting in loads),
-                sum(load.decode_running + load.decode_preempted for load, _ in loads),
+            members, waiting = self._movable(label), self._waiting(label)
+            queued = sum(worker.num_waiting for worker in members)
+            counts = StageCounts.of(
+                Waiting(waiting.prefill + queued, waiting.decode), map(reported_load, members)
             )
             group.monitor.observe(counts, group.num_new, CYCLE_S)
             group.num_new = 0
 
     def _move_ratios(self) -> None:
         for label, group in self._groups.items():
-            self._move_ratio(self._members(label), group.monitor)
+            self._move_ratio(self._movable(label), group.monitor)
 
-    def _move_ratio(self, members: list[SimWorker], monitor: RatioMonitor) -> None:
-        movable = [worker for worker in members if worker.info.role is not Role.HYBRID]
+    def _move_ratio(self, movable: list[SimWorker], monitor: RatioMonitor) -> None:
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
         profile = _profile_of(movable[0], monitor.lengths) if movable else None
         step = monitor.end_window(num_prefill, len(movable) - num_prefill, profile)
@@ -250,19 +265,34 @@ class Control:
     # --- inputs of the policies --------------------------------------------------------------
 
     def _waiting(self, label: str | None = None) -> Waiting:
-        """Returns the requests that wait in all groups, or in that of a label."""
-        searching = [
-            each
-            for request, each in self._desk.searching.items()
-            if label is None or self._desk.lanes.label(request) == label
-        ]
-        held = sum(each.has_reservation for each in searching)
-        members = self._local() if label is None else self._members(label)
-        loads = [worker.load() for worker in members]
-        return split_waiting(held, len(searching) - held, loads)
+        """Returns the requests that wait for all groups, or a group's share of them."""
+        shares: dict[str, float] = {}  # the group's, by scenario
+        held = unheld = 0.0
+        for request, each in self._desk.searching.items():
+            scenario = request.trace.scenario
+            if scenario not in shares:
+                shares[scenario] = 1.0 if label is None else self._share(scenario, label)
+            if each.has_reservation:
+                held += shares[scenario]
+            else:
+                unheld += shares[scenario]
+        members = self._local() if label is None else self._movable(label)
+        return split_waiting(held, unheld, [worker.load() for worker in members])
 
-    def _members(self, label: str) -> list[SimWorker]:
-        return [worker for worker in self._local() if worker.info.scenario == label]
+    def _share(self, scenario: str, label: str) -> float:
+        """Returns the fraction of a scenario's requests that a group serves."""
+        keys = {each: GroupKey(MODEL, "", each, "") for each in self._groups}
+        sizes = {key: len(self._movable(each)) for each, key in keys.items()}
+        present = {key: size for key, size in sizes.items() if size}
+        return shares_of_groups({scenario: 1.0}, present).get(keys[label], 0.0)
+
+    def _movable(self, label: str) -> list[SimWorker]:
+        """Returns a group's workers that can change their role."""
+        return [
+            worker
+            for worker in self._local()
+            if worker.info.scenario == label and worker.info.role is not Role.HYBRID
+        ]
 
     def _remote(self) -> list[SimWorker]:
         return [w for w in self._fleet.living() if w.info.cluster == REMOTE]
@@ -288,30 +318,20 @@ def _profile_of(worker: SimWorker, lengths: MeanLengths | None) -> InstanceProfi
     return measured_profile(device.prefill_s(lengths.uncached), pace, slots, room, lengths)
 
 
-def _reading(worker: SimWorker, waiting: Waiting) -> WorkerReading:
-    """Returns the indicators of a worker; those that a real engine measures are modelled.
+def reported_load(worker: SimWorker) -> WorkerLoad:
+    """Returns the load that a live worker in this state reports: without a queue of its own.
 
-    Args:
-        waiting: requests that wait for this worker: its equal share of those at the gateways.
+    What a real engine measures is modelled: prompts keep a worker busy, and decode steps do in
+    proportion to the slots in use.
     """
-    info, load, num_waiting = worker.info, worker.load(), worker.num_waiting
-    is_prefill = info.role is Role.PREFILL
-    prefilling = load.prefill_active - num_waiting
-    slots = decode_slots(info, load)
-    slots_used = load.decode_running / max(slots, 1)
-    state = LoadState(
-        prefill=Queues(
-            running=prefilling,
-            waiting=num_waiting + (waiting.prefill if is_prefill else 0.0),
-        ),
-        decode=Queues(
-            running=load.decode_running,
-            waiting=0.0 if is_prefill else waiting.decode,
-            swapped=load.decode_preempted,
-        ),
-        budget_used=1.0 if prefilling else slots_used,
-        blocks_used=room_used(info, load),
-        compute_used=1.0 if prefilling else 0.0,
-        memory_bandwidth_used=slots_used,
+    info, load, num_sending = worker.info, worker.load(), worker.num_sending
+    accepted = load.prefill_active - worker.num_waiting
+    is_computing = accepted > num_sending
+    return changed(
+        load,
+        prefill_active=accepted,
+        prefill_sending=num_sending,
+        budget_used=float(is_computing),
+        compute_used=float(is_computing),
+        memory_bandwidth_used=load.decode_running / max(decode_slots(info, load), 1),
     )
-    return WorkerReading(info.worker_id, info.role, state, Capacity(info.prefill_slots, slots))

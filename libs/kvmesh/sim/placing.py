@@ -5,6 +5,7 @@ Tests: tests/unit/sim/test_simulation.py.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from kvmesh.policy.forwarding import (
     rounds_per_route,
     still_refusing,
 )
-from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
@@ -74,7 +74,7 @@ class Desk:
         connections: the gateway's connections; some policies offer in their order, not the plan's.
         by_connections: whether all do.
         lanes: turns of the gateway's waiting requests.
-        prefill_times: times of earlier prompts, if searches end by them; else None.
+        learns_deadlines: whether searches end by the times of earlier prompts.
         planned: called with the first plan of a request that no worker had before.
     """
 
@@ -88,7 +88,7 @@ class Desk:
     connections: Connections
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
     lanes: Lanes = field(default_factory=Lanes)
-    prefill_times: PrefillTimes | None = None
+    learns_deadlines: bool = False
     by_connections: bool = False
     planned: Callable[[SimRequest, RoutePlan], None] = _not_noted
 
@@ -116,6 +116,8 @@ class Placing:
         self._tried_at_opening = -1
         self._num_refused = 0
         self._deadline: Timer | None = None
+        self._until = math.inf
+        self._until_of = -1  # number of prefill times that `_until` is made of
 
     @property
     def has_reservation(self) -> bool:
@@ -139,43 +141,45 @@ class Placing:
     @property
     def _until_s(self) -> float:
         """Time at which the search ends, by the present estimate."""
-        request, times = self._request, self._desk.prefill_times
-        if times is None or request.generated:  # no wait of a client that is already reading
+        request = self._request
+        # A client that is already reading waits until its deadline.
+        if not self._desk.learns_deadlines or request.generated:
             return request.deadline_s
-        ttft_s = request.deadline_s - request.arrival_s
-        patience_s = times.patience_s(request.num_tokens, ttft_s)
-        return max(request.arrival_s + patience_s, self._desk.events.now())
+        times = self._turns.prefill_times
+        if times.num_noted != self._until_of:  # a request that waits asks several times a round
+            ttft_s = request.deadline_s - request.arrival_s
+            self._until = request.arrival_s + times.patience_s(request.num_tokens, ttft_s)
+            self._until_of = times.num_noted
+        now = self._desk.events.now()
+        return self._until if self._until > now else now
 
     def _called(self) -> None:
         assert self._deadline is not None, "who waits for its turn has a deadline"
         self._deadline.cancel()
-        self._ask_again()
+        self._ask_again(self._desk.events.now(), self._until_s)
 
     def _late(self) -> None:
         self._end(self._last)
 
     def _go_on(self) -> None:
         """Continues after a pause."""
-        if not self._ends_now() and self._is_my_turn():
-            self._ask_again()
+        now, until = self._desk.events.now(), self._until_s
+        if now >= until:
+            self._end(self._last)
+        elif self._is_my_turn():
+            self._ask_again(now, until)
 
-    def _ask_again(self) -> None:
-        now = self._desk.events.now()
+    def _ask_again(self, now: float, until: float) -> None:
         # A new plan adds the round trip to the scheduler.
         messages = 3 if self._needs_plan(now) else 1
         arrives = now + messages * self._desk.fleet.message_s
-        self._desk.events.at(min(arrives, self._until_s), self._round)
-
-    def _ends_now(self) -> bool:
-        if self._desk.events.now() < self._until_s:
-            return False
-        self._end(self._last)
-        return True
+        self._desk.events.at(min(arrives, until), self._round)
 
     def _round(self) -> None:
-        if self._ends_now():
-            return
         now = self._desk.events.now()
+        if now >= self._until_s:
+            self._end(self._last)
+            return
         self._num_refused = 0
         # All workers were asked; until one has more room than then, the answers are the same.
         if self._desk.fleet.openings == self._tried_at_opening:
@@ -221,7 +225,7 @@ class Placing:
         desk = self._desk
         self._turns.missed(self._request)
         # The total rate of offers is the same whether a few requests look at a time or all.
-        longest = backoff_s(self._num_rounds, self._turns.num_looking) * self._turns.share
+        longest = backoff_s(self._num_rounds, self._turns.crowd.num_waiting) * self._turns.share
         self._num_rounds += 1
         # Workers are asked one after the other; the message to the first was counted before.
         answers = max(2 * self._num_refused - 1, 0) * desk.fleet.message_s
@@ -279,7 +283,7 @@ class Placing:
             return False
         self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
-        self._turns.leave(self._request, placed=True)
+        self._turns.leave(self._request, self._desk.events.now(), placed=True)
         self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
         if source is not None:
             self._desk.fetch(worker, outcome, source)
@@ -311,5 +315,5 @@ class Placing:
         if self._reserved is not None:
             self._drop()
         self._desk.searching.pop(self._request, None)
-        self._turns.leave(self._request, placed=False)
+        self._turns.leave(self._request, self._desk.events.now(), placed=False)
         self._desk.refused(self._request, reason)

@@ -19,7 +19,6 @@ from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.global_lru import PoolEviction
 from kvmesh.policy.pdserve import timeout_s
-from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.sim.chains import Chains
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
@@ -181,7 +180,7 @@ class Simulation:
             Connections(fills=not system.queue_offers),
             self._bring,
             Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
-            PrefillTimes() if system.learns_deadlines else None,
+            system.learns_deadlines,
             system.by_connections,
             planned=self._planned,
         )
@@ -236,6 +235,9 @@ class Simulation:
         self.result.requests.append(request)
         if self.fleet.host is not None:
             self.fleet.host.note_request()
+        if self._desk.learns_deadlines and self._desk.lanes.of(request).is_hopeless(request):
+            self._refused(request, RefusalReason.BUSY)
+            return
         # One message to the scheduler and one to the workers.
         self.events.after(2 * self.fleet.message_s, Placing(self._desk, request, frozenset()).start)
 
@@ -348,9 +350,9 @@ class Simulation:
         """See `WorkerListener`."""
         request = sequence.request
         request.has_first = True
-        if self._desk.prefill_times is not None and request.placed_s is not None:
+        if self._desk.learns_deadlines and request.placed_s is not None:
             took_s = self.events.now() - request.placed_s
-            self._desk.prefill_times.note(request.num_tokens, took_s)
+            self._desk.lanes.of(request).prefill_times.note(request.num_tokens, took_s)
         if request.attempt == 0:
             request.cached_tokens = sequence.num_cached
         if request.first_token_s is None:

@@ -25,8 +25,9 @@ class System(Composition):
         rejects_early: whether a request is refused at arrival if its predicted first token is too
             late.
         learns_deadlines: whether a search ends when the first token would come too late, by the
-            times of earlier prompts, as gateways do; else at the deadline itself. A queue of a
-            worker gives up likewise.
+            times of earlier prompts, and a request is refused at arrival when so many wait that it
+            would come too late, as gateways do; else a search ends at the deadline itself. A queue
+            of a worker gives up likewise.
         by_connections: whether gateways offer to the worker with the fewest of their connections
             first. A connection lasts until the answer ends.
     """

@@ -8,13 +8,17 @@ Tests: tests/unit/sim/test_turns.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Sequence
 
+from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.fair_share import Claim, FairQueue
 from kvmesh.policy.groups import serving_label
+from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.sim.requests import SimRequest
 
 Call = Callable[[], object]
+
+_TENANT = ""  # traces name no tenants
 
 
 class Lanes:
@@ -45,25 +49,31 @@ class Turns:
     """The gateway's requests that wait for the workers of one group.
 
     Attributes:
-        num_looking: number of requests that look for workers, in the queue or not.
+        crowd: requests that look for workers, in the queue or not, and how fast they get them.
+        prefill_times: times of this group's earlier prompts.
     """
 
     def __init__(self) -> None:
-        self.num_looking = 0
+        self.crowd = Crowd()
+        self.prefill_times = PrefillTimes()
         self._queue = FairQueue()
         self._queued: set[SimRequest] = set()
-        self._heads: list[SimRequest] = []
+        self._heads: Sequence[Hashable] = ()
         # Requests that wait for their turn, with the callback for it.
-        self._calls: dict[SimRequest, Call] = {}
+        self._calls: dict[Hashable, Call] = {}
 
     @property
     def share(self) -> float:
         """Fraction of the waiting requests that may look for workers now; above 0, up to 1."""
         return len(self._heads) / len(self._queue) if self._heads else 1.0
 
+    def is_hopeless(self, request: SimRequest) -> bool:
+        """Whether a new request would only wait for its refusal, as a gateway judges it."""
+        return self.crowd.is_hopeless(_TENANT, request.deadline_s - request.arrival_s)
+
     def enter(self, request: SimRequest) -> None:
         """Adds a request that begins to look for workers."""
-        self.num_looking += 1
+        self.crowd.enter(_TENANT)
         if self._queued:
             self._join(request)
 
@@ -85,9 +95,9 @@ class Turns:
         else:
             self._join(request)
 
-    def leave(self, request: SimRequest, *, placed: bool) -> None:
+    def leave(self, request: SimRequest, now: float, *, placed: bool) -> None:
         """Removes a request that has its workers or was refused."""
-        self.num_looking -= 1
+        self.crowd.leave(_TENANT, now, placed=placed)
         if request not in self._queued:
             return
         (self._queue.placed if placed else self._queue.left)(request)
@@ -99,12 +109,15 @@ class Turns:
         # A moved stream does not queue: its client is already reading.
         if not request.generated:
             self._queued.add(request)
-            self._queue.add(request, Claim("", request.num_tokens))
+            self._queue.add(request, Claim(_TENANT, request.num_tokens))
             self._refresh()
 
     def _refresh(self) -> None:
-        self._heads = [each for each in self._queue.heads() if isinstance(each, SimRequest)]
-        for request in self._heads:
+        heads = self._queue.heads()
+        if heads is self._heads:
+            return
+        self._heads = heads
+        for request in heads:
             call = self._calls.pop(request, None)
             if call is not None:
                 call()

@@ -173,8 +173,8 @@ class SimWorker:
         assert not (held and self._rules.queue_offers), "policies that fetch have no local queues"
         if not self.alive:
             return Refusal(RefusalReason.LOST, "the worker is down")
-        is_busy = bool(self._waiting) or len(self._prefills) >= self.info.prefill_slots
-        is_busy = is_busy or bool(self._part_tokens)
+        is_full = len(self._prefills) >= self.info.prefill_slots
+        is_busy = is_full or bool(self._waiting or self._part_tokens)
         if is_busy and not self._rules.queue_offers:
             return Refusal(RefusalReason.BUSY, "all prefill slots are taken")
         if reserved in self._decodes:
@@ -184,8 +184,10 @@ class SimWorker:
         if isinstance(sequence, SimSequence):
             sequence.hold_after_first = True
             return self._start_prefill(sequence, held=held)
-        if sequence is not None and not self._may_queue(sequence):
-            return sequence
+        if isinstance(sequence, Refusal):
+            lacks_blocks = sequence.reason is RefusalReason.NO_BLOCKS
+            if not (self._rules.queue_offers and lacks_blocks):
+                return sequence
         waiting = self._new_sequence(request)
         waiting.hold_after_first = True
         self._waiting.append(waiting)
@@ -196,9 +198,6 @@ class SimWorker:
         """Counts the time of a refused request."""
         if self._loop is not None:
             self.steps.note_work(self._loop.ask_s)
-
-    def _may_queue(self, refusal: Refusal) -> bool:
-        return self._rules.queue_offers and refusal.reason is RefusalReason.NO_BLOCKS
 
     def _admit(self, request: SimRequest, growth: int) -> SimSequence | Refusal:
         if request.num_tokens + 1 > self.max_tokens:
@@ -213,9 +212,8 @@ class SimWorker:
 
     def _new_sequence(self, request: SimRequest) -> SimSequence:
         self._num_sequences += 1
-        return SimSequence(
-            request, self._num_sequences, request.remaining_tokens, request.num_tokens
-        )
+        left, num_tokens = request.remaining_tokens, request.num_tokens
+        return SimSequence(request, self._num_sequences, left, num_tokens)
 
     def _start_prefill(self, sequence: SimSequence, *, held: bool = False) -> SimSequence:
         self.cached_tokens += sequence.num_cached
@@ -232,11 +230,9 @@ class SimWorker:
         tiers, hashes = self.tiers, sequence.request.reusable_hashes
         held = sequence.num_cached // TRACE_BLOCK
         length = held if tiers is None else tiers.reach(hashes, held)
-        if tiers is None or length == held:
-            self.steps.join(sequence)
-            return
         further = hashes[held:length]
-        if not tiers.pays(further, self.device.prefill_s(len(further) * TRACE_BLOCK)):
+        alone_s = self.device.prefill_s(len(further) * TRACE_BLOCK) if further else 0.0
+        if tiers is None or not further or not tiers.pays(further, alone_s):
             self.steps.join(sequence)
             return
         seconds = tiers.load_s(further)
@@ -460,10 +456,14 @@ class SimWorker:
         # A worker that decodes nothing has room for any request, whatever its speed.
         if self._rules.tpot_s == math.inf or not self._decodes:
             return _ALL_ROOM
-        awaited: list[int] = []
-        if self._num_reserved:
-            awaited = [each.num_tokens for each in self._decodes if not each.has_first]
+        reserved = self._decodes if self._num_reserved else ()
+        awaited = [each.num_tokens for each in reserved if not each.has_first]
         return self.steps.room(self._rules.tpot_s, awaited)
+
+    @property
+    def num_sending(self) -> int:
+        """Number of computed prompts whose KV is not sent yet."""
+        return sum([each.has_first for each in self._prefills])
 
     @property
     def num_waiting(self) -> int:

@@ -117,6 +117,18 @@ class TestWaiting:
         outcomes = [each.outcome for each in run(dataclasses.replace(what, system=knows)).requests]
         assert outcomes == [Outcome.DONE, *3 * [Outcome.REFUSED]], "it is not begun in vain"
 
+    def test_a_gateway_refuses_whom_the_crowd_before_would_make_late(self) -> None:
+        crowd = [trace(first_id=10 * n, blocks=2, output=2) for n in range(120)]
+        later = [trace(20.0 + n, first_id=9000 + 10 * n, blocks=2, output=2) for n in range(5)]
+        limit = Objectives((TimeoutTier(1 << 62, 45.0),))
+        what = scenario(*crowd, *later, objectives=limit)
+        knows = dataclasses.replace(what.system, learns_deadlines=True)
+        told, waited = run(dataclasses.replace(what, system=knows)), run(what)
+        for each in told.requests[-5:]:
+            assert each.refusal is RefusalReason.BUSY
+            assert each.finished_s == each.arrival_s
+        assert all(each.finished_s != each.arrival_s for each in waited.requests)
+
     def test_early_rejection_tells_at_once_who_would_be_late(self) -> None:
         requests = [trace(0.01 * n, first_id=10 * n, blocks=2, output=2) for n in range(4)]
         result = run(scenario(*requests, system="cache_centric", objectives=QUICK))

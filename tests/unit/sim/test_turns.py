@@ -12,7 +12,7 @@ def test_while_nobody_looks_in_vain_nobody_waits() -> None:
         each = request(number)
         turns.enter(each)
         assert turns.wait(each, lambda: None)
-        turns.leave(each, placed=True)
+        turns.leave(each, 0.0, placed=True)
     assert turns.share == 1.0
 
 
@@ -27,12 +27,12 @@ def test_those_behind_are_called_in_order_as_those_before_leave() -> None:
     assert turns.share == MIN_HEADS / len(waiting)
     may = [turns.wait(each, lambda each=each: called.append(each)) for each in waiting]  # type: ignore[misc]
     assert may == [True] * MIN_HEADS + [False] * 3
-    turns.leave(waiting[1], placed=False)
+    turns.leave(waiting[1], 0.0, placed=False)
     assert called == [waiting[MIN_HEADS]]
-    turns.leave(waiting[0], placed=True)
+    turns.leave(waiting[0], 0.0, placed=True)
     assert called == waiting[MIN_HEADS:], "the place that it left, and one more since it was placed"
     for each in waiting:
-        turns.leave(each, placed=False)
+        turns.leave(each, 0.0, placed=False)
     assert turns.share == 1.0
 
 
