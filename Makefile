@@ -182,17 +182,20 @@ bench-policies: setup ## compare policies in the simulator: make bench-policies 
 bench-capacity: setup ## hits and goodput by host memory and disk below pools, simulated: make bench-capacity TRACES="FILE..."; writes bench/results/policies_capacity.*
 	$(PY) -m benchmarks.policies --capacity $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 
-bench-grid: setup ## goodput over limits, loads and traces against other systems: make bench-grid TRACES="FILE..."; writes bench/results/policies_grid.*
-	$(PY) -m benchmarks.policies --grid $(if $(TRACES),--trace $(TRACES)) $(ARGS)
-
-bench-ablation: setup ## what each mechanism and constant of the default brings there: make bench-ablation TRACES="FILE..."; writes bench/results/policies_ablation.*
-	$(PY) -m benchmarks.policies --ablation $(if $(TRACES),--trace $(TRACES)) $(ARGS)
-
-bench-hybrids: setup ## workers without roles at a loose and a tight limit: make bench-hybrids TRACES="FILE..."; writes bench/results/policies_hybrids.*
-	$(PY) -m benchmarks.policies --hybrids $(if $(TRACES),--trace $(TRACES)) $(ARGS)
-
-bench-million: setup ## a million simulated requests on a thousand workers, compiled; writes bench/results/policies_million.*
+.PHONY: compiled-simulator
+compiled-simulator: setup # decides the same in about half the time
 	$(PY) -m scripts.compile_simulator build/compiled
+
+bench-grid: compiled-simulator ## goodput over limits, loads and traces against other systems: make bench-grid TRACES="FILE..."; writes bench/results/policies_grid.*
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --grid $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-ablation: compiled-simulator ## what each mechanism and constant of the default brings there: make bench-ablation TRACES="FILE..."; writes bench/results/policies_ablation.*
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --ablation $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-hybrids: compiled-simulator ## workers without roles at a loose and a tight limit: make bench-hybrids TRACES="FILE..."; writes bench/results/policies_hybrids.*
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --hybrids $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-million: compiled-simulator ## a million simulated requests on a thousand workers, compiled; writes bench/results/policies_million.*
 	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --million $(ARGS)
 
 bench-routing: setup ## what a route costs: the decision, and the way from a gateway's client over Redis; writes bench/results/rout*

@@ -28,10 +28,10 @@ MODULES = tuple(
     for package, names in {
         "core": "busy_time pace types",
         "kv": "bit_tree block_news block_parts block_pool free_segments handoff handoff_types",
-        "policy": "allocation_loop batching chain composition connections curves fetch_route "
-        "fleet_index forwarding group_route holders joint load_score offload offload_route pdserve "
-        "prefix_source ranking reasons recent_reads role_loop role_switch routing seats token_pace "
-        "view waiting",
+        "policy": "allocation_loop baselines batching chain composition connections crowd curves "
+        "fair_share fetch_route fleet_index forwarding group_route groups holders joint load_score "
+        "mixed_step offload offload_route pdserve prefill_times prefix_source ranking reasons "
+        "recent_reads role_loop role_switch routing seats step_rules token_pace view waiting",
         "sim": "control decoding events fetch fleet gaps link placing prefix_index profile "
         "requests router scenario simulation steps systems trace trace_request turns worker",
     }.items()

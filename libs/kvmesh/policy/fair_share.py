@@ -23,7 +23,6 @@ MAX_HEADS = 64
 """Bounds of the number of requests that look for workers at once while prefill is scarce."""
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A request that wants a worker.
@@ -42,6 +41,8 @@ class Claim:
     priority: int = 0
     rank: int = 0
 
+
+quick(Claim)  # for speed, as in `load_score.py`
 
 Entry = tuple[int, int, Hashable]
 """(rank, number of arrival, name): the order within a tenant."""
