@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,7 +22,7 @@ from kvmesh.core.types import WorkerId
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.metadata.redis_store import RedisMetadataStore
-from kvmesh.metadata.server_binary import find_redis_binary
+from kvmesh.metadata.server_binary import find_redis_binary, free_port
 from kvmesh.metadata.store import ApplyResult, StoreUnavailableError
 from tests.waiting import until
 
@@ -33,19 +32,7 @@ DOWN_MS = 500
 """A node that is silent for so long is down."""
 
 RECOVERED_S = 2.0
-LAST_PORT = 55_535
-"""Nodes talk to each other 10,000 ports further."""
-
 BLOCKS = bytes(range(32))
-
-
-def _free_port() -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port <= LAST_PORT:
-            return port
 
 
 @dataclass
@@ -74,7 +61,7 @@ def _node(folder: Path) -> Iterator[Node]:
     binary = find_redis_binary()
     assert binary is not None
     folder.mkdir()
-    port = _free_port()
+    port = free_port()
     settings = {"port": port, "bind": "127.0.0.1", "cluster-enabled": "yes", "save": ""}
     settings |= {"cluster-node-timeout": DOWN_MS, "repl-diskless-sync-delay": 0}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
