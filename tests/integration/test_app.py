@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.core.config import option
 from kvmesh.rpc.channels import open_channel
-from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
+from kvmesh.runtime.app import ServerConfig, ServiceContext, StoppedError, serving
 from kvmesh.telemetry.config import TelemetryConfig
 
 
@@ -52,6 +53,25 @@ async def test_health_follows_the_life_of_the_service() -> None:
         order.append(await _health(context.port))
         await context.drain(5)
     assert order == ["SERVING", "NOT_SERVING", "closed"]
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_stop_at_any_moment_of_the_start_is_clean(num_turns: int) -> None:
+    stop = asyncio.Event()
+
+    async def stop_soon() -> None:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        stop.set()
+
+    async def build(config: Config, context: ServiceContext) -> None:
+        if not num_turns:
+            stop.set()
+        context.stack.callback(asyncio.create_task(stop_soon()).cancel)
+
+    with contextlib.suppress(StoppedError):
+        async with serving("test", Config(), build, stop):
+            await stop.wait()
 
 
 async def test_health_can_be_watched() -> None:

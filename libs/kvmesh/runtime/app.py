@@ -244,7 +244,13 @@ class ServiceContext:
     async def start(self) -> None:
         """Starts the server, and reports that the service serves."""
         self._is_started = True
-        await self.server.start()
+        # gRPC cannot stop a server whose start was cancelled.
+        starting = asyncio.ensure_future(self.server.start())
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await starting
+            raise
         await self.set_serving(True)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
