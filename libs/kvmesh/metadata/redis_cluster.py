@@ -5,9 +5,6 @@ Tests: tests/integration/test_redis_cluster.py.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-
 from kvmesh.metadata.redis_library import ResponseError, redis
 
 _UNUSABLE = ("fail", "noaddr", "handshake")
@@ -18,14 +15,22 @@ async def cluster_addresses(client: redis.Redis) -> list[tuple[str, int]]:
 
     The host is empty if a node does not know its own address.
     """
-    ask: Callable[..., Awaitable[Mapping[str, Any]]] = client.execute_command
     try:
-        found = await ask("CLUSTER NODES")
+        # As two words, the library leaves the answer as it is: its parser fails on malformed ones.
+        nodes: object = await client.execute_command("CLUSTER", "NODES")
     except ResponseError:
         return []  # not a cluster, or a proxy that does not know the command
+    if isinstance(nodes, bytes):
+        nodes = nodes.decode(errors="replace")
+    return _addresses(nodes) if isinstance(nodes, str) else []
+
+
+def _addresses(nodes: str) -> list[tuple[str, int]]:
+    """Reads lines of `id host:port@bus flags ...`."""
     addresses = []
-    for address, told in found.items():
-        host, _, port = address.rpartition(":")
-        if not any(flag in _UNUSABLE for flag in str(told["flags"]).split(",")):
+    for line in nodes.splitlines():
+        _, address, flags = (*line.split(" "), "", "", "")[:3]
+        host, _, port = address.partition("@")[0].rpartition(":")
+        if port.isdecimal() and not any(flag in _UNUSABLE for flag in flags.split(",")):
             addresses.append((host, int(port)))
     return addresses
