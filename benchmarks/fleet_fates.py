@@ -1,4 +1,4 @@
-"""What became of requests, as the gateway's console tells it: which workers had them, and when.
+"""Reads from the gateway's console which workers served each request, and when.
 
 Tests: tests/unit/benchmarks/test_fleet.py.
 """

@@ -138,6 +138,13 @@ async def _line(process: Process, event: str) -> dict[str, str]:
     raise AssertionError(f"the log ended without {event}")
 
 
+async def python_process(code: str) -> Process:
+    """Runs code in a process whose output can be read."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=PIPE, stderr=PIPE
+    )
+
+
 async def test_sigterm_drains_and_exits_with_zero() -> None:
     async with scheduler_process("--server.port", "0") as process:
         address = (await _line(process, "serving"))["address"]
@@ -160,9 +167,7 @@ async def test_sigterm_in_a_start_that_waits_exits_with_zero() -> None:
         "    await asyncio.Future()\n"
         "run_service('test', Config, build)\n"
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=PIPE, stderr=PIPE
-    )
+    process = await python_process(code)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"waits\n"
     process.send_signal(signal.SIGTERM)
@@ -173,7 +178,7 @@ async def test_sigterm_in_a_start_that_waits_exits_with_zero() -> None:
 
 
 async def test_a_service_ends_without_taking_its_modules_apart() -> None:
-    """What is registered for the end runs."""
+    """It still runs the functions registered with `atexit`."""
     code = (
         "import atexit\n"
         "from kvmesh.runtime.app import run_service\n"
@@ -187,9 +192,7 @@ async def test_a_service_ends_without_taking_its_modules_apart() -> None:
         "    context.stack.callback(print, 'closed')\n"
         "run_service('test', Config, build)\n"
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=PIPE, stderr=PIPE
-    )
+    process = await python_process(code)
     assert process.stderr is not None
     while b'"serving"' not in await process.stderr.readline():
         assert process.returncode is None

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from kvmesh.core.types import SequenceSpec
-from kvmesh.engine.core import EngineCore
-from kvmesh.engine.sequence import Sequence
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from tests.one_engine import tokens_of
 from tests.ranked_engine import BLOCK_SIZE, VOCAB_SIZE, RankedRunner
 from tests.worker_driver import Key, driving, make_spec, running_worker, until_idle
 
@@ -26,16 +25,9 @@ PROMPTS = [
 
 
 def alone(ranks: Ranks, spec: SequenceSpec) -> tuple[list[int], bytes]:
-    """What one engine generates, and its whole pool after."""
+    """Returns what one engine generates, and its whole pool afterwards."""
     runner = RankedRunner(NUM_BLOCKS, *ranks)
-    core = EngineCore(runner.spec, NUM_BLOCKS)
-    sequence = core.admit_decode(spec)
-    assert isinstance(sequence, Sequence), sequence
-    core.run(sequence)
-    while core.has_work:
-        chunks = core.plan_step()
-        core.finish_step(chunks, runner.execute(chunks))
-    return list(sequence.tokens[len(spec.token_ids) :]), bytes(runner.kv.view)
+    return tokens_of(runner, spec), bytes(runner.kv.view)
 
 
 @pytest.mark.parametrize("ranks", [TWO, FOUR, STAGES, BOTH])
