@@ -169,7 +169,7 @@ FAULTS = (
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen of a fault. Times are seconds on the loop's clock.
+    """Observations of one fault. Times are seconds on the loop's clock.
 
     Attributes:
         before: number of answers before it.

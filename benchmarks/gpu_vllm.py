@@ -142,7 +142,7 @@ class _Stream:
         staging = pool.staging(memoryview(memory))
         staging.gather(old, 0, block_bytes, pool.moment())
         staging.scatter(0, new, pool.moment())
-        # Whoever reads the old blocks now reads zeros.
+        # A read of the old blocks returns zeros from here on.
         staging.scatter(count * block_bytes, old, pool.moment())
         staging.close()
         driver.mark()

@@ -321,7 +321,7 @@ def _profile_of(worker: SimWorker, lengths: MeanLengths | None) -> InstanceProfi
 def reported_load(worker: SimWorker) -> WorkerLoad:
     """Returns the load that a live worker in this state reports: without a queue of its own.
 
-    What a real engine measures is modelled: prompts keep a worker busy, and decode steps do in
+    It models a real engine's measurements: prompts keep a worker busy, and decode steps do in
     proportion to the slots in use.
     """
     info, load, num_sending = worker.info, worker.load(), worker.num_sending
