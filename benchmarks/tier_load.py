@@ -45,7 +45,7 @@ NUM_PREFILL, NUM_DECODE = 2, 1
 FAR = f"prefill-{NUM_PREFILL}"
 """The worker of the second cluster, in the form that has one."""
 
-POOL_TOKENS = 6144
+POOL_TOKENS = 4096
 BLOCK_GIB = BLOCK_SIZE * SHAPE.kv_values * 2 / (1 << 30)
 POOL_GIB = POOL_TOKENS // BLOCK_SIZE * BLOCK_GIB
 UNIT_TOKENS = 1024
