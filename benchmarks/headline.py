@@ -100,6 +100,13 @@ def _brought_up(result: Result) -> tuple[str, str]:
     return f"{host} / {disk} ms", f"computed {rows[0]['computed_ms']['median']:,.0f} ms"
 
 
+def _with_host_memory(result: Result) -> tuple[str, str]:
+    name = "{}: goodput with host memory over pools alone"
+    return " / ".join(
+        f"{_target(result, name.format(load)):.1f}x" for load in ("sessions", "tenants")
+    ), "pools alone 1x"
+
+
 def _link_speed(result: Result) -> tuple[str, str]:
     # As many streams as the channel begins with, which depends on the machine.
     names = [each["name"] for each in result["targets"] if "iperf3" in each["name"]]
@@ -154,6 +161,11 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
         "tiers",
         "TTFT of a prompt with 4,096 tokens evicted to host memory / to disk",
         _brought_up,
+    ),
+    (
+        "tier_load",
+        "goodput with host memory of ten pools: agents' sessions / prompts of many tenants",
+        _with_host_memory,
     ),
     ("transfer", "KV throughput over TCP to one peer", _link_speed),
     (
