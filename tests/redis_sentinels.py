@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -21,8 +23,8 @@ NUM_SENTINELS = 3
 DOWN_MS = 500
 """A master that is silent for so long is down."""
 
-
 ANSWER_S = 2.0
+ASKED_AGAIN_S = 2.0
 
 
 class Server:
@@ -99,6 +101,30 @@ class Sentinels:
 
         await until(is_other, "another server is the master")
         return await self.master()
+
+    async def demoted(self, master: Server) -> Server:
+        """Tells the sentinels to choose another master, until they have.
+
+        They give up on a failover when a stall has made their view of the replica too old, and do
+        not try again by themselves while the master lives.
+        """
+        loop = asyncio.get_running_loop()
+        asked_at = -math.inf
+
+        async def is_over() -> bool:
+            nonlocal asked_at
+            if await self.master() is not master:
+                return True
+            if loop.time() - asked_at > ASKED_AGAIN_S:
+                asked_at = loop.time()
+                # An error says that one is under way, or that no replica is fit yet.
+                with contextlib.suppress(RedisError, OSError):
+                    async with self.sentinels[0].client() as client:
+                        await client.execute_command("SENTINEL FAILOVER", NAME)
+            return False
+
+        await until(is_over, "the sentinels have chosen another master")
+        return await self.failed_over(master)
 
     async def hurry(self) -> None:
         """Lets sentinels look round more often than every ten seconds."""
