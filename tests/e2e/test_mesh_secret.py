@@ -4,6 +4,7 @@ closed to callers without it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,12 @@ async def outcome(address: str, access: MeshAccess, method: MethodDescriptor) ->
         raw: Any = channel
         try:
             if method.client_streaming:
-                await raw.stream_stream(path)(iter(()), timeout=10).read()
+                call = raw.stream_stream(path)(timeout=10)
+                # With an iterator of requests in its place, a call that is refused before it has
+                # come to its end counts as cancelled by this side.
+                with contextlib.suppress(grpc.aio.InternalError):
+                    await call.done_writing()
+                await call.read()
             elif method.server_streaming:
                 await raw.unary_stream(path)(empty, timeout=10).read()
             else:
