@@ -11,7 +11,7 @@ from kvmesh.core.types import KvLayout
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.kv_cache import allocate_pool
 from kvmesh.engine.runner import TorchRunner
-from tests.integration.families import BLOCK_SIZE, NUM_BLOCKS, PROMPT_LENGTHS, Checkpoint
+from tests.integration.families import BLOCK_SIZE, NUM_BLOCKS, WITH_A_LONG_ONE, Checkpoint
 from tests.integration.test_transformers_equality import Homes, Stream, run
 
 pytestmark = [
@@ -34,11 +34,11 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(name, tmp_path)
+    checkpoint = Checkpoint(name, tmp_path, WITH_A_LONG_ONE)
     runner = TorchRunner.load(
         tmp_path, served_name="tiny", device="cuda", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
     )
-    homes = Homes(runner).homes(PROMPT_LENGTHS)
+    homes = Homes(runner).homes(WITH_A_LONG_ONE)
     streams = [Stream(*pair) for pair in zip(checkpoint.prompts, homes, strict=True)]
     run(runner, streams, chunk=256)
     assert [stream.output for stream in streams] == checkpoint.expected

@@ -18,7 +18,8 @@ from tests.integration.family_shapes import VOCAB_SIZE
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
 NEW_TOKENS = 12
-PROMPT_LENGTHS = (1, 7, 16, 33, 250, 2500)
+PROMPT_LENGTHS = (1, 7, 16, 33, 250)
+WITH_A_LONG_ONE = (*PROMPT_LENGTHS, 2500)
 GREEDY = SamplingParams(temperature=0.0)
 
 

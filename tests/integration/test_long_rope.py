@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, Phi3Config
 
 from tests.integration import family_configs
-from tests.integration.families import Checkpoint
+from tests.integration.families import WITH_A_LONG_ONE, Checkpoint
 from tests.integration.family_shapes import LONG_ROPE, SHAPE
 from tests.integration.test_transformers_equality import Homes, Stream, prompt_logprobs, run
 
@@ -32,7 +32,7 @@ CONFIGS: dict[str, Any] = {
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family_configs.CONFIGS, "longrope", CONFIGS[request.param])
-        return Checkpoint("longrope", tmp_path_factory.mktemp("checkpoint"))
+        return Checkpoint("longrope", tmp_path_factory.mktemp("checkpoint"), WITH_A_LONG_ONE)
 
 
 @pytest.mark.parametrize(("served", "which"), [(ORIGINAL, [0, 1, 2, 3]), (4096, [4, 5])])

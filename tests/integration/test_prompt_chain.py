@@ -34,32 +34,33 @@ from tests.worker_driver import Driver, Key, driving, make_spec, running_worker,
 
 BLOCK = 16
 CHUNK = 32
+LENGTH = 700
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 NO_TIERS = TiersSection()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers share this process: an answer to an offer is late when any of them is busy."""
+    monkeypatch.setattr("kvmesh.runtime.prompt_chain.ANSWER_S", 10.0)
 
 
 @pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3", "olmo2"])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
-    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"), (LENGTH,))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return Checkpoint("llama-untied-sharded", tmp_path_factory.mktemp("llama"))
+    return Checkpoint("llama-untied-sharded", tmp_path_factory.mktemp("llama"), (LENGTH,))
 
 
 def spec_of(tokens: list[int], sampling: SamplingParams = GREEDY) -> SequenceSpec:
     sampling = replace(sampling, max_tokens=NEW_TOKENS)
     return SequenceSpec(tuple(tokens), len(tokens), sampling, root_hash("test"))
-
-
-def long_prompt(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
-    """The longest one, with its tokens."""
-    pairs = zip(checkpoint.prompts, checkpoint.expected, strict=True)
-    return max(pairs, key=lambda pair: len(pair[0]))
 
 
 def part(worker: Worker, num_blocks: int, upstream: PrefixSource | None = None) -> PrefixSource:
@@ -116,7 +117,7 @@ def outcomes(worker: Worker) -> dict[str, float]:
 
 @pytest.mark.parametrize("channels", ["local", "shm", "tcp"])
 async def test_two_workers_give_the_tokens_of_one(checkpoint: Checkpoint, channels: str) -> None:
-    tokens, expected = long_prompt(checkpoint)
+    (tokens,), (expected,) = checkpoint.prompts, checkpoint.expected
     cut = len(tokens) // BLOCK // 2
     async with mesh(checkpoint, channels=channels) as ((p0, p1), decode, driver):
         found, cached = await driver.generate_from(part(p0, cut), p1, decode, spec_of(tokens))
@@ -129,7 +130,7 @@ async def test_two_workers_give_the_tokens_of_one(checkpoint: Checkpoint, channe
 
 
 async def test_three_workers_sampled(llama: Checkpoint) -> None:
-    tokens, _ = long_prompt(llama)
+    (tokens,) = llama.prompts
     spec = spec_of(tokens, SAMPLED)
     blocks = len(tokens) // BLOCK
     async with mesh(llama, 3) as ((p0, p1, p2), decode, driver):
@@ -145,7 +146,7 @@ async def test_three_workers_sampled(llama: Checkpoint) -> None:
 
 
 async def test_what_is_cached_in_each_part_is_not_computed(llama: Checkpoint) -> None:
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     cut = len(tokens) // BLOCK - 1
     assert cut >= 3
     async with mesh(llama) as ((p0, p1), decode, driver):
@@ -202,7 +203,7 @@ async def test_the_first_worker_fetches_a_cached_prefix(varied: Checkpoint, hold
 
 
 async def test_who_is_refused_fetches_the_prefix_itself(llama: Checkpoint) -> None:
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     async with mesh(llama, 3) as ((p0, p1, p2), decode, driver):
         await prime(driver, p2, decode, tokens[: 2 * BLOCK + 1])
         p0.prefill.draining = True
@@ -298,7 +299,7 @@ def _loaded(worker: Worker) -> int:
 
 
 async def test_a_worker_that_refuses_costs_an_answer(llama: Checkpoint) -> None:
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     async with mesh(llama) as ((p0, p1), decode, driver):
         p0.prefill.draining = True
         found, _ = await driver.generate_from(part(p0, 2), p1, decode, spec_of(tokens))
@@ -331,7 +332,7 @@ def refuse_layer(worker: Worker, number: int) -> None:
 async def test_a_part_that_is_lost_in_any_layer_is_computed_here(
     llama: Checkpoint, number: int
 ) -> None:
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     async with mesh(llama, transfer_mode="layered") as ((p0, p1), decode, driver):
         layer_by_layer(p0)
         refuse_layer(p1, number)
@@ -346,7 +347,7 @@ async def test_a_part_that_is_lost_in_any_layer_is_computed_here(
 async def test_each_link_of_three_workers_may_be_lost_in_any_layer(
     llama: Checkpoint, link: str, number: int
 ) -> None:
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     async with mesh(llama, 3, transfer_mode="layered") as ((p0, p1, p2), decode, driver):
         sender, receiver = (p2, p1) if link == "first" else (p1, p0)
         layer_by_layer(sender)
@@ -364,7 +365,7 @@ async def test_a_part_that_stops_coming_is_computed_here_when_its_lease_ends(
     llama: Checkpoint, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker hangs in a layer: it says nothing, and its stream stays open."""
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     async with mesh(llama, lease_s=0.5) as ((p0, p1), decode, driver):
         layer_by_layer(p0)
         goes_on = asyncio.Event()
@@ -388,7 +389,7 @@ async def test_a_part_that_stops_coming_is_computed_here_when_its_lease_ends(
 async def test_a_cancelled_prompt_ends_at_every_worker(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, _ = long_prompt(llama)
+    (tokens,) = llama.prompts
     async with mesh(llama) as ((p0, p1), decode, driver):
         never = asyncio.Event()
 
@@ -409,7 +410,7 @@ async def test_a_cancelled_prompt_ends_at_every_worker(
 async def test_an_upstream_worker_whose_stream_ends_is_not_waited_for(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, expected = long_prompt(llama)
+    (tokens,), (expected,) = llama.prompts, llama.expected
     async with mesh(llama) as ((p0, p1), decode, driver):
         layer_by_layer(p0)
         came = asyncio.Event()

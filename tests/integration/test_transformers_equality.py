@@ -21,6 +21,7 @@ from tests.integration.families import (
     NEW_TOKENS,
     NUM_BLOCKS,
     PROMPT_LENGTHS,
+    WITH_A_LONG_ONE,
     Checkpoint,
 )
 from tests.integration.family_configs import CONFIGS
@@ -115,7 +116,7 @@ def run(
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"), WITH_A_LONG_ONE)
 
 
 def test_alone(checkpoint: Checkpoint) -> None:
@@ -145,10 +146,13 @@ def prompt_logprobs(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     return torch.tensor([entry.logprob for entry in result.prompt_logprobs[0]])
 
 
-@pytest.mark.parametrize("chunk", [19, 256, 1000])
+# Sampled, the same prompts run in chunks of 300 below.
+@pytest.mark.parametrize(
+    "chunk", [19, *(pytest.param(chunk, marks=pytest.mark.long) for chunk in (256, 1000))]
+)
 def test_batched_in_chunks_over_scattered_blocks(checkpoint: Checkpoint, chunk: int) -> None:
     runner = checkpoint.runner()
-    homes = Homes(runner).homes(PROMPT_LENGTHS)
+    homes = Homes(runner).homes(WITH_A_LONG_ONE)
     streams = [Stream(*pair) for pair in zip(checkpoint.prompts, homes, strict=True)]
     run(runner, streams, chunk)
     assert [stream.output for stream in streams] == checkpoint.expected
@@ -185,7 +189,7 @@ SEEDED = [
 
 def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
-    homes = Homes(runner).homes(PROMPT_LENGTHS)
+    homes = Homes(runner).homes(WITH_A_LONG_ONE)
     alone = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=True)]
     for stream in alone:
         run(runner, [stream], chunk=4096)
@@ -280,7 +284,7 @@ def token_ids(tokens: Sequence[SampledToken | None]) -> list[int]:
 
 def test_static_steps_among_steps_with_prompts(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
-    homes = Homes(runner).homes(PROMPT_LENGTHS[:5])
+    homes = Homes(runner).homes(PROMPT_LENGTHS)
     plain = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=False)]
     run(runner, plain, chunk=100)
     runner.use_static_steps(4)
