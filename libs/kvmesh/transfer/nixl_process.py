@@ -108,8 +108,9 @@ class NixlProcess:
             self._writer.write(HEAD.pack(kind, len(body)) + body)
 
     def kill(self) -> None:
-        """Kills the process without waiting. May be called again."""
+        """Kills the process without waiting, and closes the pipe to it. May be called again."""
         self._process.kill()
+        self._writer.close()
 
     async def killed(self) -> None:
         """Kills the process and waits until it is gone and no longer touches the pool.
@@ -123,7 +124,6 @@ class NixlProcess:
                 await asyncio.sleep(_REAP_S)
             except asyncio.CancelledError:
                 cancelled = True
-        self._writer.close()
         if cancelled:
             raise asyncio.CancelledError
 
