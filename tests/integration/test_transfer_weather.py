@@ -182,9 +182,11 @@ async def others_sending(link: PacketLink) -> AsyncIterator[None]:
     """Four connections of somebody else, from the near end to the far one, that never stop."""
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(1 << 16):
-            pass
-        writer.close()
+        try:
+            while await reader.read(1 << 16):
+                pass
+        finally:  # the end of the link is not told to this side
+            writer.close()
 
     async def send(writer: asyncio.StreamWriter) -> None:
         while True:
