@@ -11,6 +11,7 @@ LOCAL := $(VENV)/.local
 DEV := $(VENV)/.dev
 NATIVE := build/native/.best
 NATIVE_DEV := build/native/.usable
+SANITIZED := build/sanitized/.made
 NATIVE_SOURCES := $(wildcard libs/kvmesh/*/*.cpp libs/kvmesh/*/*.h) scripts/build_native.py libs/kvmesh/core/native_libraries.py
 # Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
 UNPINNED := $(if $(wildcard /dev/nvidiactl),^triton==,^$$)
@@ -32,9 +33,9 @@ TEST_PROCESSES ?= 2
 MESH_TEST_PROCESSES ?= 4
 TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose and not long'
 # Real processes race with a busy machine: what fails once in hundreds of runs gets one more try,
-# both tries are printed, and a third test that needs one fails the run. Files run in their order:
-# those of tests/chaos and tests/e2e take longest, and would leave one process busy at the end.
-PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR --no-loadscope-reorder
+# both tries are printed, and no more than one test in a thousand may need one. Files run in their
+# order: those of tests/chaos and tests/e2e take longest, and would leave one process busy at the end.
+PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks -rR --no-loadscope-reorder
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
 # gRPC tells of every peer that leaves.
@@ -60,6 +61,9 @@ $(NATIVE): $(NATIVE_SOURCES) | $(VENV)/.made
 # Tests use what older CPUs do as well.
 $(NATIVE_DEV): $(NATIVE_SOURCES) | $(VENV)/.made
 	@$(PY) scripts/build_native.py && touch $(NATIVE) $@ || [ $$? = 3 ]
+
+$(SANITIZED): $(NATIVE_SOURCES) scripts/sanitize_native.py | $(VENV)/.made
+	@PYTHONPATH=libs $(PY) -m scripts.sanitize_native --build && mkdir -p $(@D) && touch $@
 
 # Most modules of what is installed are never imported: Python compiles those that are.
 # An interrupted pip leaves temporary files: they lie in a folder that goes with this recipe.
@@ -118,7 +122,7 @@ lint-protos: setup
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
 
 test: setup ## all tests but those that need a GPU or containers
-	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property
+	$(PY) -m pytest $(TEST_FLAGS) --no-loadscope-reorder -n $(TEST_PROCESSES) --dist loadfile tests/property tests/unit
 	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
 
 .PHONY: test-long
@@ -133,7 +137,7 @@ test-arm: setup ## the C++ libraries for arm64 under an emulator: apt install g+
 	$(PY) -m scripts.test_arm
 
 .PHONY: test-sanitized
-test-sanitized: setup ## the C++ libraries' tests under AddressSanitizer and UBSan
+test-sanitized: setup $(SANITIZED) ## the C++ libraries' tests under AddressSanitizer and UBSan
 	$(PY) -m scripts.sanitize_native $(ARGS)
 
 test-gpu: setup ## tests that need a CUDA device

@@ -2,11 +2,13 @@
 
 The libraries are built into build/sanitized, and the tests run in a Python that has both sanitizers
 loaded. Leaks are not looked for: Python and torch keep much until the process ends. Without a
-compiler that is said, and nothing runs. Tests: tests/unit/packaging/test_sanitize_native.py.
+compiler that is said, and nothing runs. `--build` needs no package installed and runs no test.
+Tests: tests/unit/packaging/test_sanitize_native.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,6 +59,10 @@ def environment(compiler: str) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Builds and runs the tests, or those that are named; the exit code is theirs."""
+    parser = argparse.ArgumentParser(description="Tests the C++ libraries under sanitizers.")
+    parser.add_argument("--build", action="store_true", help="run no test")
+    parser.add_argument("tests", nargs="*", default=TESTS, metavar="TEST")
+    options = parser.parse_args(arguments)
     compiler, levels = find_compiler(), usable_levels()[:1]
     if compiler is None or not levels:
         why = "no C++ compiler" if compiler is None else "no library is made for this CPU"
@@ -67,11 +73,13 @@ def main(arguments: Sequence[str]) -> int:
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.build:
+        return 0
     # What a sanitizer says as it ends the process is not to be captured.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys"]
     plugin = ["-p", "tests.sanitized", "--timeout", "600"]
     done = subprocess.run(
-        [*command, *plugin, *(arguments or TESTS)], cwd=ROOT, env=environment(compiler), check=False
+        [*command, *plugin, *options.tests], cwd=ROOT, env=environment(compiler), check=False
     )
     return done.returncode
 

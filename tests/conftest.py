@@ -17,6 +17,21 @@ _ROOT = Path(__file__).parents[1]
 _MESH_TIMEOUT_S = 180
 # Fixtures of tests/e2e/conftest.py.
 _SHARED_MESH = re.compile(r"\b(torch|fake)_(?:mesh|client)\b")
+# Files of many models, or of many channels, which would keep one process busy at the end: their
+# tests share nothing but what the first word of their first parameter names.
+_MANY_CASES = frozenset(
+    f"tests/{file}.py"
+    for file in (
+        "contract/test_channels",
+        "e2e/test_bad_inputs",
+        "e2e/test_interrupted_up",
+        "e2e/test_tier_kinds",
+        "integration/test_chained_families",
+        "integration/test_config_fields",
+        "integration/test_group_engine",
+        "integration/test_transformers_equality",
+    )
+)
 
 # A busy machine is slow, not wrong. With CI set, the examples are the same in every run, so that
 # a change is judged by itself; anywhere else they are new each time and find what is left.
@@ -68,9 +83,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _together(test: str) -> str:
     """Names the tests that run in one process, in order: they share what is costly to start."""
-    file = test.partition("::")[0]
-    if file.startswith("tests/chaos/"):
-        return test  # each kills a mesh of its own
+    file, _, name = test.partition("::")
+    if file.startswith(("tests/chaos/", "tests/property/test_attempt_mutations")):
+        return test  # each kills a mesh of its own, or changes the rules in its own way
+    if file in _MANY_CASES:
+        (first,) = re.findall(r"^[\w.]*", name.partition("[")[2])
+        return f"{file}::{first}"
     return _mesh_of(file) or file
 
 

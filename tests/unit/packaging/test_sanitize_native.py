@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from scripts import sanitize_native
-from scripts.build_native import find_compiler
+from scripts.build_native import Target, find_compiler
 from tests.native import needs_compiler
 
 SOURCE = """
@@ -69,3 +70,18 @@ def test_without_a_compiler_that_is_said(
     monkeypatch.setenv("PATH", "")
     assert sanitize_native.main([]) == 0
     assert capsys.readouterr().out == "sanitized tests are skipped: no C++ compiler\n"
+
+
+@needs_compiler
+def test_what_is_only_built_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+
+    def build(wanted: Sequence[Target], say: object) -> bool:
+        built.extend(target.path for target in wanted)
+        return True
+
+    monkeypatch.setattr(sanitize_native, "build", build)
+    monkeypatch.setattr(sanitize_native, "environment", None)  # of the tests' process
+    assert sanitize_native.main(["--build"]) == 0
+    assert built
+    assert all(path.is_relative_to(sanitize_native.FOLDER) for path in built)
