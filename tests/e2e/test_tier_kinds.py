@@ -44,7 +44,7 @@ async def mesh_of(folder: Path, checkpoint: Checkpoint) -> AsyncIterator[tuple[M
         "gateway": {"model.path": model},
     }
     async with (
-        running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False) as mesh,
+        running_mesh(folder, 1, 1, engine="kvmesh", flags=flags) as mesh,
         ApiClient(mesh.url) as client,
     ):
         yield mesh, client
@@ -63,7 +63,16 @@ async def counted(mesh: Mesh, what: str, *tiers: str) -> float:
     return sum(metrics.value(f"kvmesh_tier_{what}", tier=tier) for tier in tiers)
 
 
-@pytest.mark.parametrize("family", ["qwen3-untied", "gemma3", "deepseek-v3", "qwen3-next"])
+# Windows and states. Full attention: test_tiers.py; latents: tests/integration/test_tiers_disk.py.
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        "qwen3-next",
+        pytest.param("qwen3-untied", marks=pytest.mark.long),
+        pytest.param("deepseek-v3", marks=pytest.mark.long),
+    ],
+)
 async def test_all_kinds_of_blocks_go_down_and_come_up_also_after_a_kill(
     family: str, tmp_path: Path
 ) -> None:

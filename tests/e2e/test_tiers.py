@@ -63,7 +63,7 @@ async def mesh_with(
     flags[service] = {**engine, **tiers, "fetch.max-share": 1.0}
     async with AsyncExitStack() as stack:
         mesh = await stack.enter_async_context(
-            running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False)
+            running_mesh(folder, 1, 1, engine="kvmesh", flags=flags)
         )
         yield mesh, await stack.enter_async_context(ApiClient(mesh.url))
         await mesh.idle()

@@ -40,7 +40,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     short: dict[str, object] = {"fetch.max-stores": 1, "worker.lease-s": 1.0}
     flags = {"prefill": short}
     folder = tmp_path_factory.mktemp("pool")
-    async with running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False) as mesh:
+    async with running_mesh(folder, 1, 1, engine="kvmesh", flags=flags) as mesh:
         yield mesh
         await mesh.idle()
 
@@ -181,7 +181,7 @@ async def test_what_went_below_the_pool_is_asked_and_read_all_the_same(tmp_path:
     folder = tmp_path / "mesh"
     folder.mkdir()
     async with (
-        running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False) as mesh,
+        running_mesh(folder, 1, 1, engine="kvmesh", flags=flags) as mesh,
         open_pool(
             mesh["kvmanager"].address, [mesh["scheduler"].address], MODEL, mesh.access
         ) as pool,
@@ -231,7 +231,7 @@ async def test_of_a_model_with_windows_all_that_a_reader_needs_is_read(tmp_path:
     folder = tmp_path / "mesh"
     folder.mkdir()
     (prompt,) = checkpoint.prompts
-    async with running_mesh(folder, 1, 1, engine="kvmesh", flags=flags, is_forked=False) as mesh:
+    async with running_mesh(folder, 1, 1, engine="kvmesh", flags=flags) as mesh:
         async with ApiClient(mesh.url) as client:
             answer = await client.complete(
                 prompt, max_tokens=NEW_TOKENS, headers=placed("disaggregated"), ignore_eos=True

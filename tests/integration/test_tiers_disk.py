@@ -130,7 +130,7 @@ async def test_a_disk_that_stalls_is_not_waited_for(
         await until_idle(worker)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3-next"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek-v3", "qwen3-next"])
 async def test_checkpoints_go_on_after_a_restart(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / "model")
     engine = EngineSection(
