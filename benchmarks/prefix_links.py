@@ -91,7 +91,7 @@ async def measure(ends: Ends, repeats: int) -> list[Row]:
         ends.pace.bytes_s = ends.token_bytes / (share * token_s)
         shown_ms = (await ends.fetch(SHORT))[1] - base_ms
         pace = FetchPace(token_s, inside_token_s=max(shown_ms, 0.01) / SHORT / 1e3)
-        saved = saved_tokens(PREFIX, 0.0, pace.overhead_tokens, pace.share(inside=True))
+        saved = saved_tokens(PREFIX, 0.0, pace.overhead_tokens, pace.inside_share)
         reason = FetchReason.FETCH if saved else FetchReason.SLOW
         times = [await ends.fetch(PREFIX) for _ in range(repeats)]
         rows.append(_row(share, ends.pace.bytes_s, reason, times))

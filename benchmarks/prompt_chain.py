@@ -135,7 +135,7 @@ def rows_of(name: str, options: argparse.Namespace) -> list[Row]:
         config = load_model_config(model)
         plan = plan_kv(config, options.dtype, BLOCK)
         size = plan.block_size
-        share, overhead = pace.share(inside=True), pace.overhead_tokens
+        share, overhead = pace.inside_share, pace.overhead_tokens
         cost = Cost(pair_share(config), share, overhead, plan.block_layers)
         # Four prompts, since states of two and the answers want room besides.
         num_blocks = 4 * (max(options.lengths) // size) * len(plan.groups.windows) + 200

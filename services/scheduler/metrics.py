@@ -55,6 +55,11 @@ THRESHOLD_TOKENS = Gauge(
     "Uncached tokens above which prompts go to the remote cluster",
     ("model",),
 )
+PATH_TOKEN_SECONDS = Gauge(
+    "kvmesh_scheduler_path_token_seconds",
+    "Measured time for a token's KV to travel from one cluster to another",
+    ("model", "source", "target"),
+)
 LOAD_SCORE = Gauge(
     "kvmesh_scheduler_load_score",
     "Mean load score of a side: 1 is full, more waits",

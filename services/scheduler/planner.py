@@ -204,6 +204,8 @@ class Planner:
                     "threshold", threshold.reason.name.lower(), model=model, tokens=threshold.tokens
                 )
             metrics.THRESHOLD_TOKENS.labels(model).set(loops.threshold.tokens)
+            for ends, travel_s in loops.pace.between_token_s.items():
+                metrics.PATH_TOKEN_SECONDS.labels(model, *ends).set(travel_s)
             await asyncio.sleep(0)  # routes come first
             if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
                 await self._switch_roles(model, loops, workers, may_order=may_order)

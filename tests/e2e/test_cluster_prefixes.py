@@ -52,11 +52,17 @@ FLAGS: dict[str, Flags] = {
 
 
 @asynccontextmanager
-async def clusters_behind(folder: Path, bytes_s: float) -> AsyncIterator[Clusters]:
-    """Two clusters with a link of this speed, over which the KV of some prompts came home."""
+async def clusters_behind(
+    folder: Path, bytes_s: float, bytes_s_there: float
+) -> AsyncIterator[Clusters]:
+    """Two clusters with a link over which the KV of some prompts came home.
+
+    Args:
+        bytes_s, bytes_s_there: speeds of the link out of the far cluster, and into it.
+    """
     with ExitStack() as stack:
         link = stack.enter_context(far_link(bytes_s))
-        link.set_rate_there(bytes_s)
+        link.set_rate_there(bytes_s_there)
         near: Flags = {"server.host": link.near}
         services = ("kvmanager", "scheduler", "gateway", "prefill", "decode")
         flags = {name: {**FLAGS.get(name, {}), **near} for name in services}
@@ -85,7 +91,7 @@ async def moved(clusters: Clusters, seed: int) -> bool:
 
 
 async def test_a_prefix_of_home_moves_to_the_far_cluster_over_a_wide_link(tmp_path: Path) -> None:
-    async with clusters_behind(tmp_path, WIDE_BYTES_S) as clusters:
+    async with clusters_behind(tmp_path, WIDE_BYTES_S, WIDE_BYTES_S) as clusters:
         seeds = iter(range(100, 200))
         await until(lambda: moved(clusters, next(seeds)), "the prefix moves")
         decision = await clusters.newest_decision()
@@ -93,8 +99,12 @@ async def test_a_prefix_of_home_moves_to_the_far_cluster_over_a_wide_link(tmp_pa
         assert decision["compared_tokens"] == LONG - PREFIX
 
 
-async def test_over_a_narrow_link_no_prefix_moves(tmp_path: Path) -> None:
-    async with clusters_behind(tmp_path, NARROW_BYTES_S) as clusters:
+@pytest.mark.parametrize("home", [WIDE_BYTES_S, NARROW_BYTES_S], ids=["wide", "narrow"])
+async def test_over_a_link_that_is_narrow_that_way_no_prefix_moves(
+    tmp_path: Path, home: float
+) -> None:
+    """However fast the KV of prompts comes home."""
+    async with clusters_behind(tmp_path, home, NARROW_BYTES_S) as clusters:
         seeds = iter(range(200, 300))
 
         async def is_measured() -> bool:

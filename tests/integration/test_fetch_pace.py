@@ -61,7 +61,7 @@ async def test_a_link_that_is_slower_than_computing_is_not_fetched_over(
         assert PAUSE_S / num_tokens < travel_s <= seconds / num_tokens
         slower, faster = meter.pace(token_s=2 * travel_s), meter.pace(token_s=0.9 * travel_s)
         fetched, computed = (
-            saved_tokens(num_tokens, 0, pace.overhead_tokens, pace.share(inside=True))
+            saved_tokens(num_tokens, 0, pace.overhead_tokens, pace.inside_share)
             for pace in (slower, faster)
         )
         assert fetched > 0 == computed

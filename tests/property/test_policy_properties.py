@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -26,13 +27,23 @@ from kvmesh.policy.load_score import (
     classify,
     fleet_score,
 )
-from kvmesh.policy.offload import AdjustReason, LinkState, Threshold, adjust_threshold
+from kvmesh.policy.offload import (
+    AdjustReason,
+    LinkState,
+    OffloadState,
+    Threshold,
+    adjust_threshold,
+)
+from kvmesh.policy.offload_route import plan_offload
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio
 from kvmesh.policy.pool_eviction import plan_eviction
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile, operating_point, optimum, search
+from kvmesh.policy.ranking import KVMESH
 from kvmesh.policy.replication import choose_copy, plan_copies
 from kvmesh.policy.role_switch import SwitchLimits, plan_switches
 from kvmesh.policy.segment_tree import Segment, SegmentTree
+from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
 
 WORKERS = [WorkerId(f"w{i}") for i in range(4)]
 positive = st.floats(0.01, 100.0)
@@ -331,3 +342,38 @@ def test_copies_are_planned_and_read_on_live_workers_only(
     chosen = choose_copy(hitters[0], loads, random.Random(seed))
     readable = live & set(hitters[0].copies)
     assert chosen in readable if readable else chosen is None
+
+
+travel = st.one_of(st.none(), st.floats(1e-6, 1e-2))
+
+
+def moved_tokens(holder: str, num_blocks: int, out_s: float | None, back_s: float | None) -> int:
+    """Tokens that cross the link between two clusters, of which one holds the prefix.
+
+    Args:
+        out_s, back_s: seconds for a token from home to the far cluster, and back; None: unknown.
+    """
+    known = {("east", "far"): out_s, ("far", "east"): back_s}
+    pace = FetchPace(1e-3, 1e-5, {ends: each for ends, each in known.items() if each is not None})
+    workers = worker("far", cluster="far"), worker("p"), worker("d", Role.DECODE)
+    view = dataclasses.replace(fleet(*workers), pace=pace)
+    # Home computes a short rest, the far cluster a long one: the side without the prefix.
+    asked = query(16 * num_blocks + (36 if holder == "far" else 1400))
+    offload = OffloadState("far", 400, link_has_room=True)
+    held = {WorkerId(holder): num_blocks}
+    plan = plan_offload(view, asked, held, NOW, random.Random(0), KVMESH, offload)
+    assert plan.choice is not None
+    return plan.choice.moved_tokens
+
+
+@given(st.integers(26, 300), travel, travel)
+def test_swapped_directions_of_a_link_swap_the_decision(
+    num_blocks: int, out_s: float | None, back_s: float | None
+) -> None:
+    goes = moved_tokens("p", num_blocks, out_s, back_s)
+    comes = moved_tokens("far", num_blocks, out_s, back_s)
+    assert moved_tokens("far", num_blocks, back_s, out_s) == goes
+    assert moved_tokens("p", num_blocks, back_s, out_s) == comes
+    # What the other direction carries does not matter.
+    assert moved_tokens("p", num_blocks, out_s, None) == goes
+    assert moved_tokens("far", num_blocks, None, back_s) == comes

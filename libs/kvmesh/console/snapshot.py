@@ -129,15 +129,16 @@ def gone_row(gone: Gone, unix_s: float) -> Json:
 
 
 def _link_rows(worker: FleetWorker, sampler: Sampler) -> list[Json]:
-    sender = worker.info.worker_id
     return [
         {
-            "from": sender,
-            "to": link.peer,
+            "from": link.peer if link.is_incoming else worker.info.worker_id,
+            "to": worker.info.worker_id if link.is_incoming else link.peer,
             "channel": link.channel,
             "bytes_total": link.bytes_total,
             "bytes_s": round(
-                sampler.link_rates.get(LinkName(sender, link.peer, link.channel), 0.0)
+                sampler.link_rates.get(
+                    LinkName(worker.info.worker_id, link.peer, link.channel), 0.0
+                )
             ),
             "goodput_bytes_s": round(link.bytes_total / link.busy_s) if link.busy_s > 0 else None,
             "budget_bytes_s": link.budget_bytes_s or None,

@@ -34,6 +34,8 @@ COPY = "copy"
 ASK, ANSWER = "ask", "answer"
 """Same as `GET`, for remote queries sent to the other worker and for the answers to its queries."""
 
+_INCOMING = (GET, COPY, ANSWER)
+
 
 @dataclass(frozen=True, slots=True)
 class LinkDetail:
@@ -65,6 +67,11 @@ class LinkDetail:
     retransmits: int = 0
     failed_total: int = 0
     pair_s: float = 0.0
+
+    @property
+    def is_incoming(self) -> bool:
+        """Whether the bytes come from the other worker; otherwise they go to it."""
+        return self.channel in _INCOMING
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ class Chaining:
         self._beside = sorted(beside, key=lambda each: (-held[each.worker_id], each.worker_id))
         mine = held[self._beside[0].worker_id] if beside else 0
         self._cost = Cost(
-            info.pair_share, pace.share(inside=True), pace.overhead_tokens, info.layout.num_layers
+            info.pair_share, pace.inside_share, pace.overhead_tokens, info.layout.num_layers
         )
         self._head = self._begin(min(mine, self._most) * size, pace)
 
@@ -303,7 +303,7 @@ class Chaining:
                 info.worker_id, info.incarnation, info.control_endpoint, held // size
             )
             missing = held - mine
-            saved = saved_tokens(missing, 0.0, pace.overhead_tokens, pace.share(inside=True))
+            saved = saved_tokens(missing, 0.0, pace.overhead_tokens, pace.inside_share)
             fetch = missing - saved
         else:
             known = min(source.num_blocks, self._most) * size

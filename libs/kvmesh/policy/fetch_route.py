@@ -107,7 +107,7 @@ def _best_holders(readable: Sequence[Standing], longest: int) -> list[Standing]:
 class _Holder:
     """The one holder that all workers of a route fetch from, with the costs that they share."""
 
-    __slots__ = ("_ask", "_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
+    __slots__ = ("_ask", "_cluster", "_inside", "_overhead", "_pace", "_queued", "_source")
 
     def __init__(self, standing: Standing, pace: FetchPace, decoders: Decoders | None) -> None:
         info = standing.worker.info
@@ -118,16 +118,17 @@ class _Holder:
         self._cluster = info.cluster
         self._queued = _queued_tokens(standing)
         self._overhead = pace.overhead_tokens + standing.load_tokens
-        self._inside = pace.share(inside=True)
-        self._between = pace.share(inside=False)
+        self._pace = pace
+        self._inside = pace.inside_share
         # A decode worker's prefix may stay there if that worker is to decode the prompt.
         asked = pace.ask_chunk_s and decoders is not None and decoders.is_first(standing)
         self._ask = pace.ask_tokens if asked else None
 
     def weigh_for(self, each: Standing, missing: int, lower: int) -> None:
         """Lets a worker fetch its `missing` tokens, also the `lower` ones in its tiers, or none."""
-        inside = each.worker.info.cluster == self._cluster
-        share = self._inside if inside else self._between
+        reader = each.worker.info.cluster
+        inside = reader == self._cluster
+        share = self._inside if inside else self._pace.share(self._cluster, reader)
         source, saved, asks = self._rest(each, missing, inside, share)
         whole = self._whole(each, missing, lower, share) if lower else 0.0
         if whole > saved:

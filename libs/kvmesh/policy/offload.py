@@ -46,8 +46,8 @@ class OffloadState:
     Attributes:
         remote: name of the offload cluster, whose workers only prefill; empty if there is none.
         threshold_tokens: prompts with more uncached tokens go there (t in PrfaaS).
-        link_has_room: whether the link between the clusters has bandwidth for prefixes beside the
-            prompts' KV.
+        link_has_room: whether the link out of the offload cluster has bandwidth for prefixes beside
+            the prompts' KV.
     """
 
     remote: str = ""

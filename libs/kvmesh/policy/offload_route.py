@@ -64,11 +64,11 @@ def plan_offload(
     held_far = _longest_match(far, query, matches)
     # A conversation's KV lies on the decode worker that generated the last answer.
     held_near = _longest_match(near, query, matches)
-    moves = (
-        policy.fetches and offload.link_has_room and _moves(view.pace, abs(held_far - held_near))
-    )
+    moves = policy.fetches and _moves(view.pace, held_far, held_near, offload)
     reach = dataclasses.replace(reach, bandwidth_abundant=moves)
-    choice = choose_cluster(query.num_tokens, held_far, held_near, offload.threshold_tokens, reach)
+    choice = choose_cluster(
+        query.num_tokens, held_far.tokens, held_near.tokens, offload.threshold_tokens, reach
+    )
     if not choice.remote:
         home = dataclasses.replace(view, workers=tuple(near))
         lenders = far if choice.moved_tokens else []
@@ -81,14 +81,27 @@ def plan_offload(
     return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy, lenders), choice)
 
 
-def _moves(pace: FetchPace, num_tokens: int) -> bool:
-    """Whether fetching these tokens' KV from the other cluster is faster than computing it.
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The longest part of a prompt that a worker of one side holds, and that worker's cluster."""
 
-    False until the speed of the link was measured: an unknown link counts as full.
+    tokens: int
+    cluster: str
+
+
+def _moves(pace: FetchPace, far: _Held, near: _Held, offload: OffloadState) -> bool:
+    """Whether the side that holds less fetches the rest sooner than it computes it.
+
+    Each direction of the link counts by its own speed. The prompts' KV leaves the far cluster, so
+    only a prefix that leaves it too needs room beside them.
     """
-    if num_tokens < MIN_FETCH_TOKENS or not (pace.token_s and pace.between_token_s):
+    num_tokens = abs(far.tokens - near.tokens)
+    leaves_far = far.tokens > near.tokens
+    if num_tokens < MIN_FETCH_TOKENS or (leaves_far and not offload.link_has_room):
         return False
-    return saved_tokens(num_tokens, 0.0, pace.overhead_tokens, pace.share(inside=False)) > 0
+    source, target = (far, near) if leaves_far else (near, far)
+    share = pace.share(source.cluster, target.cluster)
+    return saved_tokens(num_tokens, 0.0, pace.overhead_tokens, share) > 0
 
 
 def _reach(far: list[WorkerView], near: list[WorkerView], query: RouteQuery) -> Reach:
@@ -132,9 +145,11 @@ def _is_awake(worker: WorkerView) -> bool:
 
 def _longest_match(
     workers: list[WorkerView], query: RouteQuery, matches: Mapping[WorkerId, int] | None
-) -> int:
-    """Returns the leading tokens cached by the best holder of a cluster."""
-    if not matches:
-        return 0
-    held = (matches.get(worker.worker_id, 0) * worker.info.layout.block_size for worker in workers)
-    return min(max(held, default=0), query.num_tokens)
+) -> _Held:
+    """Returns what the best holder of a side has; without a holder, nothing of the first worker."""
+    best = _Held(0, workers[0].info.cluster)
+    for worker in workers if matches else ():
+        tokens = (matches or {}).get(worker.worker_id, 0) * worker.info.layout.block_size
+        if tokens > best.tokens:
+            best = _Held(tokens, worker.info.cluster)
+    return dataclasses.replace(best, tokens=min(best.tokens, query.num_tokens))

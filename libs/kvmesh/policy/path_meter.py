@@ -5,7 +5,7 @@ Tests: tests/unit/policy/test_path_meter.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, ASK, COPY, GET, FleetWorker, LinkDetail
@@ -16,6 +16,9 @@ from kvmesh.policy.prefix_source import FetchPace
 
 MIN_BYTES = 1 << 20
 """Minimum number of bytes for a measurement: fewer reflect waiting more than the path."""
+
+MIN_BUSY_S = 1.0
+"""Seconds in flight after which fewer than `MIN_BYTES` are a measurement too: the path is slow."""
 
 PAIR_KEEP = 0.8
 """Factor on the weight of a link's older samples for each second in which it carried anything."""
@@ -30,9 +33,10 @@ class _Carried:
 
     def token_s(self, token_bytes: float) -> float:
         """Returns the seconds that a token's KV travels; 0 while unknown."""
-        if self.bytes < MIN_BYTES:
+        if self.bytes < MIN_BYTES and self.busy_s < MIN_BUSY_S:
             return 0.0
-        return token_bytes * self.busy_s / self.bytes
+        # A path that carried less in so long has no exact speed: it is at most this fast.
+        return token_bytes * self.busy_s / max(self.bytes, MIN_BYTES)
 
 
 _LinkName = tuple[WorkerId, int, WorkerId, str]
@@ -41,6 +45,9 @@ _LinkName = tuple[WorkerId, int, WorkerId, str]
 class PathMeter:
     """Measures the links of one model's workers; handoffs and fetches both count.
 
+    Each direction between two clusters has a speed of its own: a link may be asymmetric, or
+    congested in one direction only.
+
     Attributes:
         links: seconds that a token's KV travels, by sender and receiver, for links that carried
             enough to tell.
@@ -48,7 +55,8 @@ class PathMeter:
 
     def __init__(self) -> None:
         self._seen: dict[_LinkName, tuple[int, float]] = {}
-        self._inside, self._between = _Carried(), _Carried()
+        self._inside = _Carried()
+        self._between: dict[tuple[str, str], _Carried] = {}
         self._pairs: dict[tuple[WorkerId, WorkerId], _Carried] = {}
         self.links: dict[tuple[WorkerId, WorkerId], float] = {}
         self._token_bytes = 0.0
@@ -57,7 +65,7 @@ class PathMeter:
     def observe(self, workers: Sequence[FleetWorker]) -> Parts[None]:
         """Adds the bytes that the links carried since the last call, and the speed of queries."""
         asked: list[tuple[float, float]] = []
-        for carried in (self._inside, self._between):
+        for carried in (self._inside, *self._between.values()):
             carried.bytes *= KEEP
             carried.busy_s *= KEEP
         clusters = {each.info.worker_id: each.info.cluster for each in workers}
@@ -69,22 +77,24 @@ class PathMeter:
             info = worker.info
             self._token_bytes = info.layout.block_bytes / info.layout.block_size
             for link in worker.detail.links:
-                same = clusters.get(link.peer) == info.cluster
+                cluster = clusters.get(link.peer)
+                same = cluster == info.cluster
                 # Routes price queries within a cluster only, so remote ones do not count.
                 if link.channel == ANSWER and same and link.rtt_s:
                     asked.append((link.rtt_s * info.layout.num_layers, link.pair_s))
                 name = (info.worker_id, info.incarnation, link.peer, link.channel)
                 self._seen[name] = (link.bytes_total, link.busy_s)
                 # Copies do not count: they yield to all other transfers, fetches are faster.
-                if link.peer in clusters and link.channel not in (ASK, ANSWER, COPY):
-                    self._add(
-                        info.worker_id,
-                        self._inside if same else self._between,
-                        link,
-                        before.get(name),
-                    )
+                if cluster is not None and link.channel not in (ASK, ANSWER, COPY):
+                    ends = (cluster, info.cluster) if link.is_incoming else (info.cluster, cluster)
+                    self._add(info.worker_id, self._path(*ends), link, before.get(name))
         # The median, because the holder that a route will find is not known here.
         self._asked = sorted(asked)[len(asked) // 2] if asked else (0.0, 0.0)
+
+    def _path(self, source: str, target: str) -> _Carried:
+        if source == target:
+            return self._inside
+        return self._between.setdefault((source, target), _Carried())
 
     def _add(
         self,
@@ -108,11 +118,14 @@ class PathMeter:
         if token_s := own.token_s(self._token_bytes):
             self.links[pair] = token_s
 
-    def _forget(self, here: Collection[WorkerId]) -> None:
-        """Drops the links of workers that have left."""
+    def _forget(self, here: Mapping[WorkerId, str]) -> None:
+        """Drops the links of workers that have left, and the paths of clusters without workers."""
         for pair in [each for each in self._pairs if not (each[0] in here and each[1] in here)]:
             del self._pairs[pair]
             self.links.pop(pair, None)
+        left = set(here.values())
+        for ends in [each for each in self._between if not left.issuperset(each)]:
+            del self._between[ends]
 
     def pace(self, token_s: float | None) -> FetchPace:
         """Returns the measured times for routes.
@@ -120,7 +133,10 @@ class PathMeter:
         Args:
             token_s: seconds to compute a prompt token; None while unknown.
         """
-        inside, between = (
-            each.token_s(self._token_bytes) for each in (self._inside, self._between)
-        )
+        inside = self._inside.token_s(self._token_bytes)
+        between = {
+            ends: travel_s
+            for ends, each in self._between.items()
+            if (travel_s := each.token_s(self._token_bytes))
+        }
         return FetchPace(token_s or 0.0, inside, between, *self._asked)

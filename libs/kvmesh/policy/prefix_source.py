@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvmesh.core.types import WorkerLoad
@@ -33,7 +33,8 @@ INSIDE_SHARE = 0.05
 both are measured."""
 
 BETWEEN_SHARE = 0.5
-"""Same as `INSIDE_SHARE`, but between two clusters."""
+"""Same as `INSIDE_SHARE`, but from one cluster to another: so much is worth a first try, which
+measures the link in this direction."""
 
 HOST_SHARE = 0.05
 """Time to load a token's KV from host memory, as a fraction of its compute time; used until both
@@ -60,23 +61,30 @@ class FetchPace:
     Attributes:
         token_s: to compute a prompt token.
         inside_token_s: for a token's KV to travel within a cluster.
-        between_token_s: for a token's KV to travel between clusters.
+        between_token_s: for a token's KV to travel from one cluster to another, by their names:
+            source, target. Directions that were not measured are absent.
         ask_chunk_s: for the remote queries of one chunk in all layers, without their attention.
         ask_pair_s: of attention per pair of a new token and a prefix token.
     """
 
     token_s: float = 0.0
     inside_token_s: float = 0.0
-    between_token_s: float = 0.0
+    between_token_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     ask_chunk_s: float = 0.0
     ask_pair_s: float = 0.0
 
-    def share(self, *, inside: bool) -> float:
-        """Returns the cost of a fetched token, in computed tokens."""
-        travel_s = self.inside_token_s if inside else self.between_token_s
-        if not self.token_s or not travel_s:
-            return INSIDE_SHARE if inside else BETWEEN_SHARE
-        return travel_s / self.token_s
+    def share(self, source: str, target: str) -> float:
+        """Returns the cost of a token that a cluster fetches from another, in computed tokens."""
+        if source == target:
+            return self.inside_share
+        travel_s = self.between_token_s.get((source, target), 0.0)
+        return travel_s / self.token_s if self.token_s and travel_s else BETWEEN_SHARE
+
+    @property
+    def inside_share(self) -> float:
+        """Cost of a token that is fetched within a cluster, in computed tokens."""
+        known = self.token_s and self.inside_token_s
+        return self.inside_token_s / self.token_s if known else INSIDE_SHARE
 
     @property
     def overhead_tokens(self) -> float:

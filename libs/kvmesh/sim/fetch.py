@@ -21,14 +21,14 @@ _MESSAGES = 3
 """Number of messages of a fetch: the lease, its answer, and the request for the bytes."""
 
 
-def profile_pace(profile: Profile) -> FetchPace:
-    """Returns the times that a scheduler would measure in a fleet with this profile."""
+def fleet_pace(profile: Profile, fleet: SimFleet) -> FetchPace:
+    """Returns the times that a scheduler would measure in a fleet with this profile now."""
     device, links = profile.devices[profile.plan.local], profile.links
     token_bytes = profile.token_bytes
     return FetchPace(
         device.prefill_s(TYPICAL_TOKENS) / TYPICAL_TOKENS,
         token_bytes / links.inside_bytes_per_s,
-        token_bytes / links.between_bytes_per_s,
+        fleet.between_token_s(),
     )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import (
@@ -86,6 +87,7 @@ class SimFleet:
     Attributes:
         openings: counter that grows whenever a worker may accept a request that it refused before.
         host: the host that all workers share; None if each has its own.
+        between: the link out of the remote cluster.
     """
 
     def __init__(
@@ -117,8 +119,8 @@ class SimFleet:
         self._num_routes = 0
         self._routed: dict[RequestId, RoutePlan] = {}  # since the last report
         self._own_links: dict[WorkerId, SharedLink] = {}
-        links = profile.links
-        self.between = SharedLink(events, links.between_bytes_per_s)
+        self._leaving: dict[str, SharedLink] = {}
+        self.between = self._egress(REMOTE)
 
     def build(self, groups: tuple[WorkerGroup, ...]) -> None:
         """Starts all workers of the groups.
@@ -261,8 +263,24 @@ class SimFleet:
     def link(self, source: SimWorker, target: SimWorker) -> SharedLink:
         """Returns the link that carries KV between two workers."""
         if source.info.cluster != target.info.cluster:
-            return self.between
+            return self._egress(source.info.cluster)
         return self._own_links[source.info.worker_id]
+
+    def between_token_s(self) -> dict[tuple[str, str], float]:
+        """Returns the seconds that a token's KV travels from one cluster to another alone."""
+        clusters = sorted({each.info.cluster for each in self.workers.values()})
+        token_bytes = self._profile.token_bytes
+        return {
+            ends: token_bytes / self._egress(ends[0]).bytes_per_s
+            for ends in permutations(clusters, 2)
+        }
+
+    def _egress(self, cluster: str) -> SharedLink:
+        """Returns the link out of a cluster: the directions between two do not share bandwidth."""
+        if cluster not in self._leaving:
+            speed = self._profile.links.between_bytes_per_s
+            self._leaving[cluster] = SharedLink(self._events, speed)
+        return self._leaving[cluster]
 
     def living(self) -> list[SimWorker]:
         """Returns the workers that are alive."""

@@ -72,7 +72,7 @@ class Links:
 
     Attributes:
         inside_bytes_per_s: bandwidth of each instance inside its cluster.
-        between_bytes_per_s: bandwidth between the clusters, shared by all instances.
+        between_bytes_per_s: bandwidth out of a cluster to the others, shared by its instances.
         latency_s: seconds of a control message.
     """
 

@@ -28,7 +28,7 @@ class Summary:
         itl_p99_s: 99th percentile of the times between tokens of all answers.
         hit_rate: fraction of prompt tokens found in a prefix cache.
         cv: mean over time of the coefficient of variation of computed tokens per prefill worker.
-        link_use: mean utilisation of the link between the clusters.
+        link_use: mean utilisation of the link out of the remote cluster.
         remote_share: fraction of requests prefilled in the offload cluster.
         refusals: number of refusals by reason.
     """

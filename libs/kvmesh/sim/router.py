@@ -18,7 +18,7 @@ from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.sim.events import EventQueue
-from kvmesh.sim.fetch import profile_pace
+from kvmesh.sim.fetch import fleet_pace
 from kvmesh.sim.fleet import MODEL, SimFleet
 from kvmesh.sim.joint import JointDecisions, Waiting
 from kvmesh.sim.placing import Answer
@@ -58,10 +58,15 @@ class SimRouter:
         self._reasons = reasons
         self._around = around
         self._note_read = note_read
-        self._pace = profile_pace(scenario.profile)
+        self._profile = scenario.profile
+        self._pace = fleet_pace(scenario.profile, fleet)
         self._tpot_s = accepted_tpot_s(scenario)
         self._reads = RecentReads()
         self._joint = JointDecisions(events, self._hold_s, self._route_together)
+
+    def measure_links(self) -> None:
+        """Takes over the speeds that the links have now."""
+        self._pace = fleet_pace(self._profile, self._fleet)
 
     def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
         """Answers at once, or after a joint decision about several requests.

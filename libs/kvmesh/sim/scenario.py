@@ -34,7 +34,7 @@ class Failure:
 
     Attributes:
         index: index of the worker in the fleet's order; for KILL and RESTART.
-        factor: factor on the bandwidth between the clusters from then on; for LINK.
+        factor: factor on the bandwidth out of the remote cluster from then on; for LINK.
     """
 
     at_s: float

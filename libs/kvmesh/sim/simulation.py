@@ -65,7 +65,7 @@ class Sample:
     Attributes:
         computed_tokens: prompt tokens computed since the last sample by each live worker that
             prefills.
-        link_use: utilisation of the link between the clusters since the last sample, 0..1.
+        link_use: utilisation of the link out of the remote cluster since the last sample, 0..1.
         roles: number of live workers by role.
         searching: number of requests that look for workers.
     """
@@ -402,6 +402,7 @@ class Simulation:
         if failure.kind is FailureKind.LINK:
             links = self.scenario.profile.links
             self.fleet.between.set_bandwidth(links.between_bytes_per_s * failure.factor)
+            self._router.measure_links()
             return
         names = list(self.fleet.workers)
         if failure.index >= len(names):

@@ -8,7 +8,7 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.console.sampler import Sampler
 from kvmesh.console.share import share_of
 from kvmesh.console.snapshot import ConsoleView, history, snapshot
-from kvmesh.core.details import LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, ASK, COPY, GET, LinkDetail, WorkerDetail
 from kvmesh.core.types import RequestId, Role
 from tests.unit.console.examples import D0, finished, fleet_worker, with_detail
 
@@ -52,6 +52,14 @@ def test_a_snapshot_is_json_and_shows_everything() -> None:
         }
     ]
     assert shown["sample"] == history(view_of(log, *fleet).sampler.samples)[-1]
+
+
+def test_reads_and_answers_are_shown_from_their_holder() -> None:
+    links = [LinkDetail(D0, channel) for channel in ("tcp", GET, COPY, ANSWER, ASK)]
+    shown = snapshot(view_of(RequestLog(), with_detail(fleet_worker("p0"), *links)))
+    ends = {each["channel"]: (each["from"], each["to"]) for each in shown["links"]}
+    out, back = ("p0", "d0"), ("d0", "p0")
+    assert ends == {"tcp": out, ASK: out, GET: back, COPY: back, ANSWER: back}
 
 
 def test_a_worker_shows_why_nothing_is_routed_to_it() -> None:

@@ -14,7 +14,7 @@ from kvmesh.policy.view import WorkerView
 from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
 
 LONG = 4000
-NO_FETCH = FetchPace(token_s=0.001, inside_token_s=0.01, between_token_s=0.01)
+NO_FETCH = FetchPace(token_s=0.001, inside_token_s=0.01)
 """KV travels so slowly that all is computed where it is not held."""
 
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import pytest
-
 from kvmesh.core.types import (
     Placement,
     Refusal,
@@ -22,7 +20,11 @@ from tests.unit.policy.fleet_examples import NOW, POLICIES, fleet, query, worker
 
 FAR = worker("far", cluster="far")
 NEAR = (worker("p"), worker("d", Role.DECODE))
-WIDE = FetchPace(token_s=1e-3, inside_token_s=1e-5, between_token_s=5e-5)
+OUT, BACK = ("east", "far"), ("far", "east")
+FAST_S, SLOW_S = 5e-5, 9e-4
+"""A token's KV travels in 5 % and 90 % of the time in which it is computed."""
+
+WIDE = FetchPace(1e-3, 1e-5, {OUT: FAST_S, BACK: FAST_S})
 
 
 def decide(
@@ -208,18 +210,44 @@ def test_a_prefix_of_the_far_cluster_comes_home_for_a_short_rest() -> None:
     assert source.worker_id == "far"
 
 
-@pytest.mark.parametrize(
-    ("pace", "has_room"),
-    [
-        (WIDE, False),
-        (FetchPace(1e-3, 1e-5, 9e-4), True),  # computing takes hardly longer
-        (FetchPace(1e-3, 1e-5, 0.0), True),  # nothing was seen on the link
-        (FetchPace(0.0, 0.0, 5e-5), True),
-    ],
-)
-def test_a_link_without_room_moves_no_prefix(pace: FetchPace, has_room: bool) -> None:
-    plan = over_a_link(query(3400), {"p": 125}, pace, has_room=has_room)
+def one_way(fast: tuple[str, str]) -> FetchPace:
+    return FetchPace(1e-3, 1e-5, {ends: FAST_S if ends == fast else SLOW_S for ends in (OUT, BACK)})
+
+
+def test_a_prefix_of_home_goes_along_only_if_the_link_is_fast_in_its_direction() -> None:
+    plan = over_a_link(query(3400), {"p": 125}, one_way(OUT))
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 2000)
+    plan = over_a_link(query(3400), {"p": 125}, one_way(BACK))
     assert plan.choice is not None
     assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 0)
     assert plan.choice.uncached_tokens == 3400
     assert route(plan).prefill[0].source is None
+
+
+def test_a_prefix_comes_home_only_if_the_link_is_fast_in_its_direction() -> None:
+    plan = over_a_link(query(1500), {"far": 75}, one_way(BACK))
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (False, 1200)
+    plan = over_a_link(query(1500), {"far": 75}, one_way(OUT))
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 0)
+
+
+def test_a_direction_that_was_not_measured_is_tried() -> None:
+    """Only handoffs go over the link by themselves, and none of them out of home."""
+    for known in ({}, {BACK: FAST_S}, {BACK: SLOW_S}):
+        plan = over_a_link(query(3400), {"p": 125}, FetchPace(1e-3, 1e-5, known))
+        assert plan.choice is not None
+        assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 2000)
+        source = route(plan).prefill[0].source
+        assert source is not None
+
+
+def test_a_full_link_home_stops_only_what_goes_home() -> None:
+    plan = over_a_link(query(1500), {"far": 75}, has_room=False)
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 0)
+    plan = over_a_link(query(3400), {"p": 125}, has_room=False)
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.moved_tokens) == (True, 2000)

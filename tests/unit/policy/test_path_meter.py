@@ -37,7 +37,50 @@ def test_ways_inside_and_between_are_apart() -> None:
     pace = meter.pace(0.5)
     assert pace.token_s == 0.5
     assert pace.inside_token_s == pytest.approx(TOKEN_BYTES * 2.0 / (10 * MIN_BYTES))
-    assert pace.between_token_s == pytest.approx(TOKEN_BYTES * 4.0 / (2 * MIN_BYTES))
+    between_s = TOKEN_BYTES * 4.0 / (2 * MIN_BYTES)
+    assert pace.between_token_s == pytest.approx({("east", "west"): between_s})
+
+
+def got(name: str, cluster: str, peer: str, total: int, busy: float) -> FleetWorker:
+    """A worker that read from another one."""
+    link = LinkDetail(WorkerId(peer), GET, bytes_total=total, busy_s=busy)
+    return dataclasses.replace(seen(name, cluster=cluster), detail=WorkerDetail(links=(link,)))
+
+
+def test_a_link_between_clusters_is_measured_in_each_direction() -> None:
+    """A read comes from its holder: the reader's report is about the direction to the reader."""
+    meter = PathMeter()
+    sends = seen("e", ("w", 4 * MIN_BYTES, 1.0))
+    reads = got("e2", "east", "w", 2 * MIN_BYTES, 6.0)
+    at_once(meter.observe([sends, reads, seen("w", cluster="west")]))
+    second_s = TOKEN_BYTES / MIN_BYTES
+    assert meter.pace(None).between_token_s == pytest.approx(
+        {("east", "west"): second_s / 4, ("west", "east"): second_s * 3}
+    )
+
+
+def test_clusters_that_left_are_forgotten() -> None:
+    meter = PathMeter()
+    sends = seen("e", ("w", 4 * MIN_BYTES, 1.0))
+    at_once(meter.observe([sends, seen("w", cluster="west")]))
+    assert meter.pace(None).between_token_s
+    at_once(meter.observe([sends]))
+    at_once(meter.observe([sends, seen("w2", cluster="west")]))
+    assert not meter.pace(None).between_token_s
+
+
+def test_little_in_a_long_time_is_a_slow_way() -> None:
+    """Otherwise a link too slow for the first slice of a fetch would be tried again and again."""
+    meter = PathMeter()
+    west = seen("w", cluster="west")
+    at_once(meter.observe([got("e", "east", "w", 0, 0.9), west]))
+    assert not meter.pace(None).between_token_s
+    at_once(meter.observe([got("e", "east", "w", 0, 10.0), west]))
+    found = meter.pace(None).between_token_s["west", "east"]
+    assert found == pytest.approx(10.0 * TOKEN_BYTES / MIN_BYTES, rel=0.05)
+    for _ in range(200):
+        at_once(meter.observe([got("e", "east", "w", 0, 10.0), west]))
+    assert not meter.pace(None).between_token_s, "after some minutes of rest it is tried again"
 
 
 def test_questions_say_nothing_of_how_fast_kv_travels() -> None:
@@ -65,7 +108,7 @@ def test_totals_count_once() -> None:
 def test_little_says_nothing() -> None:
     meter = PathMeter()
     at_once(
-        meter.observe([seen("a", ("b", MIN_BYTES - 1, 1.0), ("gone", 1 << 40, 1.0)), seen("b")])
+        meter.observe([seen("a", ("b", MIN_BYTES - 1, 0.9), ("gone", 1 << 40, 1.0)), seen("b")])
     )
     assert meter.pace(None) == FetchPace()
 

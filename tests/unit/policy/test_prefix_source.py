@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -20,22 +21,36 @@ from kvmesh.policy.prefix_source import (
     saved_tokens,
 )
 
-PACE = FetchPace(token_s=0.001, inside_token_s=0.0001, between_token_s=0.0005)
+HOME, FAR = "home", "far"
+PACE = FetchPace(
+    token_s=0.001,
+    inside_token_s=0.0001,
+    between_token_s={(FAR, HOME): 0.0005, (HOME, FAR): 0.002},
+)
 
 
 def test_what_is_not_measured_has_a_default() -> None:
     unknown = FetchPace()
-    assert unknown.share(inside=True) == INSIDE_SHARE
-    assert unknown.share(inside=False) == BETWEEN_SHARE
+    assert unknown.share(HOME, HOME) == unknown.inside_share == INSIDE_SHARE
+    assert unknown.share(FAR, HOME) == BETWEEN_SHARE
     assert unknown.overhead_tokens == OVERHEAD_TOKENS
     half = FetchPace(token_s=0.001, inside_token_s=0.0001)
-    assert half.share(inside=True) == pytest.approx(0.1)
-    assert half.share(inside=False) == BETWEEN_SHARE
+    assert half.share(HOME, HOME) == half.share(FAR, FAR) == pytest.approx(0.1)
+    assert half.share(FAR, HOME) == BETWEEN_SHARE
+
+
+def test_each_direction_between_clusters_has_its_own_speed() -> None:
+    assert PACE.share(FAR, HOME) == pytest.approx(0.5)
+    assert PACE.share(HOME, FAR) == pytest.approx(2.0)
+    assert PACE.share(HOME, "third") == BETWEEN_SHARE
+    not_computed = dataclasses.replace(PACE, token_s=0.0)
+    assert not_computed.share(HOME, FAR) == BETWEEN_SHARE
 
 
 def saved(queued: float, *, inside: bool) -> float:
     """Of a thousand tokens that are missing."""
-    return saved_tokens(1000, queued, PACE.overhead_tokens, PACE.share(inside=inside))
+    share = PACE.share(HOME if inside else FAR, HOME)
+    return saved_tokens(1000, queued, PACE.overhead_tokens, share)
 
 
 def test_a_fetch_saves_what_it_does_not_cost() -> None:

@@ -18,6 +18,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.metadata.memory_store import MemoryFleetStore
 from kvmesh.policy.allocation_loop import MIN_LENGTHS
+from services.scheduler import metrics
 from services.scheduler.config import PlanningConfig
 from services.scheduler.fleet import Membership
 from services.scheduler.planner import ASKED_WITHIN_S, Planner
@@ -276,24 +277,31 @@ class TestThreshold:
         made.join(worker_info("d", Role.DECODE))
         return made
 
-    async def test_a_prefix_of_home_goes_along_over_a_link_that_was_measured(self) -> None:
-        """Home holds 2,000 of 3,400 tokens; the link brings a token in 5 % of computing it."""
-        mesh = self.with_prefix("p", 125)
-        await mesh.second()
-        unmeasured = await mesh.route("before", 3400, block_hashes=HASHES)
-        assert unmeasured.prefill[0].worker_id == "far"
-        assert unmeasured.prefill[0].source is None
+    @staticmethod
+    async def measured(mesh: Mesh, out_s: float, back_s: float) -> None:
+        """Sends KV both ways: handoffs home and reads from there.
+
+        Args:
+            out_s, back_s: seconds for 2,000 tokens from home to the far cluster, and back.
+        """
         for second in range(1, 20):
             mesh.report("p", **{**IDLE, "prefill_tokens_total": 1000 * second}, compute_used=1.0)
-            # A token's KV is 1,024 bytes, which take 50 microseconds.
-            link = LinkDetail(
-                WorkerId("d"), "tcp", bytes_total=2_048_000 * second, busy_s=0.1 * second
+            # A token's KV is 1,024 bytes.
+            links = (
+                LinkDetail(WorkerId("d"), TCP, 2_048_000 * second, busy_s=back_s * second),
+                LinkDetail(WorkerId("p"), GET, 2_048_000 * second, busy_s=out_s * second),
             )
-            mesh.fleet.note_detail(mesh.members["far"], WorkerDetail(links=(link,)))
+            mesh.fleet.note_detail(mesh.members["far"], WorkerDetail(links=links))
             mesh.report("far", **IDLE, sent_bytes_total=2_048_000 * second)
             await mesh.second()
+
+    async def test_a_prefix_of_home_goes_along_over_a_link_that_is_fast_that_way(self) -> None:
+        """Home holds 2,000 of 3,400 tokens; the link brings a token in 5 % of computing it."""
+        mesh = self.with_prefix("p", 125)
+        await self.measured(mesh, out_s=0.1, back_s=1.9)
         pace = mesh.planner.pace("m")
-        assert pace.between_token_s == pytest.approx(0.05 * pace.token_s, rel=0.01)
+        assert pace.share("east", "west") == pytest.approx(0.05, rel=0.01)
+        assert pace.share("west", "east") == pytest.approx(0.95, rel=0.01)
         plan = await mesh.route("after", 3400, block_hashes=HASHES)
         first = plan.prefill[0]
         assert first.worker_id == "far"
@@ -301,6 +309,29 @@ class TestThreshold:
         assert (first.source.worker_id, first.source.num_blocks) == ("p", 125)
         (newest, *_) = mesh.decisions.as_json()["routes"]
         assert newest["compared_tokens"] == 1400
+        shown = metrics.PATH_TOKEN_SECONDS.labels("m", "west", "east")._value.get()
+        assert shown == pytest.approx(1.9 / 2000)
+
+    async def test_a_prefix_of_home_stays_where_the_link_is_slow_that_way_only(self) -> None:
+        mesh = self.with_prefix("p", 125)
+        await self.measured(mesh, out_s=1.9, back_s=0.1)
+        plan = await mesh.route("after", 3400, block_hashes=HASHES)
+        first = plan.prefill[0]
+        assert (first.worker_id, first.source) == ("far", None)
+
+    @pytest.mark.parametrize(("out_s", "back_s", "comes"), [(1.9, 0.1, True), (0.1, 1.9, False)])
+    async def test_a_far_prefix_comes_home_where_the_link_is_fast_that_way(
+        self, out_s: float, back_s: float, comes: bool
+    ) -> None:
+        mesh = self.with_prefix("far", 75)
+        await self.measured(mesh, out_s, back_s)
+        plan = await mesh.route("after", 1500, block_hashes=HASHES)
+        source = plan.prefill[0].source
+        if comes:
+            assert source is not None
+            assert source.worker_id == "far"
+        else:
+            assert (plan.prefill[0].worker_id, source) == ("far", None)
 
     async def test_the_next_turn_stays_where_the_last_answer_was_generated(self) -> None:
         """1,504 of 1,540 tokens lie on the decode worker at home."""
