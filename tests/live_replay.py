@@ -191,6 +191,7 @@ def _counted(load: WorkerLoad) -> WorkerLoad:
         blocks_free=load.blocks_free,
         draining=load.draining,
         pending_tokens=load.pending_tokens,
+        prefill_sending=load.prefill_sending,
         sending_bytes=load.sending_bytes,
     )
 

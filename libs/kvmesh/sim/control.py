@@ -324,13 +324,12 @@ def reported_load(worker: SimWorker) -> WorkerLoad:
     It models a real engine's measurements: prompts keep a worker busy, and decode steps do in
     proportion to the slots in use.
     """
-    info, load, num_sending = worker.info, worker.load(), worker.num_sending
+    info, load = worker.info, worker.load()
     accepted = load.prefill_active - worker.num_waiting
-    is_computing = accepted > num_sending
+    is_computing = accepted > load.prefill_sending
     return changed(
         load,
         prefill_active=accepted,
-        prefill_sending=num_sending,
         budget_used=float(is_computing),
         compute_used=float(is_computing),
         memory_bandwidth_used=load.decode_running / max(decode_slots(info, load), 1),

@@ -16,6 +16,7 @@ from kvmesh.core.types import (
     PrefixSource,
     Refusal,
     RefusalReason,
+    RouteCause,
     RoutePlan,
     WorkerId,
 )
@@ -181,8 +182,10 @@ class Placing:
             self._end(self._last)
             return
         self._num_refused = 0
-        # All workers were asked; until one has more room than then, the answers are the same.
-        if self._desk.fleet.openings == self._tried_at_opening:
+        # Until a worker has more room than when it was asked, the answers are the same. Those of
+        # the other cluster were not asked; the next plan may offer the prompt to them.
+        is_same = self._desk.fleet.openings == self._tried_at_opening
+        if is_same and not (self._left_home_out and self._needs_plan(now)):
             self._spend(self._asked)
             self._pause()
             return
@@ -215,6 +218,10 @@ class Placing:
         self._plan_rounds += 1
         self._tried_at_opening = self._desk.fleet.openings
         self._pause()
+
+    @property
+    def _left_home_out(self) -> bool:
+        return self._plan is not None and self._plan.cause is RouteCause.LONG_PROMPT
 
     def _needs_plan(self, now: float) -> bool:
         if self._plan is None or now >= self._plan_old_at:

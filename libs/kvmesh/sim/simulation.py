@@ -314,11 +314,11 @@ class Simulation:
         handoff.sent_blocks = end
         size = self._kv_bytes(begin, end) * self._stretch()
         link = self.fleet.link(worker, placed.decode_worker)
-        worker.sending.begin(self.events.now())
-        link.send(size, partial(self._left, worker, handoff))
+        worker.begin_sending(end - begin)
+        link.send(size, partial(self._left, worker, handoff, end - begin))
 
-    def _left(self, worker: SimWorker, handoff: _Handoff) -> None:
-        worker.sending.end(self.events.now())
+    def _left(self, worker: SimWorker, handoff: _Handoff, num_blocks: int) -> None:
+        worker.end_sending(num_blocks)
         self.events.after(self.fleet.message_s, partial(self._arrived, handoff))
 
     def _stretch(self) -> float:

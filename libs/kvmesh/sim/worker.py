@@ -101,6 +101,7 @@ class SimWorker:
         self.alive = True
         self.cached_tokens = 0
         self.sending = BusyTime()
+        self._sending_blocks = 0
         self._events = events
         self._listener = listener
         self._rules = rules
@@ -333,6 +334,19 @@ class SimWorker:
         assert sequence.reservation is not None, "no reservation to write to"
         return WriteClaim(sequence.reservation, self.info.incarnation, GENERATION, CAPABILITY)
 
+    def begin_sending(self, num_blocks: int) -> None:
+        """Records that blocks of a computed prompt leave for another worker."""
+        self.sending.begin(self._events.now())
+        self._sending_blocks += num_blocks
+        self._changed()
+
+    def end_sending(self, num_blocks: int) -> None:
+        """Records that such blocks have left."""
+        self.sending.end(self._events.now())
+        self._sending_blocks -= num_blocks
+        if self.alive:
+            self._changed()
+
     def end_write(self, write_id: int, *, ok: bool) -> None:
         """Ends a write: all bytes have arrived, or the transfer broke off."""
         self.handoff.end_write(write_id, ok=ok)
@@ -446,6 +460,8 @@ class SimWorker:
                 decode_preempted=num_preempted,
                 blocks_free=self.pool.num_free,
                 prefill_tokens_total=self.steps.computed_tokens,
+                prefill_sending=self.num_sending,
+                sending_bytes=self._sending_blocks * self.info.layout.block_bytes,
                 room=self._room(),
                 host_token_s=0.0 if tiers is None else tiers.block_s(HOST) / TRACE_BLOCK,
                 disk_token_s=0.0 if tiers is None else tiers.block_s(DISK) / TRACE_BLOCK,

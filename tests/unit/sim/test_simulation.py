@@ -31,6 +31,7 @@ def run(what: Scenario) -> Result:
         assert worker.pool.is_idle, worker.info.worker_id
         assert worker.handoff.is_idle
         assert worker.load().prefill_active == worker.load().decode_running == 0
+        assert worker.load().prefill_sending == worker.load().sending_bytes == 0
     return result
 
 
@@ -207,6 +208,42 @@ class TestClusters:
         requests = [trace(10.0 * n, 1 + n, first_id=100 * n) for n in range(4)]
         result = run(scenario(*requests, fleet=TWO_CLUSTERS, system=system))
         assert {each.remote for each in result.requests} == {remote}
+
+    def test_what_would_wait_for_the_link_is_computed_by_who_idles_at_home(self) -> None:
+        """Routes see that all slots of the far worker hold KV that has not left."""
+        requests = [trace(at, 2, first_id=n) for at, n in ((0.0, 0), (1.5, 100), (5.0, 200))]
+        made = scenario(
+            *requests,
+            fleet=TWO_CLUSTERS,
+            system="all_remote",
+            failures=parse_failures("0:link:0.01"),
+            objectives=Objectives((TimeoutTier(1 << 62, 600.0),)),
+        )
+        simulation = Simulation(made)
+        seen = []
+        block_bytes = next(iter(simulation.fleet.workers.values())).info.layout.block_bytes
+
+        def look() -> None:
+            (far,) = (
+                each for each in simulation.fleet.view().workers if "remote" in each.worker_id
+            )
+            seen.append((far.load.prefill_sending, far.load.sending_bytes / block_bytes))
+
+        for at in (1.0, 2.0, 4.0):
+            simulation.events.at(at, look)
+        simulation.run()
+        assert seen == [(0, 0), (1, 3), (2, 6)]
+        prefill_on = [each.prefill_on for each in simulation.result.requests]
+        assert prefill_on == [*2 * ["remote-prefill-0"], "home-prefill-1"]
+
+    def test_only_the_link_out_of_the_remote_cluster_fails(self) -> None:
+        made = scenario(trace(), fleet=TWO_CLUSTERS, failures=parse_failures("0:link:0.1"))
+        simulation = Simulation(made)
+        out, back = ("home", "remote"), ("remote", "home")
+        assert simulation._router._pace.share(*out) == simulation._router._pace.share(*back)
+        simulation._fail(made.failures[0])
+        pace = simulation._router._pace
+        assert pace.share(*back) == pytest.approx(10 * pace.share(*out))
 
     def test_a_slow_link_delays_decode_only(self) -> None:
         failures = parse_failures("0:link:0.1")
