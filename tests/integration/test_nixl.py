@@ -18,6 +18,7 @@ from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import SegmentOffer
+from kvmesh.transfer.nixl_child import READ
 from kvmesh.transfer.nixl_process import EngineError, NixlProcess, is_installed
 from kvmesh.transfer.nixl_reader import NixlReaders, paired
 from kvmesh.transfer.target import WriteGrant
@@ -170,6 +171,29 @@ async def test_a_killed_engine_loses_the_transfer_and_the_next_one_starts_anew(r
         await until(lambda: not Path(f"/proc/{pid}").exists())
         await pair.pool.put(pair.reservation, whole(300))
         assert pair.target.content(0, 300) == pair.source.read_view(0, 300)
+
+
+async def test_a_connection_that_is_lost_when_it_is_made_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask, read_by = NixlProcess.ask, list[NixlProcess]()
+
+    async def lost_at_first(self: NixlProcess, kind: int, body: bytes) -> bytes:
+        if kind == READ and self not in read_by:
+            read_by.append(self)
+            if len(read_by) == 1:
+                raise EngineError("NIXL: NIXL_ERR_REMOTE_DISCONNECT")
+            assert len(engines("read")) == 1, "the first one can write no more"
+        return await ask(self, kind, body)
+
+    monkeypatch.setattr(NixlProcess, "ask", lost_at_first)
+    async with running_pair(SEND, RECEIVE) as pair:
+        await pair.pool.put(pair.reservation, whole(300))
+        await pair.pool.put(pair.reservation, whole(2))
+
+        assert pair.target.content(0, 300) == pair.source.read_view(0, 300)
+        assert len(read_by) == 2
+        assert (pair.sent.lost, pair.sent.channels) == (0, 1)
 
 
 async def test_a_write_that_hangs_is_given_up_and_leaves_the_blocks_alone(

@@ -2,7 +2,8 @@
 
 One process per connection. If a read is cut, stalls or fails, its process is killed, and the grant
 ends only after that: then no byte of it can arrive any more. A process is started, and given a
-peer's metadata, only after a claim of that peer was found right.
+peer's metadata, only after a claim of that peer was found right. If its first read fails, a second
+process tries again.
 Tests: tests/contract/test_channels.py, tests/integration/test_nixl.py.
 """
 
@@ -64,6 +65,7 @@ class NixlReader:
         self._segment = segment
         self._timeout_s = timeout_s
         self._process: NixlProcess | None = None
+        self._has_read = False
         self._is_over = False
 
     @property
@@ -126,6 +128,19 @@ class NixlReader:
             await self._process.killed()
 
     async def _work(self, ranges: Numbers) -> None:
+        try:
+            await self._try(ranges)
+        except EngineError:
+            # The engine rarely loses a connection that it has just made to a peer that lives. A
+            # second process makes another one, after the first can write no more.
+            if self._has_read or self._process is None:
+                raise
+            await self._process.killed()
+            self._process = None
+            await self._try(ranges)
+        self._has_read = True
+
+    async def _try(self, ranges: Numbers) -> None:
         if self._process is None:
             self._process = await NixlProcess.start("read", self._fd, self._num_bytes)
             await self._process.answer()  # READY
