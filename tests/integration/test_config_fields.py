@@ -209,10 +209,22 @@ def odd_values() -> Iterator[Any]:
 
 
 def spread() -> Iterator[Any]:
-    """A fourth of the values, some of each family; the others are long tests."""
-    for number, each in enumerate(odd_values()):
-        marks = () if number % 4 == 0 else pytest.mark.long
-        yield pytest.param(*each.values, id=each.id, marks=marks)
+    """Each value of each field in one family, and some of each family; the rest are long tests."""
+    cases = list(odd_values())
+    same: dict[tuple[str, str], list[int]] = {}
+    for number, case in enumerate(cases):
+        _, field, value = case.values
+        same.setdefault((field, repr(value)), []).append(number)
+    chosen: dict[str, list[int]] = {family: [] for family in CONFIGS}
+    for numbers in sorted(same.values(), key=len):  # those of few families have no choice
+        families = {cases[number].values[0]: number for number in reversed(numbers)}
+        family = min(families, key=lambda name: len(chosen[name]))
+        chosen[family].append(families[family])
+    for number, case in enumerate(cases):
+        family = case.values[0]
+        is_long = number not in chosen[family] and bool(chosen[family])
+        chosen[family] = chosen[family] or [number]
+        yield pytest.param(*case.values, id=case.id, marks=[pytest.mark.long] * is_long)
 
 
 def label(value: Any) -> str:
