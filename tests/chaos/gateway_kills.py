@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,16 +223,20 @@ def serves(child: Child) -> bool:
 
 async def learn(targets: str, seed: int, shortest: int, longest: int) -> list[Case]:
     """Requests, and what a mesh that nobody disturbs says; an engine alone says the same."""
-    draw, found = random.Random(seed), list[Case]()
+    draw = random.Random(seed)
+    cases = []
+    for number in range(1, NUM_CASES + 1):  # over gRPC, 0 is a random seed
+        prompt, count = a_prompt(draw), draw.randint(shortest, longest)
+        expected = tuple(fake_tokens(prompt, count, temperature=1.0, seed=number))
+        cases.append(Case(tuple(prompt), number, expected))
     async with AsyncClient(targets) as client:
-        for number in range(1, NUM_CASES + 1):  # over gRPC, 0 is a random seed
-            prompt, count = a_prompt(draw), draw.randint(shortest, longest)
-            expected = tuple(fake_tokens(prompt, count, temperature=1.0, seed=number))
-            case = Case(tuple(prompt), number, expected)
-            generation = await client.generate(list(prompt), **_options(case))
-            assert generation.token_ids == expected
-            found.append(Case(case.prompt, number, expected, generation.text))
-    return found
+
+        async def learnt(case: Case) -> Case:
+            generation = await client.generate(list(case.prompt), **_options(case))
+            assert generation.token_ids == case.token_ids
+            return replace(case, text=generation.text)
+
+        return await asyncio.gather(*map(learnt, cases))
 
 
 async def one_client(number: int, streams: Streams, targets: str, urls: list[str]) -> None:

@@ -19,7 +19,7 @@ from tests.integration.gateway_stack import Stack, gateway_stack
 
 ROUNDS = int(environment("KVMESH_FUZZ_ROUNDS", "1"))
 """More of them for a long run: `make fuzz`."""
-EXAMPLES = 25 * ROUNDS
+EXAMPLES = 15 * ROUNDS
 """Requests per operation and mode."""
 MUTATIONS = 300 * ROUNDS
 REFUSED = 503
