@@ -125,6 +125,10 @@ test: setup ## all tests but those that need a GPU or containers
 	$(PY) -m pytest $(TEST_FLAGS) --no-loadscope-reorder -n $(TEST_PROCESSES) --dist loadfile tests/property tests/unit
 	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
 
+.PHONY: compiled-tests
+compiled-tests: setup # what tests import is compiled once, and not by each of their processes
+	@$(PY) -m pytest -q --collect-only tests >/dev/null
+
 .PHONY: test-long
 test-long: setup ## further forms of long tests: kernels compiled for every device, every policy, every fault
 	$(PY) -m pytest -q -m long tests
