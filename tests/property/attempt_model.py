@@ -5,6 +5,7 @@ Events of workers may be heard in any order, twice, or late; the model says what
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,14 +91,15 @@ class AttemptModel:
     def __init__(self) -> None:
         self.now = 0.0
         self.jobs: dict[int, Job] = {}
+        self.numbers = itertools.count(1)
         self.said: list[Callable[[], None]] = []
         self.delivered: list[int] = []
         self.finish: FinishReason | None = None
-        self.start(0)
+        self.start()
 
-    def start(self, num_asked: int) -> None:
+    def start(self) -> None:
         position = FIRST + len(self.delivered)
-        self.attempt = self.make(position, LIMITS, DEADLINE_S, num_asked)
+        self.attempt = self.make(position, LIMITS, DEADLINE_S, self.numbers)
         self.round = Round()
         self.unfit: set[WorkerId] = set()
         self.asked: Job | None = None
@@ -143,6 +145,8 @@ class AttemptModel:
     def next_question(self) -> tuple[Kind, Candidate] | None:
         """Whom to ask now."""
         plan = self.round
+        if self.held is not None and self.held.kind is Kind.START and self.now < plan.until:
+            return Kind.OFFER, self.held.candidate
         fit = [each for each in plan.to_offer if each.worker_id not in self.unfit]
         if self.now >= plan.until or not plan.to_offer:
             return None
@@ -195,7 +199,7 @@ class AttemptModel:
                 case act.Move() | act.Break() | act.Expire():
                     self.last = action
                 case _:
-                    assert isinstance(action, act.Refuse | act.Exhausted)
+                    assert isinstance(action, act.Unanswered | act.Refuse | act.Exhausted)
         self.outcome = self.attempt.outcome
 
     def open_job(self, action: act.Forget | act.Cancel) -> Job:
@@ -238,34 +242,28 @@ class AttemptModel:
     def is_asked(self, job: Job, *kinds: Kind) -> bool:
         return not self.is_over and job is self.asked and job.kind in kinds
 
-    def hear_reserved(self, job: Job, worker_id: WorkerId) -> None:
+    def hear_reserved(self, job: Job) -> None:
         known = self.is_asked(job, Kind.RESERVE, Kind.START)
-        actions = self.attempt.reserved(job.number, worker_id, 9, self.now)
+        actions = self.attempt.reserved(job.number, 9, self.now)
         if not known:
             assert actions == ()
-        elif worker_id != job.worker_id:
-            self.is_refused(job, Side.DECODE, RefusalReason.LOST, actions)
         else:
             self.asked, self.held = None, job
             expected = self.next_question()
-            if job.kind is Kind.START:
-                expected = Kind.OFFER, job.candidate
             self.do(actions)
             assert actions[0] == act.Hold(job.number, job.worker_id, 9)
             self.goes_on(actions, expected)
 
-    def hear_started(self, job: Job, worker_id: WorkerId) -> None:
+    def hear_started(self, job: Job) -> None:
         known = self.is_asked(job, Kind.START)
-        actions = self.attempt.reserved(job.number, worker_id, 9, self.now, starts=True)
+        actions = self.attempt.reserved(job.number, 9, self.now, starts=True)
         if not known:
             assert actions == ()
-        elif worker_id != job.worker_id:
-            self.is_refused(job, Side.DECODE, RefusalReason.LOST, actions)
         else:
             self.asked, self.decode = None, job
             self.do(actions)
-            where = act.Taken(Placement.AGGREGATED, worker_id, worker_id)
-            assert actions == [act.Hold(job.number, worker_id, 9), where]
+            where = act.Taken(Placement.AGGREGATED, job.worker_id, job.worker_id)
+            assert actions == [act.Hold(job.number, job.worker_id, 9), where]
 
     def hear_accepted(self, job: Job) -> None:
         known = self.is_asked(job, Kind.OFFER)
@@ -296,16 +294,16 @@ class AttemptModel:
             self.is_refused(job, side, reason, actions)
         elif held:
             offer, self.asked, self.held = self.asked, None, None
-            if offer is not None:
-                self.round.to_reserve = list(self.round.holders)
-            expected = self.next_question()
+            if reason in NEVER:
+                self.unfit.add(job.worker_id)
+            self.round.to_reserve = list(self.round.holders)
+            # Without an offer, no prefill worker of the plan was left.
+            expected = None if offer is None else self.next_question()
             self.do(actions)
-            assert act.Refuse(Side.DECODE, refusal, None) in actions
-            if offer is None:
-                assert not [each for each in actions if isinstance(each, act.Ask | act.Exhausted)]
-            else:
-                assert not offer.is_open
-                self.goes_on(actions, expected)
+            side = Side.PREFILL if by_prefill else Side.DECODE
+            assert act.Refuse(side, refusal, job.worker_id) in actions
+            self.goes_on(actions, expected)
+            assert offer is None or not offer.is_open
             assert not job.is_open
         else:
             assert actions == ()
@@ -340,6 +338,7 @@ class AttemptModel:
     def hear_first(self, job: Job, event: FirstToken) -> None:
         known = self.is_taken and not self.has_first and not self.is_over
         known = known and job is (self.prefill or self.decode)
+        prefill = self.prefill
         actions = self.attempt.first_token(job.number, event, self.now)
         if not known:
             assert actions == ()
@@ -364,6 +363,8 @@ class AttemptModel:
         first = actions[0]
         assert isinstance(first, act.Deliver)
         assert first.first == event
+        if event.finish_reason is not None and job is prefill:
+            assert actions[1] == act.Forget(Side.PREFILL, job.number)
         self.ended_as(end, event.finish_reason)
 
     def hear_handed_off(self, job: Job) -> None:
@@ -381,7 +382,7 @@ class AttemptModel:
     def hear_tokens(self, job: Job, tokens: Tokens) -> None:
         known = job in (self.asked, self.held, self.decode) and not self.is_over
         position = FIRST + len(self.delivered)
-        actions = self.attempt.tokens(job.number, self.now, *tokens)
+        actions = self.attempt.tokens(job.number, tokens, self.now)
         if not known or not self.has_first:
             assert actions == ()
             if known:

@@ -25,7 +25,6 @@ from kvmesh.core.types import (
     Candidate,
     FinishReason,
     RefusalReason,
-    WorkerId,
 )
 from services.gateway.request import actions as act
 from services.gateway.request.actions import Kind, Outcome, Side, State
@@ -50,6 +49,7 @@ STAGES = st.sampled_from(
         "idle",
         "held",
         "asked",
+        "late",
         "unfit",
         "chained",
         "taken",
@@ -91,33 +91,33 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         self.now = now
         if num_before:
             self.delivered = [token_at(FIRST + i) for i in range(num_before)]
-            self.start(0)
+            self.start()
         self.lead_to(stage, is_one)
 
     def lead_to(self, stage: str, is_one: bool) -> None:
         if stage == "idle":
             return
         a, b, c, d = WORKERS
-        self.ask([a, b], [] if is_one else [c, d], 30.0)
+        self.ask([a, b], [] if is_one else [c, d], 1.0 if stage == "late" else 30.0)
         if not is_one:
-            self.reserves(is_other=False)
+            self.reserves()
         if stage == "again" and not is_one and self.sent < END - 2:
             # Tokens come of blocks that are given up then.
             self.hands_over()
             self.decodes(1, 0, "heard")
             self.refuses(RefusalReason.LOST, by_prefill=False)
-            self.reserves(is_other=False)
+            self.reserves()
         if stage == "held":
             self.refuses(RefusalReason.BUSY, by_prefill=True)
             self.refuses(RefusalReason.BUSY, by_prefill=True)
         while stage == "unfit" and self.asked is not None:
             self.refuses(RefusalReason.TOO_LONG, by_prefill=False)
-        if stage in ("asked", "held", "unfit"):
+        if stage in ("asked", "late", "held", "unfit"):
             return
         if stage == "chained" and is_one:
-            self.reserves(is_other=False)
+            self.reserves()
             return
-        self.starts(is_other=False) if is_one else self.accepts()
+        self.starts() if is_one else self.accepts()
         self.follow_to(stage, is_one)
 
     def follow_to(self, stage: str, is_one: bool) -> None:
@@ -155,24 +155,34 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         assert held is None or held.is_open == (held.candidate in decode)
 
     @when(lambda self: self.asked)
-    @rule(is_other=st.sampled_from([False, False, False, True]))
-    def reserves(self, is_other: bool) -> None:
+    @rule()
+    def reserves(self) -> None:
         job = sure(self.asked)
         if job.kind is not Kind.OFFER:
-            self.hear(self.hear_reserved, job, WorkerId("other") if is_other else job.worker_id)
+            self.hear(self.hear_reserved, job)
 
     @when(lambda self: self.asked)
-    @rule(is_other=st.sampled_from([False, False, False, True]))
-    def starts(self, is_other: bool) -> None:
+    @rule()
+    def starts(self) -> None:
         job = sure(self.asked)
         if job.kind is Kind.START:
             job.runs = True
-            self.hear(self.hear_started, job, WorkerId("other") if is_other else job.worker_id)
+            self.hear(self.hear_started, job)
 
     @when(lambda self: self.asked and self.asked.kind is Kind.OFFER)
     @rule()
     def accepts(self) -> None:
         self.hear(self.hear_accepted, sure(self.asked))
+
+    @when(lambda self: self.asked)
+    @rule()
+    def answers_what_was_not_asked(self) -> None:
+        number = sure(self.asked).number
+        if sure(self.asked).kind is Kind.OFFER:
+            assert self.attempt.reserved(number, 9, self.now) == ()
+            assert self.attempt.reserved(number, 9, self.now, starts=True) == ()
+        else:
+            assert self.attempt.accepted(number, self.now) == ()
 
     @when(lambda self: self.asked)
     @rule(reason=st.sampled_from(REASONS), by_prefill=st.booleans())
@@ -265,8 +275,8 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
             return
         position = FIRST + len(self.delivered)
         if what == "yes":
-            self.hear_reserved(job, job.worker_id)
-            self.hear_started(job, job.worker_id)
+            self.hear_reserved(job)
+            self.hear_started(job)
             self.hear_accepted(job)
         elif what == "no":
             self.hear_end(job, RefusalReason.BUSY, by_prefill=False)
@@ -302,6 +312,8 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
             late = now >= self.round.until
             reason = RefusalReason.DEADLINE if late else RefusalReason.LOST
             side = Side.PREFILL if job.kind is Kind.OFFER else Side.DECODE
+            silent = [each for each in actions if isinstance(each, act.Unanswered)]
+            assert silent == ([] if late else [act.Unanswered(job.candidate, self.since)])
             self.is_refused(job, side, reason, actions)
         elif now >= DEADLINE_S:
             self.do(actions)
@@ -326,7 +338,7 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         """Of the same request, or of another one if that has ended."""
         if self.outcome is not Outcome.MOVED or self.now > DEADLINE_S / 2:
             self.delivered, self.finish, self.now = [], None, 0.0
-        self.start(self.attempt.num_asked)
+        self.start()
         self.lead_to(stage, is_one)
 
     # -- Always -----------------------------------------------------------------------------------
@@ -340,7 +352,7 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         if not self.is_over or self.outcome is Outcome.DONE:
             assert attempt.position == FIRST + len(self.delivered)
         waits = self.held is not None and self.asked is None and not self.is_over
-        assert attempt.holder == (self.held.worker_id if waits and self.held else None)
+        assert attempt.holds == waits
 
     @invariant()
     def nothing_is_open_but_what_is_known(self) -> None:

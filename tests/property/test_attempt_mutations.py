@@ -31,17 +31,25 @@ MUTATIONS = {
         "Kind.RESERVE if self._decode else Kind.START",
         "Kind.RESERVE",
     ),
-    "HELD, its worker is in the plan: it reserves again": (
-        "kind = Kind.OFFER if is_reserved else",
-        "kind = Kind.OFFER if False else",
+    "ask next, blocks are held: others are reserved": (
+        "        if blocks is None:\n",
+        "        if True:\n",
     ),
-    "HELD, its worker is not in the plan: it is kept": (
-        "if self.state is State.HELD and self.holder not in",
-        "if False and self.holder not in",
+    "IDLE, the blocks' worker is in the plan: they are given up": (
+        "is_planned = blocks is not None and blocks.worker_id in planned",
+        "is_planned = False",
+    ),
+    "IDLE, the blocks' worker is not in the plan: they are kept": (
+        "is_planned = blocks is not None and blocks.worker_id in planned",
+        "is_planned = True",
     ),
     "nobody left: no word of it": (
-        "return [*given_up, told, self._ask_next(now)]",
-        "return [e for e in (*given_up, told, self._ask_next(now)) if e != act.Exhausted()]",
+        "return [*given_up, act.Refuse(side, refusal, by.worker_id), self._ask_next(now)]",
+        (
+            "asks = [self._ask_next(now)]\n"
+            "        asks = asks if self.state is State.ASKING else []\n"
+            "        return [*given_up, act.Refuse(side, refusal, by.worker_id), *asks]"
+        ),
     ),
     "no time left: the next one is asked": (
         "        if now >= self.until:\n",
@@ -51,35 +59,49 @@ MUTATIONS = {
         "if candidate.worker_id not in self._excluded:",
         "if True:",
     ),
-    "RESERVING, reserved: the lease ends": (
+    "reserved: the lease ends": (
+        "return [hold, self._taken(now) if starts else self._ask_next(now)]",
+        "return [self._taken(now) if starts else self._ask_next(now)]",
+    ),
+    "reserved: nobody is offered it": (
+        "return [hold, self._taken(now) if starts else self._ask_next(now)]",
+        "return [hold, *([self._taken(now)] * starts)]",
+    ),
+    "reserved, started: another one is asked": (
+        "return [hold, self._taken(now) if starts else self._ask_next(now)]",
         "return [hold, self._ask_next(now)]",
-        "return [self._ask_next(now)]",
     ),
-    "RESERVING, reserved: nobody is offered it": (
-        "return [hold, self._ask_next(now)]",
-        "return [hold]",
+    "asked to START, reserved only: another one is offered it": (
+        "elif blocks.kind is Kind.START:",
+        "elif False:",
     ),
-    "STARTING, reserved only: another one is offered it": (
-        "        if state is State.STARTING:\n",
-        "        if False:\n",
-    ),
-    "STARTING, reserved only: it counts as two workers": (
+    "asked to START, reserved only: it counts as two workers": (
         "is_one = decode.kind is Kind.START",
         "is_one = self._open.offer is None",
     ),
-    "reserved by another worker is taken": ("if worker_id != asked.worker_id:", "if False:"),
     "reserved twice": (
-        "if state is not State.STARTING and (starts or state is not State.RESERVING):",
-        "if False:",
+        "return self._open.last if is_it else None",
+        "return self._open.of(number)",
     ),
-    "a number is used twice": ("self.num_asked += 1\n", "self.num_asked = 1\n"),
-    "RESERVING, refused: it is left open": (
+    "an offer is said to be reserved": (
+        "if asked is None or asked.kind is Kind.OFFER:",
+        "if asked is None:",
+    ),
+    "a number is used twice": (
+        "Ask(kind, next(self._numbers), candidate)",
+        "Ask(kind, 1, candidate)",
+    ),
+    "blocks are refused: the question is left open": (
         "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if by is not blocks and (reason in _UNANSWERED or blocks.kind is Kind.START):",
     ),
     "refused: nobody notes it": (
-        "return [*given_up, told, self._ask_next(now)]",
+        "return [*given_up, act.Refuse(side, refusal, by.worker_id), self._ask_next(now)]",
         "return [*given_up, self._ask_next(now)]",
+    ),
+    "refused: the next one is not asked": (
+        "return [*given_up, act.Refuse(side, refusal, by.worker_id), self._ask_next(now)]",
+        "return [*given_up, act.Refuse(side, refusal, by.worker_id), act.Exhausted()]",
     ),
     "refused for ever is not remembered": (
         "if reason in PERMANENT:",
@@ -89,76 +111,71 @@ MUTATIONS = {
         "if reason in PERMANENT:",
         "if True:",
     ),
-    "OFFERING, accepted of an older offer counts": (
-        "if self.state is not State.OFFERING or self._open.last.number != number:",
-        "if self.state is not State.OFFERING:",
+    "an answer to an older question counts": (
+        "self.state is State.ASKING and self._open.last.number == number",
+        "self.state is State.ASKING",
     ),
-    "OFFERING, accepted late counts": (
-        "if self.state is not State.OFFERING or self._open.last.number != number:",
-        "if (self._open.offer or self._open.blocks) is None or self._open.last.number != number:",
+    "a second answer to a question counts": (
+        "is_it = self.state is State.ASKING and self._open.last.number == number",
+        "is_it = self._open.of(number) is not None and self._open.last.number == number",
     ),
-    "OFFERING, refused: the offer is left open": (
+    "asked for blocks, accepted": (
+        "if asked is None or asked.kind is not Kind.OFFER:",
+        "if asked is None:",
+    ),
+    "an offer is refused: it is left open": (
         "given_up = self._open.cancel_offer()",
         "given_up: Actions = ()",
     ),
-    "OFFERING, LOST: the blocks are shown to another one": (
+    "an offer is LOST: the blocks are shown to another one": (
         "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if by is blocks or blocks.kind is Kind.START:",
     ),
-    "OFFERING, no answer when the search ends: the blocks stay": (
+    "an offer, no answer when the search ends: the blocks stay": (
         "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if by is blocks or reason is RefusalReason.LOST or blocks.kind is Kind.START:",
     ),
-    "OFFERING, refused: the blocks are given up": (
+    "an offer is refused: the blocks are given up": (
         "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if True:",
     ),
-    "OFFERING, blocks given up: those who refused them are not asked again": (
-        "        if self._open.offer is not None:\n            self._candidates.restart_decode()\n",
+    "blocks are given up: those who had no room before are not asked again": (
+        "            self._to_reserve = deque(self._decode)\n",
         "",
     ),
-    "RESERVING, refused: those who refused are asked again": (
-        "        if self._open.offer is not None:\n            self._candidates.restart_decode()\n",
-        "        self._candidates.restart_decode()\n",
+    "blocks are refused: those who had no room before are asked again": (
+        "            kind = Kind.RESERVE if self._decode else Kind.START\n",
+        (
+            "            kind = Kind.RESERVE if self._decode else Kind.START\n"
+            "            self._to_reserve = self._to_reserve and deque(self._decode)\n"
+        ),
     ),
-    "OFFERING, chained and refused: blocks of one worker are shown to another": (
+    "an offer, chained and refused: blocks of one worker are shown to another": (
         "if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:",
         "if by is blocks or reason in _UNANSWERED:",
     ),
-    "OFFERING, failed by decode: the reservation stays": (
-        "lost = [*self._give_up(), act.Refuse(Side.DECODE, refusal, None)]",
-        "lost = [*self._open.cancel_offer(), act.Refuse(Side.DECODE, refusal, None)]",
+    "blocks are lost: the reservation stays": (
+        "            given_up = self._open.cancel()\n        else",
+        "            given_up = self._open.cancel_offer()\n        else",
     ),
-    "OFFERING, failed by decode: the search ends": (
-        "if was_offering:",
-        "if False:",
-    ),
-    "HELD, failed by decode: its worker is not asked again": (
-        "if self.state in _ASKING and asked is self._open.last:",
-        "if asked is self._open.last:",
-    ),
-    "OFFERING, failed by decode: the prefill worker is blamed": (
-        "if self.state in _ASKING and asked is self._open.last:",
-        "if self.state in _ASKING:",
-    ),
-    "HELD, failed by decode: it goes on asking": (
-        "if was_offering:",
-        "if True:",
-    ),
-    "HELD, failed by decode: nobody notes it": (
-        "lost = [*self._give_up(), act.Refuse(Side.DECODE, refusal, None)]",
-        "lost = [*self._give_up()]",
+    "blocks are lost: the prefill worker is blamed": (
+        "return self._refused(asked, side, refusal, now)",
+        "return self._refused(self._open.last, side, refusal, now)",
     ),
     "no answer: it is waited for": (
-        "if state in _ASKING:\n            return min",
+        "if state is State.ASKING:\n            return min",
         "if False:\n            return min",
+    ),
+    "no answer: the worker is not known as silent": (
+        "return [silent, *self._refused(slow, slow.side, lost, now)]",
+        "return self._refused(slow, slow.side, lost, now)",
     ),
     "no answer in time and no time: the worker's fault": (
         "if now >= self._candidates.until:  #",
         "if False:  #",
     ),
     # tokens
-    "PREFILL, first token: it is not counted": ("        self.position += 1\n", ""),
+    "tokens are not counted": ("        self.position += len(token_ids)\n", ""),
     "PREFILL, first token twice": (
         "if self.state is not State.PREFILL or self._open.last.number != number:",
         "if (self._open.offer or self._open.blocks) is None or self._open.last.number != number:",
@@ -171,21 +188,28 @@ MUTATIONS = {
         "        if self._open.offer is None:\n            out += self._start",
         "        if True:\n            out += self._start",
     ),
+    "the last tokens: it goes on": ("        if finish is None:\n", "        if True:\n"),
+    "the last tokens: another outcome": ("self._end(Outcome.DONE)", "self._end(Outcome.MOVED)"),
+    "PREFILL, the only token: the reservation is forgotten": (
+        "done = self._open.forget_blocks() if first is None else self._open.forget_offer()",
+        "done = [*self._open.forget_blocks(), *self._open.forget_offer()]",
+    ),
+    "PREFILL, the only token: the worker is told": (
+        "done = self._open.forget_blocks() if first is None else self._open.forget_offer()",
+        "done = self._open.forget_blocks() if first is None else ()",
+    ),
+    "DECODE, the last tokens: the worker is told": (
+        "done = self._open.forget_blocks() if first is None else self._open.forget_offer()",
+        "done = self._open.forget_offer()",
+    ),
     "PREFILL, the only token: it goes on": (
-        "        if event.finish_reason is not None:\n",
-        "        if False:\n",
-    ),
-    "PREFILL, the only token: the reservation is left": (
-        "return [first, *self._open.forget_offer(), *self._end(Outcome.DONE)]",
-        "return [first, *self._open.forget_offer(), *self._end(Outcome.DONE)][:-1]",
-    ),
-    "PREFILL, tokens before the first one: dropped": (
-        "self._early.append((number, Tokens(first_position, token_ids, logprobs, finish, error)))",
+        "        if self.outcome is not None:\n            return out\n",
         "",
     ),
+    "before PREFILL's end, tokens: dropped": ("self._early.append((number, event))", ""),
     "PREFILL, tokens of blocks given up count": (
-        "out += self.tokens(asked, now, *tokens)",
-        "out += self.tokens(getattr(self._open.blocks, 'number', asked), now, *tokens)",
+        "out += self.tokens(asked, tokens, now)",
+        "out += self.tokens(getattr(self._open.blocks, 'number', asked), tokens, now)",
     ),
     "HANDOFF, handed off: prefill is cancelled later": (
         "return [*self._open.forget_offer(), act.Decoding(decode",
@@ -196,8 +220,8 @@ MUTATIONS = {
         "return self._open.forget_offer()",
     ),
     "HANDOFF, tokens: the handoff is still waited for": (
-        "        if state is State.HANDOFF:\n            out += self._start",
-        "        if False:\n            out += self._start",
+        "out = self._start_decoding() if state is State.HANDOFF else []",
+        "out: list[Action] = []",
     ),
     "HANDOFF, handed off: its patience goes on": (
         "        self._progress_at = now\n        return self._start",
@@ -205,16 +229,16 @@ MUTATIONS = {
     ),
     "DECODE, repeated tokens: delivered": ("        if num_known:\n", "        if False:\n"),
     "DECODE, repeated tokens: scores are not cut": (
-        "token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]",
-        "token_ids = token_ids[num_known:]",
+        "event = event.without(num_known)",
+        "event = event._replace(token_ids=event.token_ids[num_known:])",
     ),
     "DECODE, nothing new: delivered": (
-        "        if token_ids or finish is not None:\n",
+        "        if event.token_ids or event.finish_reason is not None:\n",
         "        if True:\n",
     ),
     "DECODE, nothing new: no progress": (
-        "        self._progress_at = now\n        out: list",
-        "        out: list",
+        "        self._progress_at = now\n        if num_known",
+        "        if num_known",
     ),
     "DECODE, a gap: delivered": ("        if num_known < 0:\n", "        if False:\n"),
     "DECODE, a gap of one: delivered": (
@@ -222,24 +246,12 @@ MUTATIONS = {
         "        if num_known < -1:\n",
     ),
     "DECODE, the next one: a gap": ("        if num_known < 0:\n", "        if num_known <= 0:\n"),
-    "DECODE, the last tokens: it goes on": (
-        "            out += self._end(Outcome.DONE)\n",
-        "",
-    ),
-    "DECODE, the last tokens: the worker is told": (
-        "            out += self._open.forget_blocks()\n",
-        "",
-    ),
     "tokens of an older question count": (
         "asked.number != number:\n            return ()\n        if state is not State.DECODE",
         "False:\n            return ()\n        if state is not State.DECODE",
     ),
     "a token that cannot be: delivered": (
         "        if finish is FinishReason.ERROR:\n",
-        "        if False:\n",
-    ),
-    "a first token that cannot be: delivered": (
-        "        if event.finish_reason is FinishReason.ERROR:\n",
         "        if False:\n",
     ),
     # ends

@@ -15,11 +15,8 @@ from services.gateway.wire.worker_events import FirstToken
 class State(enum.Enum):
     """The state of an attempt."""
 
-    IDLE = "nothing is open"
-    RESERVING = "a decode worker was asked for blocks"
-    HELD = "a decode worker holds blocks"
-    OFFERING = "the prompt was offered to a prefill worker with the reservation"
-    STARTING = "one worker was asked for blocks and the prompt"
+    IDLE = "no worker is asked; a decode worker may hold blocks"
+    ASKING = "a worker has not answered a question yet"
     PREFILL = "the prompt is being computed"
     HANDOFF = "the first token has arrived, the KV is in transfer"
     DECODE = "the decode worker has the KV and generates"
@@ -107,17 +104,21 @@ class Taken:
 
 @quick
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """Note that a worker refused or did not answer.
+class Unanswered:
+    """Note that a worker did not answer the question that it was asked at `asked_at`, in time."""
 
-    Attributes:
-        worker_id: the worker to avoid. None if a decode worker lost its reservation: the attempt
-            may ask that worker again.
-    """
+    candidate: Candidate
+    asked_at: float
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Note a worker to avoid: it refused, did not answer, or lost its reservation."""
 
     side: Side
     refusal: Refusal
-    worker_id: WorkerId | None
+    worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ Action = (
     Ask
     | Hold
     | Taken
+    | Unanswered
     | Refuse
     | Exhausted
     | Deliver

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvmesh.core.types import Candidate, RefusalReason, WorkerId
-from services.gateway.request.actions import Kind
+from services.gateway.request.actions import Ask, Kind
 
 PERMANENT = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 """Refusals that a worker would repeat each time it is asked."""
@@ -41,25 +41,28 @@ class Candidates:
         self.until = until
         self._decode = decode
         self._to_offer = deque(prefill)
-        self.restart_decode()
-
-    def restart_decode(self) -> None:
-        """Allows all decode workers of the plan to be asked again: a reservation was lost."""
-        self._to_reserve = deque(self._decode)
+        self._to_reserve = deque(decode)
 
     def exclude(self, worker_id: WorkerId) -> None:
         """Excludes a worker from this plan and from later plans."""
         self._excluded.add(worker_id)
 
-    def next(self, now: float, *, is_reserved: bool) -> tuple[Kind, Candidate] | None:
+    def next(self, now: float, blocks: Ask | None) -> tuple[Kind, Candidate] | None:
         """The next question and its worker; None if no worker or no time is left.
 
         Args:
-            is_reserved: a decode worker holds blocks, so a prefill worker is next.
+            blocks: the question to the worker that holds blocks, so a prefill worker is next.
         """
         if now >= self.until:
             return None
-        kind = Kind.OFFER if is_reserved else Kind.RESERVE if self._decode else Kind.START
+        if blocks is None:
+            kind = Kind.RESERVE if self._decode else Kind.START
+        elif blocks.kind is Kind.START:
+            return Kind.OFFER, blocks.candidate
+        else:
+            kind = Kind.OFFER
+            # If the blocks are given up, decode workers that had no room before may have some.
+            self._to_reserve = deque(self._decode)
         line = self._to_reserve if kind is Kind.RESERVE else self._to_offer
         while line and self._to_offer:  # without a prefill worker, reserved blocks are of no use
             candidate = line.popleft()

@@ -9,6 +9,7 @@ Tests: tests/integration/test_gateway_one_worker.py, test_gateway_moves.py.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -122,9 +123,10 @@ class Life:
         self._answer: bool | None = None
         self._move: act.Move | None = None
         self._error: KvMeshError | None = None
-        self._new_attempt(0)
+        self._numbers = itertools.count(1)
+        self._new_attempt()
 
-    def _new_attempt(self, num_asked: int) -> None:
+    def _new_attempt(self) -> None:
         limits = self._mesh.limits
         waits = Limits(MAX_WAIT_S, limits.prefill_timeout_s, limits.stall_s)
         token_ids = self._request.prompt_ids
@@ -136,7 +138,7 @@ class Life:
             patience_s = max(self._request.ttft_s, limits.ttft_deadline_ms / 1000)
             again_until = min(self._deadline, self._loop.time() + patience_s)
         self._num_sent = len(token_ids)
-        self._attempt = Attempt(self._num_sent, waits, self._deadline, num_asked)
+        self._attempt = Attempt(self._num_sent, waits, self._deadline, self._numbers)
         self._search = Search(
             self._mesh,
             self.ledger,
@@ -208,14 +210,14 @@ class Life:
         if self._num_moves > limits.max_moves:
             raise LostError(f"the request was lost {self._num_moves} times; last: {move.text}")
         self._move = self._answer = None
-        self._new_attempt(self._attempt.num_asked)
+        self._new_attempt()
 
     # --- for the search, which calls this object as its `search.Asker` ---
 
     @property
     def holds(self) -> bool:
         """Whether a decode worker's reservation waits for a prefill worker."""
-        return self._attempt.holder is not None
+        return self._attempt.holds
 
     def ask(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], until: float) -> None:
         """Asks the workers of a plan, one after the other, until the time `until`."""
@@ -234,10 +236,9 @@ class Life:
 
     # --- from workers, which call this object as their `worker_sessions.Taker` ---
 
-    def takes(self, number: int, first_position: int, token_ids: Sequence[int]) -> None:
+    def takes(self, number: int, tokens: Tokens) -> None:
         """Takes plain tokens; others come to `put`."""
-        now = self._loop.time()
-        self._perform(self._attempt.tokens(number, now, first_position, token_ids))
+        self._perform(self._attempt.tokens(number, tokens, self._loop.time()))
 
     def put(self, number: int, event: WorkerEvent) -> None:
         """Takes a worker's event."""
@@ -245,18 +246,16 @@ class Life:
         actions: Actions
         match event:
             case Tokens():
-                actions = attempt.tokens(number, now, *event)
+                actions = attempt.tokens(number, event, now)
             case Started():
-                worker_id, lease_ms = event.worker_id, event.lease_ms
-                actions = attempt.reserved(number, worker_id, lease_ms, now, starts=True)
+                actions = attempt.reserved(number, event.lease_ms, now, starts=True)
             case FirstToken():
                 actions = attempt.first_token(number, event, now)
             case HandedOff():
                 actions = attempt.handed_off(number, now)
             case Reserved():
-                held = event.reservation
                 self._reservation = event
-                actions = attempt.reserved(number, held.worker_id, held.lease_ms, now)
+                actions = attempt.reserved(number, event.reservation.lease_ms, now)
             case Accepted():
                 actions = attempt.accepted(number, now)
             case Refused() | Failed():
@@ -282,11 +281,7 @@ class Life:
 
     def _due(self) -> None:
         self._timer, self._ticks_at = None, math.inf
-        attempt, now = self._attempt, self._loop.time()
-        asked_at = attempt.asked_at
-        if asked_at is not None and now >= asked_at + attempt.answer_s:
-            self._mesh.sessions.gave_up(attempt.asked, asked_at, now)
-        self._perform_timed(attempt.tick(now))
+        self._perform_timed(self._attempt.tick(self._loop.time()))
 
     def _perform(self, actions: Actions) -> None:
         while actions:
@@ -380,6 +375,9 @@ class Life:
         self.receiver.placed(where)
         self._wake_up()
 
+    def _unanswered(self, ask: act.Unanswered) -> None:
+        self._mesh.sessions.gave_up(ask.candidate, ask.asked_at, self._loop.time())
+
     def _refused(self, refuse: act.Refuse) -> None:
         stage = Stage.PREFILL if refuse.side is Side.PREFILL else Stage.DECODE
         self._search.refused(stage, refuse.refusal, refuse.worker_id)
@@ -464,6 +462,7 @@ _PERFORM: Mapping[type, Callable[[Life, Any], Actions | None]] = {
     act.Ask: Life._asked,
     act.Hold: Life._held,
     act.Taken: Life._taken,
+    act.Unanswered: Life._unanswered,
     act.Refuse: Life._refused,
     act.Exhausted: Life._exhausted,
     act.Deliver: Life._delivered,

@@ -7,6 +7,8 @@ Pure. Tests: tests/property/test_attempt_machine.py, tests/property/test_attempt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvmesh.core.types import Candidate
 from services.gateway.request.actions import Actions, Ask, Cancel, Forget, Kind, Side
 
@@ -15,16 +17,15 @@ class Questions:
     """The open questions of one attempt.
 
     Args:
-        num_asked: questions of earlier attempts of the request.
+        numbers: of the questions.
 
     Attributes:
-        num_asked: number of the last question.
         blocks: the question for blocks; None if none are held or asked for.
         offer: the offer of a prompt; None if none is open.
     """
 
-    def __init__(self, num_asked: int) -> None:
-        self.num_asked = num_asked
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
         self.blocks: Ask | None = None
         self.offer: Ask | None = None
 
@@ -35,6 +36,12 @@ class Questions:
         assert asked is not None, "a worker knows of it"
         return asked
 
+    @property
+    def decoder(self) -> Ask:
+        """The question for blocks; the caller knows that there is one."""
+        assert self.blocks is not None, "blocks are held or asked for"
+        return self.blocks
+
     def of(self, number: int) -> Ask | None:
         """The open question with this number."""
         for asked in (self.offer, self.blocks):
@@ -44,8 +51,7 @@ class Questions:
 
     def ask(self, kind: Kind, candidate: Candidate) -> Ask:
         """Opens a question."""
-        self.num_asked += 1
-        asked = Ask(kind, self.num_asked, candidate)
+        asked = Ask(kind, next(self._numbers), candidate)
         if kind is Kind.OFFER:
             self.offer = asked
         else:

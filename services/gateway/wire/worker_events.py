@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
+from kvmesh.core.types import (
+    FinishReason,
+    Refusal,
+    RefusalReason,
+    Reservation,
+    TokenLogprobs,
+    WorkerId,
+)
 from kvmesh.core.values import quick
 from kvmesh.rpc.convert import finish_reason_from_proto, refusal_from_proto, reservation_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_from_proto
@@ -70,7 +77,6 @@ class Reserved:
 class Started:
     """Blocks and a slot are held, and the prompt is being computed in them."""
 
-    worker_id: WorkerId
     lease_ms: int
 
 
@@ -89,6 +95,14 @@ class Tokens(NamedTuple):
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
+
+    def without(self, num_tokens: int) -> Tokens:
+        """The same without the first `num_tokens`, which are known."""
+        return self._replace(
+            first_position=self.first_position + num_tokens,
+            token_ids=self.token_ids[num_tokens:],
+            logprobs=self.logprobs[num_tokens:],
+        )
 
 
 WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Started | Tokens
@@ -124,16 +138,23 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
             raise ProtocolError("empty_event", f"prefill event of {message.request_id}")
 
 
-def decode_event(message: DecodeEvent) -> WorkerEvent:
+def decode_event(message: DecodeEvent, worker_id: WorkerId) -> WorkerEvent:
     """Parses a decode worker's event.
+
+    Args:
+        worker_id: the worker that was asked.
 
     Raises:
         ProtocolError: the message holds no known event.
     """
     kind = message.WhichOneof("event")
+    if kind == "reserved" and message.reserved.worker_id != worker_id:
+        # Another worker took over the address; the fleet view will catch up.
+        text = f"{message.reserved.worker_id} answered for {worker_id}"
+        return Refused(Refusal(RefusalReason.LOST, text))
     if message.HasField("prefill"):
         if kind == "reserved":
-            return Started(WorkerId(message.reserved.worker_id), message.reserved.lease_ms)
+            return Started(message.reserved.lease_ms)
         return prefill_event(message.prefill)
     match kind:
         case "reserved":

@@ -45,7 +45,13 @@ from kvmesh.v1.prefill_service_pb2 import (
     PrefillResponse,
 )
 from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
-from services.gateway.wire.worker_events import Failed, WorkerEvent, decode_event, prefill_event
+from services.gateway.wire.worker_events import (
+    Failed,
+    Tokens,
+    WorkerEvent,
+    decode_event,
+    prefill_event,
+)
 
 log = event_logger(__name__)
 
@@ -60,7 +66,7 @@ AttemptKey = tuple[RequestId, int]
 class Taker(Protocol):
     """Takes a worker's events about an attempt."""
 
-    def takes(self, attempt: int, first_position: int, token_ids: Sequence[int]) -> None:
+    def takes(self, attempt: int, tokens: Tokens) -> None:
         """Takes tokens without log-probabilities, not the last ones of an attempt."""
         ...
 
@@ -182,14 +188,14 @@ class Link:
         found = self._waiting.pop(key, None)
         taker = self._takers.get(key)
         if found is not None and taker is not None:
-            taker.takes(key[1], *found)
+            taker.takes(key[1], Tokens(*found))
 
     def _deliver_all(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for key, (first_position, token_ids) in waiting.items():
             taker = self._takers.get(key)
             if taker is not None:
-                taker.takes(key[1], first_position, token_ids)
+                taker.takes(key[1], Tokens(first_position, token_ids))
 
     def _fail_all(self, reason: str) -> None:
         self._deliver_all()
@@ -231,7 +237,7 @@ class WorkerSession:
         self.decode = Link(
             f"{worker_id} (decode)",
             DecodeServiceStub(channel).Decode,
-            decode_event,
+            lambda message: decode_event(message, worker_id),
             has_tokens=True,
             direct=DirectClient(endpoint.host, DecodeResponse, access.tls),
             times=times,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from kvmesh.core.types import RequestId
+from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.policy.answer_times import AnswerTimes
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeResponse
@@ -28,9 +27,9 @@ class Taker:
         self._link, self._key, self._ends_at = link, key, ends_at
         link._takers[key] = self
 
-    def takes(self, attempt: int, first_position: int, token_ids: Sequence[int]) -> None:
+    def takes(self, attempt: int, tokens: Tokens) -> None:
         assert attempt == self._key[1]
-        self._note((first_position, [*token_ids]))
+        self._note((tokens.first_position, [*tokens.token_ids]))
 
     def put(self, attempt: int, event: WorkerEvent) -> None:
         assert attempt == self._key[1]
@@ -72,7 +71,13 @@ def tokens(
 
 @pytest.fixture
 async def link() -> Link:
-    return Link("worker", _never_called, decode_event, has_tokens=True, times=AnswerTimes())
+    return Link(
+        "worker",
+        _never_called,
+        lambda message: decode_event(message, WorkerId("d1")),
+        has_tokens=True,
+        times=AnswerTimes(),
+    )
 
 
 def _never_called(_: Any) -> Any:

@@ -28,6 +28,8 @@ from services.gateway.wire.worker_events import (
 
 BUSY = types_pb2.Refusal(reason=types_pb2.REFUSAL_REASON_BUSY, message="busy")
 REFUSAL = Refusal(RefusalReason.BUSY, "busy")
+WORKER = WorkerId("d1")
+RESERVATION = types_pb2.Reservation(worker_id=WORKER, lease_ms=5000)
 
 
 @pytest.mark.parametrize(
@@ -56,29 +58,36 @@ def test_prefill_events(message: PrefillEvent, event: WorkerEvent) -> None:
 
 
 def test_decode_events() -> None:
-    assert decode_event(DecodeEvent(refused=BUSY)) == Refused(REFUSAL)
-    assert decode_event(DecodeEvent(failed=BUSY)) == Failed(REFUSAL)
+    assert decode_event(DecodeEvent(refused=BUSY), WORKER) == Refused(REFUSAL)
+    assert decode_event(DecodeEvent(failed=BUSY), WORKER) == Failed(REFUSAL)
     tokens = DecodeTokens(first_position=9, token_ids=[1, 2])
-    assert decode_event(DecodeEvent(tokens=tokens)) == Tokens(9, (1, 2), (), None)
-    reserved = decode_event(DecodeEvent(reserved=types_pb2.Reservation(worker_id="d1")))
+    assert decode_event(DecodeEvent(tokens=tokens), WORKER) == Tokens(9, (1, 2), (), None)
+    reserved = decode_event(DecodeEvent(reserved=RESERVATION), WORKER)
     assert isinstance(reserved, Reserved)
-    assert reserved.reservation.worker_id == "d1"
+    assert reserved.reservation.worker_id == WORKER
 
 
 def test_events_of_an_attempt_that_was_started_as_one() -> None:
-    reservation = types_pb2.Reservation(worker_id="w1", lease_ms=5000)
     accepted = PrefillEvent(accepted=PrefillAccepted())
-    started = decode_event(DecodeEvent(reserved=reservation, prefill=accepted))
-    assert started == Started(WorkerId("w1"), 5000)
+    assert decode_event(DecodeEvent(reserved=RESERVATION, prefill=accepted), WORKER) == Started(
+        5000
+    )
     first = PrefillEvent(first_token=PrefillFirstToken(token_id=7))
     for event in (first, PrefillEvent(rejected=BUSY), PrefillEvent(failed=BUSY)):
-        assert decode_event(DecodeEvent(prefill=event)) == prefill_event(event)
+        assert decode_event(DecodeEvent(prefill=event), WORKER) == prefill_event(event)
+
+
+@pytest.mark.parametrize("prefill", [None, PrefillEvent(accepted=PrefillAccepted())])
+def test_another_worker_at_the_address_refuses(prefill: PrefillEvent | None) -> None:
+    event = DecodeEvent(reserved=RESERVATION, prefill=prefill)
+    refusal = Refusal(RefusalReason.LOST, "d1 answered for d2")
+    assert decode_event(event, WorkerId("d2")) == Refused(refusal)
 
 
 def test_empty_events_break_the_contract() -> None:
     with pytest.raises(ProtocolError):
         prefill_event(PrefillEvent(request_id="r"))
     with pytest.raises(ProtocolError):
-        decode_event(DecodeEvent(request_id="r"))
+        decode_event(DecodeEvent(request_id="r"), WORKER)
     with pytest.raises(ProtocolError):
-        decode_event(DecodeEvent(prefill=PrefillEvent()))
+        decode_event(DecodeEvent(prefill=PrefillEvent()), WORKER)
