@@ -90,11 +90,30 @@ async def test_half_a_character_is_no_text(stack: Stack, prompt: str) -> None:
     assert (await post(stack, "/v1/completions", whole))[0] == 200
 
 
-async def test_definitions_of_tools_are_an_object(stack: Stack) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}
-    body = {"messages": HELLO, "tools": [tool], "tool_choice": "required"}
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+TREE = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "path"),
+    [
+        ("required", "#/$defs/tools.0/properties/a leads back to #/$defs/tools.0"),
+        ({"type": "function", "function": {"name": "f"}}, "#/properties/a leads back to #"),
+        ("auto", "tools: f: no finite text satisfies it: #/properties/a leads back to #"),
+    ],
+)
+async def test_tools_that_no_finite_text_calls_are_refused(
+    stack: Stack, choice: object, path: str
+) -> None:
+    function = {"name": "f", "parameters": ENDLESS}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": choice, "max_tokens": 1}
     status, answer = await post(stack, "/v1/chat/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "tools")
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, "tools", "invalid_structure")
+    assert error["message"].endswith(path)
+    function["parameters"] = TREE
+    assert (await post(stack, "/v1/chat/completions", body))[0] == 200
 
 
 async def test_echo_with_logprobs(stack: Stack) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from llguidance import LLMatcher, LLTokenizer
 
 from kvmesh.core.types import Structure, StructureKind
+from kvmesh.engine.endless_schema import endless_problem
 from kvmesh.engine.grammar_cost import divisor_problem
 from kvmesh.engine.pattern_cost import pattern_problem
 
@@ -46,6 +47,8 @@ def structure_problem(structure: Structure) -> str:
         return str(error)
     if found:
         return str(messages[0])
+    if problem := endless_problem(structure):
+        return problem
     return "" if _allows_text(grammar) else NO_TEXT
 
 

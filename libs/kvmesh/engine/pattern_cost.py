@@ -1,15 +1,13 @@
 """Bounds the cost of patterns in a schema: it doubles with each pattern that holds for one text.
 
 llguidance computes whether any text follows all patterns, with time and memory that double with
-every
-pattern, and its own limits do not cover that: 20 patterns took 13 s and 250 MiB. It compares name
-patterns of `patternProperties` in pairs, each in full.
+every pattern, and its own limits do not cover that: 20 patterns took 13 s and 250 MiB. It compares
+name patterns of `patternProperties` in pairs, each in full.
 
 The count here is an upper bound of the patterns that meet. Parts of an `allOf` are added up
-wherever
-in them patterns lie, so a schema that refers to itself grows in each round: a document with more
-than `MAX_MEETING` patterns may be refused though few of them meet. An exact count would have to
-follow sets of schemas that hold together, and alternatives multiply those. Pure. Tests:
+wherever in them patterns lie, so a schema that refers to itself grows in each round: a document
+with more than `MAX_MEETING` patterns may be refused though few of them meet. An exact count would
+have to follow sets of schemas that hold together, and alternatives multiply those. Pure. Tests:
 tests/unit/engine/test_pattern_cost.py.
 """
 
@@ -24,6 +22,7 @@ from typing import Any
 
 from kvmesh.core.types import Structure
 from kvmesh.engine.grammar_cost import schema_starts
+from kvmesh.engine.schema_refs import References
 
 MAX_MEETING = 14
 """Maximum number of patterns that may hold for one text, which takes a fifth of a second. With more
@@ -43,8 +42,6 @@ _ROUNDS = 8
 
 _BEGINNING = re.compile(r"\^([A-Za-z0-9_-]*)(?![A-Za-z0-9_*?{-])")
 """Matches the mandatory first letters of a pattern."""
-
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 _UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
 
@@ -90,12 +87,14 @@ class _Counted:
     root: Any
     patterns: set[str] = field(default_factory=set)
     num_names: int = 0
+    _references: References = field(init=False)
     _by_ref: dict[str, int] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     _of: dict[int, int] = field(default_factory=dict)
     """Counts of schemas in this round, by id: many references may lead to one schema."""
 
     def __post_init__(self) -> None:
+        self._references = References(self.root)
         self._collect(self.root)
 
     def _collect(self, value: Any) -> None:
@@ -162,7 +161,7 @@ class _Counted:
             return 0
         if ref not in self._seen:
             self._seen.add(ref)
-            found, target = _pointed(self.root, ref)
+            found, target = self._references.target(ref)
             self._by_ref[ref] = self._meeting(target) if found else len(self.patterns)
         return self._by_ref.get(ref, 0)
 
@@ -192,19 +191,3 @@ def _may_fit(pattern: str, names: Sequence[str]) -> bool:
     prefix = begins[1] if begins else ""
     at = bisect_left(names, prefix)
     return at < len(names) and names[at].startswith(prefix)
-
-
-def _pointed(root: Any, ref: str) -> tuple[bool, Any]:
-    """Returns the target of a reference within the document; False if it points elsewhere."""
-    if ref != "#" and not ref.startswith("#/"):
-        return False, None
-    value = root
-    for step in ref.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-        elif isinstance(value, list) and _INDEX.fullmatch(name) and int(name) < len(value):
-            value = value[int(name)]
-        else:
-            return False, None
-    return True, value

@@ -6,7 +6,7 @@ Pure but for the compiler's check. Tests: tests/unit/gateway/api/test_structured
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Structure, StructureKind
+from kvmesh.engine.endless_schema import endless_problem
 from kvmesh.engine.grammar import structure_problem
 
 MAX_STRUCTURE_CHARS = 65_536
@@ -23,6 +24,8 @@ MAX_CHOICES = 1024
 
 JsonSchema = dict[str, Any]
 
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("const", "enum", "default", "examples")
 _ANY_OBJECT = '{"type":"object"}'
 
 
@@ -190,14 +193,79 @@ def _problem(structure: Structure) -> str:
     return structure_problem(structure)
 
 
-def tool_schema(name: str, parameters: Mapping[str, Any] | None) -> JsonSchema:
+def check_schemas(schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    """Checks that tools whose calls are not constrained can be called. Call it in a thread.
+
+    Args:
+        schemas: of the parameters, by the tools' names. Very long ones are not checked.
+
+    Raises:
+        InvalidRequestError: no finite text satisfies one of the schemas.
+    """
+    num_chars = 0
+    for name, schema in schemas.items():
+        text = json_schema(dict(schema)).text
+        num_chars += len(text)
+        if num_chars <= MAX_STRUCTURE_CHARS and (problem := _endless(text)):
+            raise InvalidRequestError(f"tools: {name}: {problem}", "tools", "invalid_structure")
+
+
+@lru_cache(maxsize=256)
+def _endless(text: str) -> str:
+    return endless_problem(Structure(StructureKind.JSON_SCHEMA, text))
+
+
+def has_references(schemas: Iterable[Mapping[str, Any]]) -> bool:
+    """Returns whether any of the schemas refers to a schema."""
+    waiting: list[Any] = [*schemas]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            if "$ref" in value:
+                return True
+            waiting += value.values()
+    return False
+
+
+def rebased(schema: JsonSchema, base: str) -> JsonSchema:
+    """Returns a schema for use as a part of a document, with the references that this needs.
+
+    Args:
+        base: reference to the part.
+
+    Raises:
+        InvalidRequestError: the schema is nested too deep.
+    """
+    try:
+        moved: JsonSchema = _rebased(schema, base)
+    except RecursionError as error:
+        raise InvalidRequestError("a JSON schema is nested too deep") from error
+    return moved
+
+
+def _rebased(value: Any, base: str) -> Any:
+    if isinstance(value, list):
+        return [_rebased(each, base) for each in value]
+    if not isinstance(value, dict) or isinstance(value.get("$id"), str):
+        return value  # with an id, it is the root of its own references
+    moved = dict(value)
+    for key, each in value.items():
+        if key == "$ref" and isinstance(each, str) and (each == "#" or each.startswith("#/")):
+            moved[key] = base + each[1:]
+        elif key in _SCHEMAS_BY_NAME and isinstance(each, dict):
+            moved[key] = {name: _rebased(part, base) for name, part in each.items()}
+        elif key not in _VALUES:
+            moved[key] = _rebased(each, base)
+    return moved
+
+
+def call_schema(name: str, parameters: JsonSchema) -> JsonSchema:
     """The JSON schema of one call."""
     return {
         "type": "object",
-        "properties": {
-            "name": {"type": "string", "enum": [name]},
-            "parameters": dict(parameters or {"type": "object", "properties": {}}),
-        },
+        "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

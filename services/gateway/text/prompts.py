@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kvmesh.core.errors import InvalidRequestError
 from services.gateway.api.openai import ApiCall, ChatPrompt, Prompt, TextPrompt
-from services.gateway.api.structured import check_structure
+from services.gateway.api.structured import check_schemas, check_structure, has_references
 from services.gateway.text.tokenizer import TextTokenizer
 
 
@@ -53,7 +53,7 @@ async def prompt_text(tokenizer: TextTokenizer, prompt: Prompt, token_ids: tuple
 
 
 async def with_tokens(tokenizer: TextTokenizer, call: ApiCall) -> ApiCall:
-    """Adds the bad words' tokens to a call, after checking that its structure compiles.
+    """Adds the bad words' tokens to a call, after checking its structure and its tools' schemas.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -61,6 +61,9 @@ async def with_tokens(tokenizer: TextTokenizer, call: ApiCall) -> ApiCall:
     sampling = call.sampling
     if sampling.structure is not None:
         await asyncio.to_thread(check_structure, sampling.structure, call.structure_field)
+    schemas = {} if call.tools is None else call.tools.schemas
+    if has_references(schemas.values()):
+        await asyncio.to_thread(check_schemas, schemas)
     if not call.bad_words:
         return call
     words: list[tuple[int, ...]] = list(sampling.bad_words)

@@ -15,13 +15,19 @@ from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Structure
 from services.gateway.api.messages import NamedChoice, Tool
 from services.gateway.api.schema import ChatBody
-from services.gateway.api.structured import check_length, json_schema, tool_schema
+from services.gateway.api.structured import (
+    JsonSchema,
+    call_schema,
+    check_length,
+    json_schema,
+    rebased,
+)
 from services.gateway.tools.json_forms import NamedParser, RequiredParser
 from services.gateway.tools.parsers import ToolFamily, ToolParser, parser_for
 from services.gateway.tools.scanner import CallStart, Content, Piece
 from services.gateway.tools.xml import Schemas
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_NO_PARAMETERS: JsonSchema = {"type": "object", "properties": {}}
 
 
 class ToolMode(enum.Enum):
@@ -109,7 +115,7 @@ def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
     """Returns the structure of text that consists of calls; None in mode AUTO.
 
     Raises:
-        InvalidRequestError: the parameters are too long.
+        InvalidRequestError: the parameters are too long or nested too deep.
     """
     if use.mode is ToolMode.AUTO:
         return None
@@ -117,24 +123,21 @@ def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
         found = next(tool.function for tool in tools if tool.function.name == use.chosen)
         structure = json_schema(found.parameters or _NO_PARAMETERS)
     else:
-        schemas = [tool_schema(tool.function.name, tool.function.parameters) for tool in tools]
-        calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": schemas}}
-        if not use.parallel:
-            calls["maxItems"] = 1
-        structure = json_schema(_with_definitions(calls, tools))
+        structure = json_schema(_calls_schema(tools, parallel=use.parallel))
     check_length(structure, "tools")
     return structure
 
 
-def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """Moves definitions to the schema's root, to which the parameters' references point."""
-    moved: dict[str, Any] = {}
-    for tool in tools:
-        definitions = (tool.function.parameters or {}).get("$defs", {})
-        if not isinstance(definitions, dict):
-            raise InvalidRequestError("tools: $defs must be an object", "tools")
-        moved |= definitions
-    return {**schema, "$defs": moved} if moved else schema
+def _calls_schema(tools: Sequence[Tool], *, parallel: bool) -> JsonSchema:
+    """The schema of a list of calls. The parameters' schemas are definitions in it."""
+    definitions: JsonSchema = {}
+    calls: list[JsonSchema] = []
+    for number, tool in enumerate(tools):
+        key = f"tools.{number}"
+        definitions[key] = rebased(tool.function.parameters or _NO_PARAMETERS, f"#/$defs/{key}")
+        calls.append(call_schema(tool.function.name, {"$ref": f"#/$defs/{key}"}))
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return schema if parallel else {**schema, "maxItems": 1}
 
 
 class ToolReader:

@@ -60,6 +60,21 @@ COSTLY = {
     "by references": _defined(lambda number: f"#/$defs/p{number}"),
     "by anchors": _defined(lambda number: f"#q{number}", **{"$anchor": lambda n: f"q{n}"}),
     "by identifiers": _defined(lambda number: f"q{number}", **{"$id": lambda n: f"q{n}"}),
+    "by a reference within a part with an identifier": {
+        "$defs": {
+            "p": {},
+            "part": {
+                "$id": "part",
+                "$defs": {"p": _all(_text)},
+                "properties": {"x": {"$ref": "#/$defs/p"}},
+            },
+        },
+        "$ref": "#/$defs/part",
+    },
+    "by an escaped reference": {
+        "$defs": {"p%25": {}, "p%": _all(_text)},
+        "$ref": "#/$defs/p%25",
+    },
     "by references in a ring": {
         "$defs": {
             f"p{n}": {

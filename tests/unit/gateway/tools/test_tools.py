@@ -88,10 +88,34 @@ def test_the_structure_of_required_calls_names_every_tool_and_finds_definitions(
     assert free is not None
     assert single is not None
     schema = json.loads(free.text)
-    assert schema["$defs"] == {"name": {"type": "string"}}
+    weather, time = schema["$defs"].values()
+    assert weather["properties"]["city"] == {"$ref": "#/$defs/tools.0/$defs/name"}
+    assert time == {"type": "object", "properties": {}}
     assert len(schema["items"]["anyOf"]) == 2
     assert "maxItems" not in schema
     assert json.loads(single.text)["maxItems"] == 1
+
+
+def test_references_of_required_calls_stay_within_their_tool() -> None:
+    tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+    named = {"properties": {"x": {"$ref": "#/$defs/name"}}, "$defs": {"name": {"type": "null"}}}
+    other = {**named, "$defs": {"name": {"type": "integer"}}}
+    kept = {"$id": "k", "properties": {"x": {"$ref": "#"}}, "const": {"$ref": "#"}}
+    values = {"enum": [{"$ref": "#"}], "properties": {"enum": {"$ref": "#"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"t{number}", "parameters": schema}}
+        for number, schema in enumerate((tree, named, other, kept, values))
+    ]
+    use = ToolUse(ToolMode.REQUIRED, tuple(f"t{number}" for number in range(5)))
+    structure = tool_structure(use, body(tools=tools).tools or [])
+    assert structure is not None
+    defs = json.loads(structure.text)["$defs"]
+    assert defs["tools.0"]["properties"]["kids"]["items"] == {"$ref": "#/$defs/tools.0"}
+    assert defs["tools.1"]["properties"]["x"] == {"$ref": "#/$defs/tools.1/$defs/name"}
+    assert defs["tools.2"]["$defs"]["name"] == {"type": "integer"}
+    assert defs["tools.3"] == kept
+    assert defs["tools.4"]["enum"] == [{"$ref": "#"}]
+    assert defs["tools.4"]["properties"]["enum"] == {"$ref": "#/$defs/tools.4"}
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
