@@ -31,6 +31,7 @@ from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
     kv_pool_service_pb2,
+    scheduler_service_pb2,
     types_pb2,
 )
 
@@ -220,9 +221,12 @@ def host_route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
 
 
 def host_route_from_proto(
-    message: types_pb2.Reservation | kv_pool_service_pb2.ReadLease,
+    message: types_pb2.Reservation
+    | kv_pool_service_pb2.ReadLease
+    | scheduler_service_pb2.WorkerPeer
+    | scheduler_service_pb2.PeerReport,
 ) -> HostRoute | None:
-    """The route to the blocks within their host; None if there is none."""
+    """The route within the host of the blocks or of the worker; None if there is none."""
     if not message.HasField("host_route"):
         return None
     return HostRoute(message.host_route.host_id, message.host_route.socket_path)

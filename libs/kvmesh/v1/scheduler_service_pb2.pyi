@@ -38,6 +38,8 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     """It serves, and workers of another checkpoint come or go."""
     GROUP_STATE_DRAINING: _GroupState.ValueType  # 5
     """It is to go, and something still runs."""
+    GROUP_STATE_CONNECTING: _GroupState.ValueType  # 6
+    """Its workers are there and connect to each other; none of them serves yet."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
     """Where a group is in its life."""
@@ -54,6 +56,8 @@ GROUP_STATE_UPGRADING: GroupState.ValueType  # 4
 """It serves, and workers of another checkpoint come or go."""
 GROUP_STATE_DRAINING: GroupState.ValueType  # 5
 """It is to go, and something still runs."""
+GROUP_STATE_CONNECTING: GroupState.ValueType  # 6
+"""Its workers are there and connect to each other; none of them serves yet."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
@@ -342,12 +346,15 @@ class FleetWorker(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    CONNECTING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Whose load it is, where `info` is left out because it is as it was."""
     health: _types_pb2.Health.ValueType
     """Level of its fault."""
     fault: _builtins.str
     """What is wrong, for people; empty if nothing is."""
+    connecting: _builtins.bool
+    """It takes nothing new, because peers of its group are not connected to it yet."""
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """What it is."""
@@ -369,10 +376,11 @@ class FleetWorker(_message.Message):
         worker_id: _builtins.str = ...,
         health: _types_pb2.Health.ValueType = ...,
         fault: _builtins.str = ...,
+        connecting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "fault", b"fault", "health", b"health", "info", b"info", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connecting", b"connecting", "detail", b"detail", "fault", b"fault", "health", b"health", "info", b"info", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,6 +637,7 @@ class RegisterWorkerRequest(_message.Message):
     ALIVE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """Registration."""
@@ -657,6 +666,10 @@ class RegisterWorkerRequest(_message.Message):
     def empty(self) -> Global___EmptyWorker:
         """Instead of `info`: it has no model yet. Sent again when it begins to load one."""
 
+    @_builtins.property
+    def peers(self) -> Global___PeerReport:
+        """Beside `info`, and beside `load` when it changed. Only from workers that check their peers."""
+
     def __init__(
         self,
         *,
@@ -667,16 +680,77 @@ class RegisterWorkerRequest(_message.Message):
         alive: Global___WorkerAlive | None = ...,
         adapters: Global___AdapterReport | None = ...,
         empty: Global___EmptyWorker | None = ...,
+        peers: Global___PeerReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "peers", b"peers", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "peers", b"peers", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive", "adapters", "empty"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
 Global___RegisterWorkerRequest: _TypeAlias = RegisterWorkerRequest  # noqa: Y015
+
+@_typing.final
+class PeerReport(_message.Message):
+    """How peers reach a worker, and which peers it reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ROUTE_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def host_route(self) -> _types_pb2.HostRoute:
+        """The way for peers on the same host; unset: by network only."""
+
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerCheck]:
+        """Of all peers that it was told and has tried."""
+
+    def __init__(
+        self,
+        *,
+        host_route: _types_pb2.HostRoute | None = ...,
+        checks: _abc.Iterable[Global___PeerCheck] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host_route", b"host_route"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "host_route", b"host_route"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerReport: _TypeAlias = PeerReport  # noqa: Y015
+
+@_typing.final
+class PeerCheck(_message.Message):
+    """What came of connecting to a peer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which peer."""
+    incarnation: _builtins.int
+    """Which life of it."""
+    problem: _builtins.str
+    """Why no KV can be sent there, 200 characters at most; empty: it can."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "problem", b"problem", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerCheck: _TypeAlias = PeerCheck  # noqa: Y015
 
 @_typing.final
 class WorkerAlive(_message.Message):
@@ -729,6 +803,7 @@ class RegisterWorkerResponse(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___WorkerAccepted:
         """Registered; report at this interval."""
@@ -753,6 +828,10 @@ class RegisterWorkerResponse(_message.Message):
     def assignment(self) -> _types_pb2.WorkerAssignment:
         """Load a model and register with it; for an empty worker."""
 
+    @_builtins.property
+    def peers(self) -> Global___WorkerPeers:
+        """Connect to these peers, in place of those told before, and report what comes of it."""
+
     def __init__(
         self,
         *,
@@ -762,16 +841,79 @@ class RegisterWorkerResponse(_message.Message):
         role: Global___WorkerRole | None = ...,
         adapters: Global___AdapterWishes | None = ...,
         assignment: _types_pb2.WorkerAssignment | None = ...,
+        peers: Global___WorkerPeers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "assignment", b"assignment", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "assignment", b"assignment", "cordon", b"cordon", "drain", b"drain", "order", b"order", "peers", b"peers", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "assignment", b"assignment", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "adapters", b"adapters", "assignment", b"assignment", "cordon", b"cordon", "drain", b"drain", "order", b"order", "peers", b"peers", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role", "adapters", "assignment"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role", "adapters", "assignment", "peers"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
 Global___RegisterWorkerResponse: _TypeAlias = RegisterWorkerResponse  # noqa: Y015
+
+@_typing.final
+class WorkerPeers(_message.Message):
+    """The peers to which a worker may have to send KV, or a bounded part of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPeer]:
+        """In any order."""
+
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___WorkerPeer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPeers: _TypeAlias = WorkerPeers  # noqa: Y015
+
+@_typing.final
+class WorkerPeer(_message.Message):
+    """A worker that receives KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    DATA_ENDPOINT_FIELD_NUMBER: _builtins.int
+    HOST_ROUTE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which worker."""
+    incarnation: _builtins.int
+    """Which life of it."""
+    @_builtins.property
+    def data_endpoint(self) -> _types_pb2.Endpoint:
+        """Where its data channel listens."""
+
+    @_builtins.property
+    def host_route(self) -> _types_pb2.HostRoute:
+        """The way for senders on the same host; unset: by network only."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        data_endpoint: _types_pb2.Endpoint | None = ...,
+        host_route: _types_pb2.HostRoute | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "host_route", b"host_route"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "host_route", b"host_route", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPeer: _TypeAlias = WorkerPeer  # noqa: Y015
 
 @_typing.final
 class EmptyWorker(_message.Message):
@@ -1120,6 +1262,7 @@ class GroupWorker(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    CONNECTING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which."""
     role: _types_pb2.Role.ValueType
@@ -1130,6 +1273,8 @@ class GroupWorker(_message.Message):
     """It has loaded its model."""
     closed: _builtins.bool
     """It gets nothing new: it is to go, or others of its group are awaited."""
+    connecting: _builtins.bool
+    """It gets nothing new, because peers of its group are not connected to it yet."""
     def __init__(
         self,
         *,
@@ -1138,10 +1283,11 @@ class GroupWorker(_message.Message):
         checkpoint: _builtins.str = ...,
         registered: _builtins.bool = ...,
         closed: _builtins.bool = ...,
+        connecting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "closed", b"closed", "registered", b"registered", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "closed", b"closed", "connecting", b"connecting", "registered", b"registered", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
