@@ -165,7 +165,7 @@ class Mesh:
         await self[name].ready()
 
     async def all_known(self) -> None:
-        """Waits until scheduler, kvmanager and gateway know all workers that run."""
+        """Waits until scheduler, kvmanager and gateway know all workers that run, connected."""
         count = len(self.workers)
 
         async def complete() -> bool:
@@ -173,6 +173,7 @@ class Mesh:
             kvmanager = await self["kvmanager"].metrics()
             return (
                 scheduler.value("kvmesh_scheduler_workers") == count
+                and not scheduler.value("kvmesh_scheduler_connecting_workers")
                 and kvmanager.value("kvmesh_kvmanager_streams") == count
                 and await self.is_ready()
             )

@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,9 +34,10 @@ from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.health import Verdict
 from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.seats import SILENT_AFTER_S
-from kvmesh.policy.view import FleetView, WorkerView
+from kvmesh.policy.view import FleetView
 from kvmesh.transfer.layouts import layout_words
 from services.scheduler.group_layouts import GroupLayouts
+from services.scheduler.member import Member, Routed, is_same_place, view_of, worker_of
 
 IN_FLIGHT_S = 0.5
 """Seconds that a plan counts as load of its workers, unless a later report shows it."""
@@ -59,6 +60,26 @@ class Membership:
     session: int
 
 
+class Standing(NamedTuple):
+    """How a member stands in its group.
+
+    Attributes:
+        serves: whether it is not held back.
+        session: number of its registration.
+        is_out: whether it drains or is ejected, so that no route chooses it anyway.
+    """
+
+    info: WorkerInfo
+    serves: bool
+    session: int
+    is_out: bool
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has registered with this scheduler, and is not only remembered."""
+        return self.session != _RESTORED
+
+
 @dataclass(frozen=True, slots=True)
 class FleetChange:
     """A worker that changed. `is_new` is False if only its load changed."""
@@ -73,51 +94,6 @@ class FleetChanges:
 
     workers: tuple[FleetChange, ...]
     gone: tuple[WorkerId, ...]
-
-
-@dataclass(slots=True)
-class _Member:
-    info: WorkerInfo
-    load: WorkerLoad
-    session: int
-    reported_at: float
-    expires_at: float
-    came_at: int
-    changed_at: int
-    detail: WorkerDetail = WorkerDetail()
-    reported: bool = False
-    verdict: Verdict = Verdict()
-    closed: bool = False
-    prefill_routes: deque[float] = field(default_factory=deque)
-    decode_routes: deque[float] = field(default_factory=deque)
-
-    def forget_route(self, routed: _Routed) -> bool:
-        """Removes a plan.
-
-        Returns False if it no longer counted: a report showed it, or the worker restarted.
-        """
-        counted = False
-        sides = (routed.prefill, self.prefill_routes), (routed.decode, self.decode_routes)
-        for worker_id, routes in sides:
-            if worker_id != self.info.worker_id or not routes or routes[0] > routed.at:
-                continue  # oldest first: a report has shown all older plans
-            if routed.at in routes:
-                routes.remove(routed.at)
-                counted = True
-        return counted
-
-    def forget_routes_before(self, moment: float) -> None:
-        for routes in (self.prefill_routes, self.decode_routes):
-            while routes and routes[0] <= moment:
-                routes.popleft()
-
-
-class _Routed(NamedTuple):
-    """The workers and the time of a request's last plan."""
-
-    at: float
-    prefill: WorkerId
-    decode: WorkerId
 
 
 class Fleet:
@@ -136,10 +112,10 @@ class Fleet:
 
     def __init__(self, lease_s: float, *, by_tokens: bool = True) -> None:
         self._lease_s = lease_s
-        self._members: dict[WorkerId, _Member] = {}
+        self._members: dict[WorkerId, Member] = {}
         # Its random numbers order workers of equal load; any fixed seed works.
         self._index = FleetIndex(random.Random(0), by_tokens=by_tokens)
-        self._routed: OrderedDict[RequestId, _Routed] = OrderedDict()  # oldest first
+        self._routed: OrderedDict[RequestId, Routed] = OrderedDict()  # oldest first
         self._counts = Counter[tuple[GroupKey, Role]]()
         self._layouts = GroupLayouts()
         self._fingerprints: dict[str, set[str]] = {}
@@ -157,8 +133,14 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._members)
 
-    def register(self, info: WorkerInfo, now: float) -> Membership | Refusal:
-        """Adds a worker. It replaces an older incarnation or connection of the same worker."""
+    def register(
+        self, info: WorkerInfo, now: float, *, waits: bool = False
+    ) -> Membership | Refusal:
+        """Adds a worker. It replaces an older incarnation or connection of the same worker.
+
+        Args:
+            waits: whether a worker that is new in its group is held back at first.
+        """
         if info.layout.block_size < 1 or info.num_blocks < 1:
             return Refusal(RefusalReason.INVALID, f"{info.worker_id} has no KV blocks")
         known = self._members.get(info.worker_id)
@@ -179,7 +161,7 @@ class Fleet:
                 "engine.model-name",
             )
         self._last_session += 1
-        self._insert(info, self._last_session, reported_at=now, now=now)
+        self._insert(info, self._last_session, reported_at=now, now=now, waits=waits)
         if known is not None and known.info.incarnation == info.incarnation:
             self._members[info.worker_id].detail = known.detail  # sent again only when it changes
         return Membership(info.worker_id, self._last_session)
@@ -202,7 +184,7 @@ class Fleet:
         member.reported_at = now
         member.expires_at = now + self._lease_s
         member.forget_routes_before(now - SETTLE_S)
-        self._index.update(_view_of(member))
+        self._index.update(view_of(member))
         if changed:
             self._note_change(urgent=urgent)
             member.changed_at = self.version
@@ -218,7 +200,7 @@ class Fleet:
             return self.report(membership, member.load, now)
         member.reported_at = now
         member.expires_at = now + self._lease_s
-        self._index.refresh(_view_of(member))
+        self._index.refresh(view_of(member))
         return True
 
     def judge(self, verdicts: Mapping[WorkerId, Verdict]) -> list[WorkerInfo]:
@@ -235,7 +217,7 @@ class Fleet:
             member.changed_at = self.version
             if is_news:
                 news.append(member.info)
-                self._index.update(_view_of(member))
+                self._index.update(view_of(member))
         return news
 
     def close(self, names: frozenset[WorkerId]) -> bool:
@@ -248,9 +230,37 @@ class Fleet:
                 member.closed = name in names
                 self._note_change(urgent=True)
                 member.changed_at = self.version
-                self._index.update(_view_of(member))
+                self._index.update(view_of(member))
         self.closed = names
         return True
+
+    def hold(self, names: Mapping[WorkerId, str]) -> bool:
+        """Holds back exactly these workers, each for a reason. Returns whether that is a change.
+
+        They get no new requests until they are connected to peers of their group.
+        """
+        is_change = False
+        for name, member in self._members.items():
+            reason = names.get(name)
+            if reason == member.hold:
+                continue
+            is_change = True
+            self._note_change(urgent=(reason is None) != (member.hold is None))
+            member.hold, member.changed_at = reason, self.version
+            self._index.update(view_of(member))
+        return is_change
+
+    @property
+    def held(self) -> dict[WorkerId, str]:
+        """The workers that `hold` names, with the reasons; empty while they are being checked."""
+        members = self._members.items()
+        return {name: each.hold for name, each in members if each.hold is not None}
+
+    def standings(self) -> Iterator[Standing]:
+        """How all members stand in their groups."""
+        for each in self._members.values():
+            is_out = each.load.draining or each.verdict.level >= Health.DEGRADED
+            yield Standing(each.info, each.hold is None, each.session, is_out)
 
     def reports(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
         """All members with their loads as reported."""
@@ -312,9 +322,9 @@ class Fleet:
         decode = prefill if plan.placement is Placement.AGGREGATED else plan.decode[0].worker_id
         self._members[prefill].prefill_routes.append(now)
         self._members[decode].decode_routes.append(now)
-        self._routed[request_id] = _Routed(now, prefill, decode)
+        self._routed[request_id] = Routed(now, prefill, decode)
         for name in dict.fromkeys((prefill, decode)):
-            self._index.update(_view_of(self._members[name]))
+            self._index.update(view_of(self._members[name]))
 
     def withdraw(self, request_id: RequestId) -> None:
         """Stops counting the last plan of a request that asks again."""
@@ -324,7 +334,7 @@ class Fleet:
         for name in dict.fromkeys((routed.prefill, routed.decode)):
             member = self._members.get(name)
             if member is not None and member.forget_route(routed):
-                self._index.update(_view_of(member))
+                self._index.update(view_of(member))
 
     def view(self, now: float) -> FleetView:
         """All members, for a decision at `now`."""
@@ -355,12 +365,12 @@ class Fleet:
 
     def workers(self) -> tuple[FleetWorker, ...]:
         """All members, for watchers."""
-        return tuple(_worker_of(member) for member in self._members.values())
+        return tuple(worker_of(member) for member in self._members.values())
 
     def workers_in_parts(self, count: int) -> Iterator[list[FleetWorker]]:
         """Yields the present members, `count` at a time, in their state at that time."""
         members = iter(tuple(self._members.values()))
-        while part := [_worker_of(member) for member in islice(members, count)]:
+        while part := [worker_of(member) for member in islice(members, count)]:
             yield part
 
     def changes_since(self, version: int) -> FleetChanges | None:
@@ -368,7 +378,7 @@ class Fleet:
         if len(self._gone) == MAX_GONE and version < self._gone[0][0]:
             return None
         changed = (member for member in self._members.values() if member.changed_at > version)
-        workers = (FleetChange(_worker_of(member), member.came_at > version) for member in changed)
+        workers = (FleetChange(worker_of(member), member.came_at > version) for member in changed)
         gone = {name: None for at, name in self._gone if at > version}
         return FleetChanges(tuple(workers), tuple(gone.keys() - self._members.keys()))
 
@@ -427,7 +437,15 @@ class Fleet:
         self._note_change(urgent=True)
         self._gone.append((self.version, worker_id))
 
-    def _insert(self, info: WorkerInfo, session: int, *, reported_at: float, now: float) -> None:
+    def _insert(
+        self,
+        info: WorkerInfo,
+        session: int,
+        *,
+        reported_at: float,
+        now: float,
+        waits: bool = False,
+    ) -> None:
         before = self._members.get(info.worker_id)
         if before is not None:
             self._counts[GroupKey.of(before.info), before.info.role] -= 1
@@ -435,7 +453,8 @@ class Fleet:
         self._counts[GroupKey.of(info), info.role] += 1
         self._layouts.add(info)
         self._note_change(urgent=True)
-        member = self._members[info.worker_id] = _Member(
+        held = "" if waits else None
+        member = self._members[info.worker_id] = Member(
             info=info,
             # Before its first report, a worker counts as idle and empty: it has just started.
             load=WorkerLoad(blocks_free=info.num_blocks),
@@ -445,11 +464,12 @@ class Fleet:
             came_at=self.version,
             changed_at=self.version,
             closed=info.worker_id in self.closed,
+            hold=before.hold if before is not None and is_same_place(before, info) else held,
         )
-        self._index.update(_view_of(member))
+        self._index.update(view_of(member))
         self.on_life(info.worker_id, info.incarnation)
 
-    def _current(self, membership: Membership) -> _Member | None:
+    def _current(self, membership: Membership) -> Member | None:
         member = self._members.get(membership.worker_id)
         return member if member is not None and member.session == membership.session else None
 
@@ -460,38 +480,3 @@ class Fleet:
             self._fingerprints.clear()
             self._labels.clear()
             self._lacking.clear()
-
-
-def _worker_of(member: _Member) -> FleetWorker:
-    verdict = member.verdict
-    return FleetWorker(
-        member.info,
-        _load_of(member),
-        member.detail,
-        member.reported,
-        member.reported_at,
-        verdict.level,
-        "" if verdict.level is Health.OK else verdict.reason.value,
-    )
-
-
-def _load_of(member: _Member) -> WorkerLoad:
-    """The load of a member. An ejected or closed worker or a spare counts as draining."""
-    is_spare = member.info.role is Role.SPARE
-    takes_none = member.verdict.level >= Health.DEGRADED or is_spare or member.closed
-    if not takes_none or member.load.draining:
-        return member.load
-    return replace(member.load, draining=True)
-
-
-def _view_of(member: _Member) -> WorkerView:
-    # A suspect is tried last, like a worker without recent reports.
-    is_suspect = member.verdict.level is Health.SUSPECT
-    return WorkerView(
-        member.info,
-        _load_of(member),
-        -math.inf if is_suspect else member.reported_at,
-        prefill_in_flight=len(member.prefill_routes),
-        decode_in_flight=len(member.decode_routes),
-        pending_tokens=member.load.pending_tokens,
-    )

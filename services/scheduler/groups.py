@@ -28,6 +28,7 @@ from kvmesh.policy.group_life import (
     is_member,
     wish_of,
 )
+from kvmesh.policy.peer_checks import CheckState
 from kvmesh.rpc.convert_group import group_view, stored_wish, wish_to_proto
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import scheduler_service_pb2 as pb
@@ -43,6 +44,16 @@ LEASE_TTL_S = 5.0
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 """Bounds in seconds of the pause between starts of workers that end before they register."""
+
+
+MOST_PROBLEMS = 3
+"""Number of workers whose problems are shown of a group."""
+
+WHAT_TO_DO = (
+    "These workers get no requests, and are tried again every few seconds. Compare "
+    "server.advertise_host, worker.data_port, server.secret_file and server.tls of both sides, and "
+    "the firewall between them."
+)
 
 
 Loads: TypeAlias = Mapping[WorkerId, WorkerLoad]
@@ -123,12 +134,12 @@ class Groups:
         here = self._loads() if wishes else {}
         closed: set[WorkerId] = set()
         for told in wishes.values():
-            wish, step = told, group_step(told, _members(told, kept, here))
+            wish, step = told, group_step(told, self._members(told, kept, here))
             if step.opens and leads:
                 # Stored first: a scheduler that takes over must not close workers that served.
                 wish = dataclasses.replace(told, opened=told.checkpoint)
                 await self._put(wish)
-                step = group_step(wish, _members(wish, kept, here))
+                step = group_step(wish, self._members(wish, kept, here))
             closed |= step.closed
             self._note(wish, step)
             if leads:
@@ -150,6 +161,19 @@ class Groups:
 
     def _loads(self) -> Loads:
         return {info.worker_id: load for info, load in self._fleet.reports()}
+
+    def _members(self, wish: GroupWish, kept: Iterable[Launched], here: Loads) -> list[GroupMember]:
+        held = self._fleet.held
+        return [
+            GroupMember(
+                each,
+                each.worker_id in here,
+                _is_idle(here.get(each.worker_id)),
+                _connection(held, each.worker_id),
+            )
+            for each in kept
+            if is_member(each) and each.spec.scenario == wish.scenario
+        ]
 
     async def _carry_out(
         self, wish: GroupWish, step: GroupStep, kept: Sequence[Launched], here: Loads
@@ -248,7 +272,7 @@ class Groups:
                 return "none of its workers, or those of several groups, are the launcher's"
             scenario = found.pop()
             wish = (await self._wishes()).get(scenario) or wish_of(kept, scenario)
-            state = group_step(wish, _members(wish, kept, self._loads())).state
+            state = group_step(wish, self._members(wish, kept, self._loads())).state
             if state is not GroupState.READY:
                 return f"the group is {state.value}"
             changed = wish.with_more(role, step)
@@ -272,21 +296,34 @@ class Groups:
         views = []
         for scenario in sorted(scenarios | wishes.keys()):
             wish = wishes.get(scenario) or wish_of(kept, scenario)
-            members = _members(wish, kept, here)
-            starts = self._starts.get(scenario, _Starts())
-            problem = ""
-            if starts.num_failed:
-                problem = f"its workers ended {starts.num_failed} times before they served"
+            members = self._members(wish, kept, here)
+            problem = self._problem_of(wish, members)
             views.append(group_view(wish, group_step(wish, members), members, problem))
         return views
 
+    def _problem_of(self, wish: GroupWish, members: Iterable[GroupMember]) -> str:
+        """Why a group does not get on, and what to do; empty if it does."""
+        starts = self._starts.get(wish.scenario, _Starts())
+        if starts.num_failed:
+            return f"its workers ended {starts.num_failed} times before they served"
+        held = self._fleet.held
+        problems = [f"{each.name}: {held[each.name]}" for each in members if held.get(each.name)]
+        if not problems:
+            return ""
+        more = f" (and {len(problems) - MOST_PROBLEMS} more workers)"
+        shown = "; ".join(problems[:MOST_PROBLEMS]) + (more if problems[MOST_PROBLEMS:] else "")
+        return f"{shown}. {WHAT_TO_DO}"
 
-def _members(wish: GroupWish, kept: Iterable[Launched], here: Loads) -> list[GroupMember]:
-    return [
-        GroupMember(each, each.worker_id in here, _is_idle(here.get(each.worker_id)))
-        for each in kept
-        if is_member(each) and each.spec.scenario == wish.scenario
-    ]
+
+def _connection(held: Mapping[WorkerId, str], name: WorkerId) -> CheckState:
+    """Whether a worker can exchange KV with its peers.
+
+    Args:
+        held: see `Fleet.held`.
+    """
+    if name not in held:
+        return CheckState.VERIFIED
+    return CheckState.FAILED if held[name] else CheckState.PENDING
 
 
 def _is_idle(load: WorkerLoad | None) -> bool:

@@ -85,6 +85,11 @@ WORKERS = Gauge(
     "Live workers",
     ("model", "checkpoint", "scenario", "cluster", "role"),
 )
+CONNECTING_WORKERS = Gauge(
+    "kvmesh_scheduler_connecting_workers",
+    "Workers without new requests because peers are not connected to them",
+    ("state",),
+)
 EMPTY_SPARES = Gauge(
     "kvmesh_scheduler_empty_spares", "Workers that wait without a model", ("cluster",)
 )

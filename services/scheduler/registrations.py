@@ -17,6 +17,7 @@ from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.rpc.convert_adapters import adapter_report_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
 from kvmesh.rpc.convert_empty import empty_spare_from_proto
+from kvmesh.rpc.convert_peers import peer_report_from_proto
 from kvmesh.rpc.convert_worker import role_to_proto, worker_info_from_proto, worker_load_from_proto
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.stream import incoming
@@ -33,6 +34,7 @@ from services.scheduler.config import FleetConfig
 from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
+from services.scheduler.peers import Peers
 
 log = event_logger(__name__)
 
@@ -77,6 +79,8 @@ class Registrations:
         self._closing = False
         self._counted_at = -1
         self.on_registered: Callable[[WorkerInfo], None] = lambda _info: None
+        self.peers: Peers | None = None
+        """Connects workers to each other; set before the first worker registers."""
         self.on_adapters: Callable[[WorkerInfo, AdapterReport], None] = lambda _info, _report: None
         """Called with a worker and what came of wishes for adapters there."""
 
@@ -120,7 +124,7 @@ class Registrations:
         """Handles one message. Returns False if the stream has to end."""
         kind, membership = request.WhichOneof("report"), stream.membership
         if kind == "info":
-            registered = self._register(worker_info_from_proto(request.info), stream.orders)
+            registered = self._register(request, stream.orders)
             if isinstance(registered, Refusal):
                 stream.refusal = registered
                 return False
@@ -155,6 +159,9 @@ class Registrations:
             return self._fleet.confirm(membership, now)
         if not self._fleet.report(membership, worker_load_from_proto(request.load), now):
             return False
+        if self.peers is not None and request.HasField("peers"):
+            info, _ = self._orders[membership.worker_id]
+            self.peers.note(info, peer_report_from_proto(request.peers))
         self._note_change()
         return True
 
@@ -197,8 +204,12 @@ class Registrations:
         """Marks that streams end because this service does, not because workers left."""
         self._closing = True
 
-    def _register(self, info: WorkerInfo, orders: Orders) -> Membership | Refusal:
-        registered = self._fleet.register(info, self._clock.now())
+    def _register(self, request: RegisterWorkerRequest, orders: Orders) -> Membership | Refusal:
+        info = worker_info_from_proto(request.info)
+        # A worker of an older version does not report on peers, and is not held back.
+        peers = self.peers if request.HasField("peers") else None
+        waits = peers is not None and peers.waits(info)
+        registered = self._fleet.register(info, self._clock.now(), waits=waits)
         if isinstance(registered, Refusal):
             return registered
         self._replace_orders(info, orders)
@@ -216,6 +227,8 @@ class Registrations:
             cluster=info.cluster,
             model=info.model,
         )
+        if peers is not None:
+            peers.arrived(info, peer_report_from_proto(request.peers))
         self._note_change()
         self.on_registered(info)
         return registered

@@ -73,7 +73,11 @@ class DurableRegistry:
     async def sync(self) -> None:
         """Writes members that are new or due, and removes those that left."""
         now = self._clock.now()
-        members = {info.worker_id: info for info in self._fleet.confirmed()}
+        # Workers that never served are not remembered as if they had.
+        held = self._fleet.held
+        members = {
+            info.worker_id: info for info in self._fleet.confirmed() if info.worker_id not in held
+        }
         for worker_id, info in members.items():
             before = self._written.get(worker_id)
             if before is not None and before[0] == info and now - before[1] < self._lease_s:

@@ -74,6 +74,7 @@ from services.scheduler.fleet import Fleet
 from services.scheduler.group_launcher import GroupLauncher
 from services.scheduler.groups import Groups, NoLauncherError
 from services.scheduler.health import FleetHealth
+from services.scheduler.peers import Peers
 from services.scheduler.planner import Planner
 from services.scheduler.registrations import Orders, Registrations, WorkerStream
 from services.scheduler.registry import DurableRegistry
@@ -322,6 +323,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     empties = EmptySpares(partial(_note_details, fleet, feed))
     feed.empty_spares = empties.all
     registrations = Registrations(fleet, feed, config.fleet, clock, empties)
+    _start_peers(context, registrations, Peers(fleet, feed, registrations.order, decisions, clock))
     kept = store or MemoryFleetStore(clock)
     adapters = Adapters(fleet, registrations, kept, owner=owner)
     context.spawn(adapters.run(), "adapters")
@@ -334,8 +336,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     launcher = _launcher(config, context)
     if launcher is not None:
         groups = GroupLauncher(launcher, fleet, empties, registrations.drain)
-        parts = fleet, feed, groups, kept, decisions, clock
-        servicer.groups = Groups(*parts, owner=owner)
+        servicer.groups = Groups(fleet, feed, groups, kept, decisions, clock, owner=owner)
         await _start_groups(config, context, planner, servicer.groups)
     substitutes = Substitutes(
         fleet, feed, planner, decisions, clock, empties, changes=changes, launcher=launcher
@@ -352,6 +353,12 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.spawn(substitutes.run(), "substitutes")
     context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, index, planner, decisions)
+
+
+def _start_peers(context: ServiceContext, registrations: Registrations, peers: Peers) -> None:
+    registrations.peers = peers
+    context.show("/debug/peers", peers.shown)
+    context.spawn(peers.run(), "peers")
 
 
 async def _start_groups(

@@ -175,6 +175,8 @@ def state_of(worker: FleetWorker) -> str:
         return worker.health.name.lower()
     if worker.info.role is Role.SPARE:
         return "spare"
+    if worker.connecting:
+        return "connecting"
     return "draining" if worker.load.draining else "ready"
 
 

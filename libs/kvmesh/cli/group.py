@@ -284,6 +284,7 @@ def described(view: GroupView) -> dict[str, Any]:
                 "checkpoint": each.checkpoint,
                 "registered": each.registered,
                 "closed": each.closed,
+                "connecting": each.connecting,
             }
             for each in view.workers
         ],
@@ -313,4 +314,6 @@ def _says(view: GroupView) -> str:
 def _shown(worker: GroupWorker) -> str:
     if not worker.registered:
         return f"{worker.worker_id} (starts)"
+    if worker.connecting:
+        return f"{worker.worker_id} (connecting)"
     return f"{worker.worker_id} (closed)" if worker.closed else worker.worker_id

@@ -88,6 +88,8 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
     state = "draining" if load.draining else "ready"
     if info.role is Role.SPARE:
         state = "spare"
+    elif worker.connecting:
+        state = "connecting"
     cached = min(detail.blocks_cached, load.blocks_free)
     return {
         "id": info.worker_id,
@@ -95,6 +97,7 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
         "cluster": info.cluster,
         "group": f"{group.name} {group.model} {group.checkpoint}",
         "state": "cordoned" if detail.cordoned else state,
+        "fault": worker.fault,
         "missing_native": list(info.missing_native),
         "incarnation": info.incarnation,
         "address": str(info.control_endpoint),

@@ -124,6 +124,7 @@ class FleetWorker:
         reported_at: when its load arrived, in seconds of the scheduler's clock.
         health: level of its fault; a DEGRADED or DEAD worker is also shown as draining.
         fault: description of its fault, for people.
+        connecting: whether it gets nothing new because peers of its group are not connected to it.
     """
 
     info: WorkerInfo
@@ -133,3 +134,4 @@ class FleetWorker:
     reported_at: float = field(default=0.0, compare=False)  # not sent either
     health: Health = Health.OK
     fault: str = ""
+    connecting: bool = False

@@ -1,9 +1,11 @@
 """Lifecycle of a P/D group: its wanted state, and the next steps towards it. Pure.
 
-The steps depend only on the wish, on the launchers' workers and on their registrations, so a
-scheduler that restarts in any state continues where another one stopped. A group begins to serve
-(its entrance opens) when all its wanted workers are ready for the first time, and then serves as
-long as it has any. A leaving worker is closed first, and ends when nothing runs there any more.
+The steps depend only on the wish, on the launchers' workers, on their registrations and on the
+checked connections between them, so a scheduler that restarts in any state continues where another
+one stopped. A group begins to serve (its entrance opens) when all its wanted workers are ready for
+the first time and have been checked, and then serves as long as it has any. Workers that cannot be
+connected do not keep the others from serving. A leaving worker is closed first, and ends when
+nothing runs there any more.
 Source: P/D-Serve 3.2 and 3.3. Tests: tests/unit/policy/test_group_life.py.
 """
 
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.launch import Launched, LaunchSpec
 from kvmesh.core.types import Role, WorkerId
+from kvmesh.policy.peer_checks import CheckState
 
 _SIDES = (Role.PREFILL, Role.DECODE, Role.HYBRID)
 
@@ -26,9 +29,11 @@ class GroupState(enum.Enum):
 
     GATHERING = "gathering"
     """Its workers start, and none serves yet."""
+    CONNECTING = "connecting"
+    """Its workers are there, but too few of them are connected to each other to serve."""
     READY = "ready"
     CHANGING = "changing"
-    """It serves, while workers start, or finish their requests before they leave."""
+    """It serves, while workers start, connect, or finish their requests before they leave."""
     UPGRADING = "upgrading"
     """Workers of two checkpoints exist: the old ones serve until all new ones are ready."""
     DRAINING = "draining"
@@ -80,16 +85,23 @@ class GroupMember:
     Attributes:
         registered: whether it has registered, so has loaded its model.
         idle: whether no request runs there.
+        peers: whether it can exchange KV with its peers in the group, once it has registered.
     """
 
     launched: Launched
     registered: bool = False
     idle: bool = True
+    peers: CheckState = CheckState.VERIFIED
 
     @property
     def name(self) -> WorkerId:
         """Name of the worker."""
         return self.launched.worker_id
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is ready, and can exchange KV with its peers."""
+        return self.registered and self.peers is CheckState.VERIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +153,18 @@ def group_step(wish: GroupWish, members: Sequence[GroupMember]) -> GroupStep:
     start: list[LaunchSpec] = []
     stay: list[GroupMember] = []
     for role in _SIDES:
-        # Registered workers are kept before others, then those with lower numbers.
+        # Connected workers are kept before others, then those with lower numbers.
         side = sorted(
             (each for each in wished if each.launched.spec.role is role),
-            key=lambda each: (not each.registered, _order(each.name)),
+            key=lambda each: (not each.is_connected, not each.registered, _order(each.name)),
         )
         stay += side[: wish.count(role)]
         missing = wish.count(role) - len(side)
         start += [LaunchSpec(role, wish.scenario, wish.checkpoint)] * max(missing, 0)
     is_complete = not start and all(each.registered for each in stay)
     is_open = wish.opened == wish.checkpoint
-    opens = is_complete and not is_open and bool(stay)
+    may_open = _may_open(stay, others_serve=bool(others) and wish.opened is not None)
+    opens = is_complete and not is_open and may_open
     staying = {each.name for each in stay}
     leaving = [each for each in wished if each.name not in staying]
     closed: set[WorkerId] = set()
@@ -162,25 +175,56 @@ def group_step(wish: GroupWish, members: Sequence[GroupMember]) -> GroupStep:
     if not (is_open or opens):
         closed |= staying
     stop = tuple(each.name for each in leaving if each.idle)
-    state = _state(wish, others, is_complete=is_complete, is_open=is_open, leaves=bool(leaving))
+    is_whole = is_complete and all(each.is_connected for each in stay)
+    serves = opens or (is_open and _can_serve(stay))
+    state = _state(
+        wish,
+        upgrades=bool(others),
+        is_open=is_open,
+        lacks_peers=is_complete and not is_whole and not serves,
+        is_done=is_whole and not leaving,
+        leaves=bool(leaving),
+    )
     return GroupStep(state, opens, frozenset(closed), tuple(start), stop)
+
+
+def _can_serve(workers: Sequence[GroupMember]) -> bool:
+    """Whether enough workers are connected: a prefill and a decode worker, or a hybrid one."""
+    roles = {each.launched.spec.role for each in workers if each.is_connected}
+    return Role.HYBRID in roles or roles >= {Role.PREFILL, Role.DECODE}
+
+
+def _may_open(workers: Sequence[GroupMember], *, others_serve: bool) -> bool:
+    """Whether the entrance may open, once all workers are ready.
+
+    The first result for each is awaited. Workers that cannot be connected then stay closed, and do
+    not hold up the group. While workers of another checkpoint serve, all new ones must be connected
+    before they take over.
+    """
+    if all(each.is_connected for each in workers):
+        return bool(workers)
+    is_checked = all(each.peers is not CheckState.PENDING for each in workers)
+    return is_checked and not others_serve and _can_serve(workers)
 
 
 def _state(
     wish: GroupWish,
-    others: Sequence[GroupMember],
     *,
-    is_complete: bool,
+    upgrades: bool,
     is_open: bool,
+    lacks_peers: bool,
+    is_done: bool,
     leaves: bool,
 ) -> GroupState:
     if wish.removing:
         return GroupState.DRAINING if leaves else GroupState.GONE
-    if not is_open:
-        return GroupState.UPGRADING if others else GroupState.GATHERING
-    if others:
+    if upgrades:
         return GroupState.UPGRADING
-    return GroupState.READY if is_complete and not leaves else GroupState.CHANGING
+    if lacks_peers:
+        return GroupState.CONNECTING
+    if not is_open:
+        return GroupState.GATHERING
+    return GroupState.READY if is_done else GroupState.CHANGING
 
 
 def _order(name: str) -> tuple[str, int]:

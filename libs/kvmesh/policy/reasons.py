@@ -70,7 +70,7 @@ def no_workers(
         everyone: workers of all models.
     """
     if served:
-        found = f"all {len(served)} workers of it are draining"
+        found = f"all {len(served)} workers of it are draining, or connecting to their group"
     elif everyone:
         found = f"served are {', '.join(sorted({worker.info.model for worker in everyone}))}"
     elif query.fingerprint:

@@ -14,6 +14,7 @@ MOST_WORKERS = 1024
 
 _STATES = {
     GroupState.GATHERING: pb.GROUP_STATE_GATHERING,
+    GroupState.CONNECTING: pb.GROUP_STATE_CONNECTING,
     GroupState.READY: pb.GROUP_STATE_READY,
     GroupState.CHANGING: pb.GROUP_STATE_CHANGING,
     GroupState.UPGRADING: pb.GROUP_STATE_UPGRADING,
@@ -79,6 +80,7 @@ def group_view(
             checkpoint=each.launched.spec.checkpoint,
             registered=each.registered,
             closed=each.name in step.closed,
+            connecting=each.registered and not each.is_connected,
         )
         for each in members
     ]

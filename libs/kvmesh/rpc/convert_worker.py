@@ -280,6 +280,7 @@ def fleet_worker_to_proto(
         detail=worker_detail_to_proto(worker.detail) if with_detail else None,
         health=_HEALTH[worker.health],
         fault=worker.fault,
+        connecting=worker.connecting,
     )
 
 
@@ -291,6 +292,7 @@ def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> Fleet
         worker_detail_from_proto(message.detail),
         health=health_from_proto(message.health),
         fault=message.fault,
+        connecting=message.connecting,
     )
 
 

@@ -61,5 +61,6 @@ class FleetMirror:
                 detail=worker_detail_from_proto(each.detail),
                 health=health_from_proto(each.health),
                 fault=each.fault,
+                connecting=each.connecting,
             )
         self._version = message.version

@@ -15,10 +15,12 @@ import grpc
 from kvmesh.core.adapters import AdapterReport, AdapterWishes
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.peers import Peer, PeerReport
 from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_adapters import adapter_report_to_proto, adapter_wishes_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
+from kvmesh.rpc.convert_peers import peer_report_to_proto, peers_from_proto
 from kvmesh.rpc.convert_worker import role_from_proto, worker_info_to_proto, worker_load_to_proto
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
@@ -80,6 +82,19 @@ class OperatorHooks:
     on_adapters: Callable[[AdapterWishes], None]
 
 
+@dataclass(frozen=True, slots=True)
+class PeerHooks:
+    """A worker's connections to its peers.
+
+    Attributes:
+        on_peers: called with a scheduler and the peers that it names.
+        report: returns the results so far; called for each report of the load.
+    """
+
+    on_peers: Callable[[str, tuple[Peer, ...]], None]
+    report: Callable[[], PeerReport]
+
+
 class SchedulerRegistration:
     """Keeps a worker registered with all schedulers, over restarts and broken connections.
 
@@ -88,6 +103,7 @@ class SchedulerRegistration:
         load: returns the worker's load; called for each report.
         on_drain: called with a reason when a scheduler orders the worker to drain.
         operator: without it the worker shows no details and ignores other orders.
+        peers: without it schedulers do not wait for its connections to peers.
     """
 
     def __init__(
@@ -99,8 +115,11 @@ class SchedulerRegistration:
         access: MeshAccess = NO_ACCESS,
         *,
         operator: OperatorHooks | None = None,
+        peers: PeerHooks | None = None,
     ) -> None:
-        self._links = [_Link(target, info, load, on_drain, access, operator) for target in targets]
+        self._links = [
+            _Link(target, info, load, on_drain, access, operator, peers) for target in targets
+        ]
 
     @property
     def num_registered(self) -> int:
@@ -167,6 +186,7 @@ class _Link:
         on_drain: Callable[[str], None],
         access: MeshAccess,
         operator: OperatorHooks | None,
+        peers: PeerHooks | None,
     ) -> None:
         self.registered = asyncio.Event()
         self._target = target
@@ -175,6 +195,8 @@ class _Link:
         self._on_drain = on_drain
         self._access = access
         self._operator = operator
+        self._peers = peers
+        self._told_peers: PeerReport | None = None
         self._detail_due_at = 0.0
         self._interval_s = FIRST_INTERVAL_S
         self._alive_interval_s = 0.0
@@ -198,8 +220,7 @@ class _Link:
         self._info = worker_info_to_proto(info)
         self._detail_due_at = 0.0
         if self._stream is not None and self._stream.connected and not self._leaving:
-            self._stream.send(RegisterWorkerRequest(info=self._info))
-            self._send_load(self._stream)
+            self._send_info(self._stream)
 
     def report_adapters(self, report: AdapterReport) -> None:
         if self._stream is not None and self._stream.connected and not self._leaving:
@@ -269,7 +290,19 @@ class _Link:
     def _send_load(self, stream: RegistrationStream) -> None:
         self._told_load = self._load()
         self._told_at = asyncio.get_running_loop().time()
-        stream.send(RegisterWorkerRequest(load=worker_load_to_proto(self._told_load)))
+        message = RegisterWorkerRequest(load=worker_load_to_proto(self._told_load))
+        if self._peers is not None and (report := self._peers.report()) != self._told_peers:
+            self._told_peers = report
+            message.peers.CopyFrom(peer_report_to_proto(report))
+        stream.send(message)
+
+    def _send_info(self, stream: RegistrationStream) -> None:
+        message = RegisterWorkerRequest(info=self._info)
+        if self._peers is not None:
+            self._told_peers = self._peers.report()
+            message.peers.CopyFrom(peer_report_to_proto(self._told_peers))
+        stream.send(message)
+        self._send_load(stream)
 
     def _send_detail(self, stream: RegistrationStream) -> None:
         now = asyncio.get_running_loop().time()
@@ -287,8 +320,7 @@ class _Link:
             return
         self._detail_due_at = 0.0
         self._told_detail = None  # a scheduler that has just started has no details
-        self._stream.send(RegisterWorkerRequest(info=self._info))
-        self._send_load(self._stream)
+        self._send_info(self._stream)
 
     def _on_down(self, reason: str) -> None:
         self.registered.clear()
@@ -321,6 +353,8 @@ class _Link:
                     told = message.role
                     scenario = told.scenario if told.HasField("scenario") else None
                     self._operator.on_role(role, scenario, told.reason)
+            case "peers" if self._peers is not None:
+                self._peers.on_peers(self._target, peers_from_proto(message.peers))
             case "adapters" if self._operator is not None:
                 self._operator.on_adapters(adapter_wishes_from_proto(message.adapters))
             case _:

@@ -26,13 +26,14 @@ from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
-from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
+from kvmesh.rpc.registration import OperatorHooks, PeerHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.chain_metrics import ChainMetrics
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.device_watch import with_device_errors
 from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.native_code import native_levels
+from kvmesh.runtime.peer_connector import PeerConnector
 from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole, PrefixWays
@@ -126,6 +127,7 @@ class Worker:
             observer=self._metrics.observe_transfer,
         )
         context.stack.push_async_callback(self.channels.close)
+        self.peers = PeerConnector(self.worker_id, self.channels.open, self._notify)
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
         self.core.set_rules(self.decode.pace.rules(self.role))
         arriving, fetch = self.decode.arriving, self._config.fetch
@@ -151,17 +153,13 @@ class Worker:
             self.query_metrics,
             self.channels.egress,
         )
-        sources = PrefixSources(self.core, self.fetcher, self.queries)
+        reads = PrefixSources(self.core, self.fetcher, self.queries)
+        sources = reads if self._config.fetch.enabled else None
         self.prefill = PrefillRole(
             parts,
             self.channels,
             self.decode,
-            PrefixWays(
-                sources if self._config.fetch.enabled else None,
-                self.queries,
-                self.tiers,
-                self._chain(parts),
-            ),
+            PrefixWays(sources, self.queries, self.tiers, self._chain(parts)),
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
         )
@@ -210,11 +208,7 @@ class Worker:
 
     async def _listen_for_kv(self) -> Endpoint:
         self.answers = answer_queries(
-            self._runner,
-            self.core,
-            self.decode.arriving,
-            self.pool,
-            self.query_metrics,
+            *(self._runner, self.core, self.decode.arriving, self.pool, self.query_metrics),
             self._config.fetch.max_queries,
         )
         server = DataServer(
@@ -240,7 +234,7 @@ class Worker:
         )
         endpoint = Endpoint(self._context.host, bound.endpoint.port)
         self.decode.arriving.data_endpoint = self.pool.data_endpoint = endpoint
-        self.decode.arriving.host_route = self.pool.host_route = bound.route
+        self.decode.arriving.host_route = self.pool.host_route = self.peers.host_route = bound.route
         return endpoint
 
     def _channel_identity(self) -> ChannelIdentity:
@@ -289,11 +283,13 @@ class Worker:
             self._ordered_to_drain,
             self._context.access,
             operator=OperatorHooks(self.detail, *orders),
+            peers=PeerHooks(self.peers.name, self.peers.report),
         )
         self.wait_registered = self._registration.wait_registered
         self._adapters.on_report = self._registration.report_adapters
         self._context.spawn(self._registration.run(), "registration")
         self._context.spawn(self._adapters.run(), "adapters")
+        self._context.spawn(self.peers.run(), "peers")
         self._publisher: BlockPublisher | None = None
         if section.kvmanager_target:
             self.copies = PoolCopies(

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.peers import Peer
 from kvmesh.core.types import Endpoint, HostRoute, Reservation, WorkerId
 from kvmesh.policy.link import LinkView
 from kvmesh.transfer.alignment import Run, tabled
@@ -91,6 +92,11 @@ class _Address(NamedTuple):
     endpoint: Endpoint
     route: HostRoute | None
 
+    @classmethod
+    def of(cls, reservation: Reservation) -> _Address:
+        peer = PeerKey(reservation.worker_id, reservation.incarnation)
+        return cls(peer, reservation.data_endpoint, reservation.host_route)
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -160,6 +166,16 @@ class ChannelPool:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
 
+    async def open(self, peer: Peer) -> None:
+        """Opens the channel to a peer, greeting included, so that transfers find it open.
+
+        Raises:
+            RefusedError: the peer refused, for instance because of its secret or layout.
+            LostError: no channel leads to the peer.
+        """
+        key = PeerKey(peer.worker_id, peer.incarnation)
+        await self._channel(_Address(key, peer.data_endpoint, peer.host_route))
+
     async def put(
         self,
         reservation: Reservation,
@@ -188,7 +204,7 @@ class ChannelPool:
         num_bytes = num_blocks * (self._block_bytes if part is None else part.size)
         num_calls = len(runs) if part is None else num_blocks
         assert num_bytes > 0, "nothing to send"
-        channel, key = await self._channel(reservation)
+        channel, key = await self._channel(_Address.of(reservation))
         meter = self._meters.of(key)
         now = asyncio.get_running_loop().time
         started = now()
@@ -227,7 +243,7 @@ class ChannelPool:
             LostError: the channel died or stalled. The receiver may or may not have committed;
                 calling again is safe.
         """
-        channel, key = await self._channel(reservation)
+        channel, key = await self._channel(_Address.of(reservation))
         try:
             await channel.commit(reservation, first_token_id, num_tokens)
         except RefusedError:
@@ -306,9 +322,7 @@ class ChannelPool:
             if slot.is_open or slot.num_callers > 0
         }
 
-    async def _channel(self, reservation: Reservation) -> tuple[SendChannel, LinkKey]:
-        peer = PeerKey(reservation.worker_id, reservation.incarnation)
-        address = _Address(peer, reservation.data_endpoint, reservation.host_route)
+    async def _channel(self, address: _Address) -> tuple[SendChannel, LinkKey]:
         slot = self._slots.get(address)
         if slot is not None and slot.is_open:
             assert slot.channel is not None
@@ -317,7 +331,7 @@ class ChannelPool:
             # Peers come back with new incarnations: forget the channels that ended.
             for key in [k for k, s in self._slots.items() if not s.is_open and not s.num_callers]:
                 del self._slots[key]
-            slot = self._slots[address] = _Slot(LinkKey(peer.worker_id, "", "sent"))
+            slot = self._slots[address] = _Slot(LinkKey(address.peer.worker_id, "", "sent"))
         slot.num_callers += 1
         try:
             async with slot.opening:

@@ -72,3 +72,16 @@ def test_what_people_see() -> None:
         ["1 prefill, 2 decode"],
         ["decode-0 (closed)"],
     ]
+
+
+def test_a_worker_that_connects_is_shown_as_such() -> None:
+    worker = pb.GroupWorker(
+        worker_id="decode-0", role=ROLE_DECODE, registered=True, closed=True, connecting=True
+    )
+    problem = "decode-0: prefill-0 cannot send KV to it"
+    state = pb.GROUP_STATE_CONNECTING
+    view = pb.GroupView(state=state, workers=[worker], problem=problem)
+    assert described(view)["workers"][0]["connecting"]
+    columns = [list(column.cells) for column in table_of([view]).columns]
+    assert columns[1] == [f"connecting: {problem}"]
+    assert columns[4] == ["decode-0 (connecting)"]

@@ -17,6 +17,9 @@ from kvmesh.policy.group_life import (
     is_member,
     wish_of,
 )
+from kvmesh.policy.peer_checks import CheckState
+
+PENDING, VERIFIED, FAILED = CheckState.PENDING, CheckState.VERIFIED, CheckState.FAILED
 
 
 class Group:
@@ -32,6 +35,7 @@ class Group:
         """One look of a scheduler, which may be another one each time."""
         step = group_step(self.wish, list(self.members.values()))
         if step.opens:
+            self.check_open()
             self.wish = dataclasses.replace(self.wish, opened=self.wish.checkpoint)
         for name in step.stop:
             assert self.members[name].idle
@@ -49,12 +53,34 @@ class Group:
         )
         return step.state
 
-    def note(self, name: str, *, registered: bool | None = None, idle: bool | None = None) -> None:
+    def check_open(self) -> None:
+        """Those with which the entrance opens can serve; others are replaced by as many."""
+        specs = {name: each.launched.spec for name, each in self.members.items()}
+        connected = [
+            specs[name].role
+            for name, each in self.members.items()
+            if each.is_connected and specs[name].checkpoint == self.wish.checkpoint
+        ]
+        assert set(connected) >= {Role.PREFILL, Role.DECODE} or Role.HYBRID in connected
+        checkpoints = {spec.checkpoint for spec in specs.values()}
+        if self.wish.opened is not None and len(checkpoints) > 1:
+            counts = {role: self.wish.count(role) for role in connected}
+            assert all(connected.count(role) >= count for role, count in counts.items())
+
+    def note(
+        self,
+        name: str,
+        *,
+        registered: bool | None = None,
+        idle: bool | None = None,
+        peers: CheckState | None = None,
+    ) -> None:
         before = self.members[WorkerId(name)]
         self.members[WorkerId(name)] = GroupMember(
             before.launched,
             before.registered if registered is None else registered,
             before.idle if idle is None else idle,
+            before.peers if peers is None else peers,
         )
 
     def load(self) -> None:
@@ -89,6 +115,80 @@ def test_nobody_serves_before_all_are_there() -> None:
     assert group.serving_checkpoints[-1] == {"/m/one"}
     assert group.step() is GroupState.READY
     assert group.names() == {"prefill-0", "decode-1"}
+
+
+def loaded(wish: GroupWish = TWO, **peers: CheckState) -> Group:
+    """All are there; roles that are named are connected like that."""
+    group = Group(wish)
+    group.step()
+    for name in group.names():
+        group.note(name, registered=True, peers=peers.get(name.partition("-")[0], VERIFIED))
+    return group
+
+
+def test_the_entrance_opens_when_peers_are_connected() -> None:
+    group = loaded(decode=PENDING)
+    assert group.step() is GroupState.CONNECTING
+    group.note("decode-1", peers=FAILED)
+    assert group.step() is GroupState.CONNECTING
+    assert group.serving_checkpoints[-1] == set()
+    group.note("decode-1", peers=VERIFIED)
+    group.step()
+    assert group.step() is GroupState.READY
+    assert group.serving_checkpoints[-1] == {"/m/one"}
+
+
+def test_a_worker_that_cannot_be_connected_does_not_hold_up_the_group() -> None:
+    group = loaded(dataclasses.replace(TWO, decode=2))
+    group.note("decode-1", peers=FAILED)
+    group.note("decode-2", peers=PENDING)
+    assert group.step() is GroupState.CONNECTING, "its first result is awaited"
+    group.note("decode-2", peers=VERIFIED)
+    group.step()
+    assert group.step() is GroupState.CHANGING, "it serves, and is not as wished"
+    group.wish = dataclasses.replace(group.wish, decode=1)
+    group.step()
+    assert group.names() == {"prefill-0", "decode-2"}, "that one is given up first"
+    assert group.step() is GroupState.READY
+
+
+def test_a_group_without_a_connected_pair_does_not_open_and_hybrids_need_none() -> None:
+    assert loaded(prefill=FAILED).step() is GroupState.CONNECTING
+    both = GroupWish("chat", "/m/one", hybrid=1, prefill=1)
+    group = loaded(both, prefill=FAILED)
+    group.step()
+    assert group.step() is GroupState.CHANGING
+    assert group.serving_checkpoints[-1] == {"/m/one"}
+
+
+def test_an_open_group_whose_workers_lose_each_other_says_so() -> None:
+    group = ready()
+    group.note("decode-1", peers=FAILED)
+    assert group.step() is GroupState.CONNECTING
+    group.note("decode-1", peers=VERIFIED)
+    assert group.step() is GroupState.READY
+
+
+def test_an_upgrade_takes_over_only_when_all_new_workers_are_connected() -> None:
+    group = ready(dataclasses.replace(TWO, decode=2))
+    group.wish = dataclasses.replace(group.wish, checkpoint="/m/two")
+    group.step()
+    group.load()
+    group.note("decode-4", peers=FAILED)
+    for _ in range(3):
+        assert group.step() is GroupState.UPGRADING
+        assert group.serving_checkpoints[-1] == {"/m/one"}
+    group.note("decode-4", peers=VERIFIED)
+    group.step()
+    assert group.step() is GroupState.READY
+    assert group.serving_checkpoints[-1] == {"/m/two"}
+
+
+def test_a_group_that_connects_can_be_removed() -> None:
+    group = loaded(decode=FAILED)
+    group.wish = dataclasses.replace(group.wish, removing=True)
+    group.step()
+    assert group.step() is GroupState.GONE
 
 
 def test_who_is_lost_later_closes_nobody_else() -> None:
@@ -183,13 +283,20 @@ def test_one_more_or_less_of_one_side_changes_nothing_else() -> None:
 
 
 @given(
+    st.booleans(),
     st.lists(
-        st.sampled_from(["step", "load", "grow", "shrink", "upgrade", "lose", "busy"]), max_size=40
-    )
+        st.sampled_from(
+            ["step", "load", "grow", "shrink", "upgrade", "lose", "busy", "cut", "try", "join"]
+        ),
+        max_size=40,
+    ),
 )
 @pytest.mark.filterwarnings("ignore")
-def test_whatever_happens_it_ends_as_wished_and_serves_meanwhile(events: list[str]) -> None:
-    group = ready()
+def test_whatever_happens_it_ends_as_wished_and_serves_meanwhile(
+    is_new: bool, events: list[str]
+) -> None:
+    group = Group(TWO) if is_new else ready()
+    group.step()
     for number, event in enumerate(events):
         wish, names = group.wish, sorted(group.members)
         if event == "grow":
@@ -202,13 +309,16 @@ def test_whatever_happens_it_ends_as_wished_and_serves_meanwhile(events: list[st
             group.note(names[number % len(names)], registered=False)
         elif event == "busy":
             group.note(names[number % len(names)], idle=False)
+        elif event in ("cut", "try", "join"):
+            state = {"cut": FAILED, "try": PENDING, "join": VERIFIED}[event]
+            group.note(names[number % len(names)], peers=state)
         elif event == "load":
             group.load()
         group.step()
     for _ in range(4):
         group.load()
         for name in list(group.members):
-            group.note(name, idle=True)
+            group.note(name, idle=True, peers=VERIFIED)
         group.step()
     assert group.step() is GroupState.READY
     specs = [each.launched.spec for each in group.members.values()]

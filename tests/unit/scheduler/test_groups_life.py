@@ -140,6 +140,45 @@ async def test_a_group_of_another_scenario_comes_and_goes() -> None:
     assert set(parts.starter.kept) == set(HOME)
 
 
+async def test_a_group_connects_before_it_opens_whichever_scheduler_looks() -> None:
+    parts = Grouped()
+    await parts.groups.apply(GroupWish("chat", prefill=1, decode=1))
+    await parts.look()
+    parts.register()
+    decode = WorkerId("new-2")
+    for reason in ("", "p cannot send KV to it: no route to host"):
+        parts.fleet.hold({decode: reason})
+        for _ in range(2):
+            await parts.look()
+            parts.renew()
+        assert await parts.states() == {"": "ready", "chat": "connecting"}
+        assert parts.fleet.closed == {"new-1", decode}
+    view = (await parts.groups.views())[1]
+    assert view.problem.startswith("new-2: p cannot send KV to it: no route to host. ")
+    assert "worker.data_port" in view.problem
+    assert [each.connecting for each in view.workers] == [False, True]
+    parts.fleet.hold({})
+    await parts.look()
+    await parts.look()
+    assert await parts.states() == {"": "ready", "chat": "ready"}
+    assert parts.fleet.closed == frozenset()
+
+
+async def test_a_worker_that_cannot_be_connected_leaves_an_open_group_open() -> None:
+    parts = Grouped()
+    await parts.groups.apply(GroupWish("", prefill=1, decode=2))
+    await parts.look()
+    parts.register()
+    parts.fleet.hold({WorkerId("new-1"): "p0 cannot send KV to it: no route to host"})
+    await parts.look()
+    assert await parts.states() == {"": "changing"}
+    assert await parts.decoders() == ["d0"]
+    parts.fleet.hold({})
+    await parts.look()
+    assert await parts.states() == {"": "ready"}
+    assert await parts.decoders() == ["d0", "new-1"]
+
+
 async def test_workers_that_end_at_their_start_are_not_started_all_the_time() -> None:
     parts = Grouped()
     await parts.groups.apply(GroupWish("", "/m/none", prefill=1, decode=1))

@@ -51,6 +51,19 @@ async def test_next_scheduler_starts_with_the_members_of_the_last() -> None:
     assert [each.info for each in after.fleet.workers()] == [info]
 
 
+async def test_a_worker_that_waits_for_its_peers_is_not_remembered_as_one_that_served() -> None:
+    clock = ManualClock()
+    store = MemoryFleetStore(clock)
+    before = Parts(store, clock)
+    before.fleet.register(worker_info("p"), clock.now())
+    before.fleet.register(worker_info("q"), clock.now(), waits=True)
+    await before.registry.sync()
+    assert set(await store.list_workers()) == {"p"}
+    before.fleet.hold({})
+    await before.registry.sync()
+    assert set(await store.list_workers()) == {"p", "q"}
+
+
 async def test_entries_are_renewed_and_leavers_removed() -> None:
     clock = ManualClock()
     store = MemoryFleetStore(clock)

@@ -165,7 +165,7 @@ function workerNode(node, form) {
   return svg(
     "g",
     { class: "node", "data-role": worker.role, "data-state": worker.state, transform: `translate(${node.x} ${node.y})` },
-    svg("title", {}, worker.id),
+    svg("title", {}, worker.fault ? `${worker.id}: ${worker.fault}` : worker.id),
     svg("rect", { class: "body", width: form.node, height: NODE.height, rx: 10 }),
     svg("rect", { class: "edge", width: 4, height: NODE.height - 20, x: 0, y: 10, rx: 2 }),
     svg("text", { class: "name", x: 16, y: 22 }, shortened(worker.id, form.name)),
