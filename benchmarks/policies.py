@@ -26,6 +26,7 @@ from benchmarks.policies_hybrids import hybrids
 from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
 from benchmarks.policies_traces import composition_and_pool
+from benchmarks.policies_turns import next_turns
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import KvMeshError
@@ -175,6 +176,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, list[Experiment]]:
         return ("policies_grid", [cells]) if arguments.grid else ("policies_ablation", variants)
     found = [
         *experiments(size, SEED),
+        next_turns(size, SEED),
         case_study(size),
         joint_dispatch(size, SEED),
         prompt_chains(size, SEED),

@@ -9,6 +9,7 @@ from benchmarks import policies_scale
 from benchmarks.policies import main
 from benchmarks.policies_case_study import case_study
 from benchmarks.policies_experiments import Verdict, divided, group_fleet, ratio
+from benchmarks.policies_turns import next_turns
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
@@ -52,6 +53,14 @@ def test_model_and_events_reproduce_table_6() -> None:
         assert row["in time/s"] < row["events/s"] < row["model/s"] < 1.05 * row["paper/s"]
 
 
+def test_next_turns_leave_home_less_often_than_those_of_the_baseline() -> None:
+    found = next_turns(0.2, seed=1)
+    rows = {job.label: job.run().row for job in found.jobs}
+    assert [target.met for target in found.judge(rows).targets] == [True] * 6
+    swapped = {label: rows[other] for label, other in zip(rows, reversed(rows), strict=True)}
+    assert not all(target.met for target in found.judge(swapped).targets)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_experiments_write_their_results(
@@ -67,12 +76,12 @@ def test_all_experiments_write_their_results(
     assert main(["--out", str(out), "--size", "0.02", "--trace", str(trace)]) == 0
     result = json.loads((out / "policies.json").read_text())
     names = {row["experiment"] for row in result["rows"]}
-    assert len(names) == 15
+    assert len(names) == 16
     assert "Composition: trace" in names
     assert all(target["met"] in (True, False) for target in result["targets"])
     assert "| experiment |" in (out / "policies.md").read_text()
     plots = {path.name for path in out.glob("*.html")}
-    assert len(plots) == 7
+    assert len(plots) == 8
     assert all(f"[plots]({name})" in (out / "policies.md").read_text() for name in plots)
     assert "P/D-Serve: forwarding" in capsys.readouterr().out
 
