@@ -20,6 +20,30 @@ NUM_BLOCKS = 1024
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 7, 16, 33, 250)
 WITH_A_LONG_ONE = (*PROMPT_LENGTHS, 2500)
+OF_EACH_KIND = (
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-moe",
+    "gpt-oss",
+    "mistral-window",
+    "deepseek-v3",
+    "qwen3-next",
+    "qwen3.5",
+    "kimi-linear",
+    "bailing-hybrid",
+    "minimax",
+    "lfm2",
+    "lfm3",
+    "granite4-hybrid",
+    "falcon-h1",
+    "nemotron-h",
+    "olmo3",
+    "olmo-hybrid",
+    "exaone4",
+)
+"""Families whose layers keep different things, or in another order than others'."""
+
 GREEDY = SamplingParams(temperature=0.0)
 
 

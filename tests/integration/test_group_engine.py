@@ -19,34 +19,12 @@ from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import blocks_at_most
 from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
-from tests.integration.families import BLOCK_SIZE, GREEDY, NEW_TOKENS, Checkpoint
+from tests.integration.families import BLOCK_SIZE, GREEDY, NEW_TOKENS, OF_EACH_KIND, Checkpoint
 
-FAMILIES = [
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gemma4-moe",
-    "gpt-oss",
-    "mistral-window",
-    "deepseek-v3",
-    "qwen3-next",
-    "qwen3.5",
-    "kimi-linear",
-    "bailing-hybrid",
-    "minimax",
-    "lfm2",
-    "lfm3",
-    "granite4-hybrid",
-    "falcon-h1",
-    "nemotron-h",
-    "olmo3",
-    "olmo-hybrid",
-    "exaone4",
-]
 CHUNK = 40
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=OF_EACH_KIND)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
 

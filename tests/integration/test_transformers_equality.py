@@ -20,6 +20,7 @@ from tests.integration.families import (
     GREEDY,
     NEW_TOKENS,
     NUM_BLOCKS,
+    OF_EACH_KIND,
     PROMPT_LENGTHS,
     WITH_A_LONG_ONE,
     Checkpoint,
@@ -116,7 +117,9 @@ def run(
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"), WITH_A_LONG_ONE)
+    # Behind every window and every original length; each kind of layer has a longer prompt, too.
+    lengths = WITH_A_LONG_ONE if request.param in OF_EACH_KIND else (*PROMPT_LENGTHS, 1100)
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"), lengths)
 
 
 def test_alone(checkpoint: Checkpoint) -> None:
@@ -152,7 +155,7 @@ def prompt_logprobs(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
 )
 def test_batched_in_chunks_over_scattered_blocks(checkpoint: Checkpoint, chunk: int) -> None:
     runner = checkpoint.runner()
-    homes = Homes(runner).homes(WITH_A_LONG_ONE)
+    homes = Homes(runner).homes([len(prompt) for prompt in checkpoint.prompts])
     streams = [Stream(*pair) for pair in zip(checkpoint.prompts, homes, strict=True)]
     run(runner, streams, chunk)
     assert [stream.output for stream in streams] == checkpoint.expected
@@ -189,7 +192,7 @@ SEEDED = [
 
 def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
-    homes = Homes(runner).homes(WITH_A_LONG_ONE)
+    homes = Homes(runner).homes([len(prompt) for prompt in checkpoint.prompts])
     alone = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=True)]
     for stream in alone:
         run(runner, [stream], chunk=4096)
