@@ -407,6 +407,8 @@ async def test_over_grpc_its_client_has_all_that_is_needed(
     tokens: list[int] = []
     for count, piece in enumerate(pieces[:-1], 1):
         tokens += piece.token_ids
+        if count % 3 != 1:  # behind every event a stream goes on over HTTP, above
+            continue
         request.resume.CopyFrom(pieces[0].resume)
         request.resume.token_ids.extend(tokens)
         found = await _pieces(other, request)

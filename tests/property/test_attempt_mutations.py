@@ -319,7 +319,17 @@ def test_the_rules_as_they_are_pass() -> None:
     _run(SOURCES, 300)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+RARE = {"OFFERING, accepted of an older offer counts"}
+"""Found behind a thousand examples; what else is wrong with a late answer is found sooner."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in RARE else [], id=name)
+        for name in MUTATIONS
+    ],
+)
 def test_a_changed_rule_is_noticed(name: str) -> None:
     old, new = MUTATIONS[name]
     changed = {module: source.replace(old, new, 1) for module, source in SOURCES.items()}
