@@ -20,7 +20,7 @@ from tests.waiting import until
 
 NAME = "kvmesh-master"
 NUM_SENTINELS = 3
-DOWN_MS = 500
+DOWN_MS = 1000
 """A master that is silent for so long is down."""
 
 ANSWER_S = 2.0
@@ -93,47 +93,43 @@ class Sentinels:
 
     async def failed_over(self, before: Server) -> Server:
         """Waits until another server is the master, and the one before says so, if it answers."""
-
-        async def is_other() -> bool:
-            now = await self.master()
-            both = now is not before and await self._role(now) == "master"
-            return both and await self._role(before) != "master"
-
-        await until(is_other, "another server is the master")
+        await until(lambda: self._is_over(before), "another server is the master")
         return await self.master()
 
     async def demoted(self, master: Server) -> Server:
         """Tells the sentinels to choose another master, until they have.
 
         They give up on a failover when a stall has made their view of the replica too old, and do
-        not try again by themselves while the master lives.
+        not try again by themselves while the master lives. If they take the next master for down
+        in a stall, this one is the master again.
         """
-        loop = asyncio.get_running_loop()
+        now = asyncio.get_running_loop().time
         asked_at = -math.inf
 
         async def is_over() -> bool:
             nonlocal asked_at
-            if await self.master() is not master:
-                return True
-            if loop.time() - asked_at > ASKED_AGAIN_S:
-                asked_at = loop.time()
+            if await self.master() is master and now() - asked_at > ASKED_AGAIN_S:
+                asked_at = now()
                 # An error says that one is under way, or that no replica is fit yet.
                 with contextlib.suppress(RedisError, OSError):
                     async with self.sentinels[0].client() as client:
                         await client.execute_command("SENTINEL FAILOVER", NAME)
-            return False
+            return await self._is_over(master)
 
         await until(is_over, "the sentinels have chosen another master")
-        return await self.failed_over(master)
+        return await self.master()
 
     async def hurry(self) -> None:
-        """Lets sentinels look round more often than every ten seconds."""
+        """Lets sentinels look round more often than every ten seconds.
+
+        After a stall of two seconds they do nothing for a while, usually half a minute.
+        """
         for sentinel in self.sentinels:
 
             async def told(sentinel: Server = sentinel) -> bool:
                 with contextlib.suppress(RedisError, OSError):
                     async with sentinel.client() as client:
-                        words = ("INFO-PERIOD", 200, "PUBLISH-PERIOD", 200)
+                        words = ("INFO-PERIOD", 200, "PUBLISH-PERIOD", 200, "TILT-PERIOD", 2000)
                         await client.execute_command("SENTINEL DEBUG", *words)
                         return True
                 return False
@@ -162,6 +158,11 @@ class Sentinels:
             return False
 
         await until(fact, "the replica has it all")
+
+    async def _is_over(self, before: Server) -> bool:
+        now = await self.master()
+        is_other = now is not before and await self._role(now) == "master"
+        return is_other and await self._role(before) != "master"
 
     async def _role(self, server: Server) -> str:
         with contextlib.suppress(RedisError, OSError):
