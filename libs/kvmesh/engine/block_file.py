@@ -15,7 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import crc32c
@@ -178,11 +178,23 @@ class BlockFile:
                 num_read = 0
             num_whole = num_read // self._block_bytes
             sums = self._records["block_sum"][list(places[first : first + count])].tolist()
-            good += [
-                index < num_whole and crc32c.crc32c(block) == wanted
-                for index, (block, wanted) in enumerate(zip(into, sums, strict=True))
+            same = [
+                crc32c.crc32c(block) == wanted
+                for block, wanted in zip(into[:num_whole], sums[:num_whole], strict=True)
             ]
+            self._clear(
+                place
+                for place, is_same in zip(places[first : first + count], same, strict=False)
+                if not is_same
+            )
+            good += same + [False] * (count - num_whole)
         return good
+
+    def _clear(self, damaged: Iterable[int]) -> None:
+        """Clears records of damaged blocks, so that the next process does not announce them."""
+        for place in damaged:
+            with contextlib.suppress(OSError):
+                self._write_records(np.array([place]), np.zeros(1, _RECORD))
 
     def close(self) -> None:
         """Closes the file; no read or write may be under way. May be called again."""

@@ -20,7 +20,8 @@ What happens when:
 Every full block is copied down, except blocks that other workers also hold and that were not read
 here since the pool got that information (`BlockPool.evict_first`).
 
-Source: PrfaaS §3.2, TokenLake §4.4. Tests: tests/property/test_tiers.py.
+Source: PrfaaS §3.2, TokenLake §4.4.
+Tests: tests/property/test_tiers.py, tests/property/test_tier_files.py.
 """
 
 from __future__ import annotations

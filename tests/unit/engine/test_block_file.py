@@ -95,7 +95,9 @@ def test_a_damaged_block_or_record_is_lost_and_nothing_else(tmp_path: Path) -> N
     os.close(fd)
     file.close()
     again = opened(tmp_path)
-    assert {each.key for each in again.kept()} == {key(place + 1) for place in range(10)} - {key(6)}
+    # What was read as damaged is not announced again, nor what has a damaged record.
+    whole = {key(place + 1) for place in range(10)} - {key(4), key(6)}
+    assert {each.key for each in again.kept()} == whole
     again.close()
     os.truncate(tmp_path / "w.kv", again._first + 2 * BLOCK_BYTES)
     short = opened(tmp_path)
