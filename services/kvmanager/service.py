@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -23,8 +22,7 @@ from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.outbox import Outbox
-from kvmesh.rpc.served import DirectWay, serve_questions
-from kvmesh.rpc.stream import incoming
+from kvmesh.rpc.served import DirectWay, serve_in_order, serve_questions
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -39,8 +37,6 @@ from services.kvmanager.session import PublisherSession, check_hashes, publisher
 from services.kvmanager.watch import PrefixWatch
 
 log = event_logger(__name__)
-
-_MessageT = TypeVar("_MessageT")
 
 MAX_WRITES = 8
 """Maximum number of sessions that change the store at once. More would only delay lookups."""
@@ -64,15 +60,20 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         self._direct: DirectWay[pb.MatchPrefixResponse] = DirectWay(
             direct, pb.MatchPrefixRequest, iter, at_once=True
         )
+        self._publish_way: DirectWay[pb.PublishResponse] = DirectWay(
+            direct, pb.PublishRequest, iter
+        )
+        self._watch_way: DirectWay[pb.WatchPrefixesResponse] = DirectWay(
+            direct, pb.WatchPrefixesRequest, iter
+        )
 
     async def Publish(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[pb.PublishResponse]:
-        await context.send_initial_metadata(())
-        outbox: Outbox[pb.PublishResponse] = Outbox()
-        async with _reading(self._follow(request_iterator, outbox), outbox, context):
-            async for message in outbox:
-                yield message
+        async for message in serve_in_order(
+            request_iterator, context, self._follow, self._publish_way
+        ):
+            yield message
 
     async def MatchPrefix(
         self, request_iterator: Any, context: Any
@@ -85,33 +86,47 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     async def WatchPrefixes(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[pb.WatchPrefixesResponse]:
-        await context.send_initial_metadata(())
+        metrics.WATCHERS.inc()
         try:
-            first = await anext(incoming(request_iterator), None)
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            async for message in serve_in_order(
+                request_iterator, context, self._watch, self._watch_way
+            ):
+                yield message
+        except StoreUnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            metrics.WATCHERS.dec()
+
+    async def _watch(
+        self,
+        messages: AsyncIterator[pb.WatchPrefixesRequest],
+        outbox: Outbox[pb.WatchPrefixesResponse],
+    ) -> None:
+        first = await anext(messages, None)
         if first is None:
             return
         if first.WhichOneof("message") != "start":
             text = "the first message of a WatchPrefixes stream must be a start"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        reader = asyncio.create_task(self._note_reads(request_iterator))
-        metrics.WATCHERS.inc()
+            raise ProtocolError("watch_order", text)
+        telling = asyncio.create_task(self._tell(first.start.position, outbox))
+        reading = asyncio.create_task(self._note_reads(messages))
         try:
-            told = PrefixWatch(self.guard).told(first.start.position)
-            async for message in _until_broken(told, reader):
-                yield message
-        except StoreUnavailableError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await asyncio.wait({telling, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+            await telling
         finally:
-            metrics.WATCHERS.dec()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            telling.cancel()
+            reading.cancel()
+            await asyncio.gather(telling, reading, return_exceptions=True)
 
-    async def _note_reads(self, requests: Any) -> None:
-        async for message in incoming(requests):
+    async def _tell(self, position: str, outbox: Outbox[pb.WatchPrefixesResponse]) -> None:
+        async for message in PrefixWatch(self.guard).told(position):
+            outbox.put(message)
+            await outbox.emptied()
+
+    async def _note_reads(self, messages: AsyncIterator[pb.WatchPrefixesRequest]) -> None:
+        async for message in messages:
             if message.WhichOneof("message") != "reads":
                 raise ProtocolError(
                     "watch_order", "after its start, a watcher may only report reads"
@@ -121,11 +136,13 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                 blocks = len(read.block_hashes) // BLOCK_HASH_BYTES
                 self.pool.heat.note(read.namespace, read.block_hashes, blocks)
 
-    async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
+    async def _follow(
+        self, messages: AsyncIterator[pb.PublishRequest], outbox: Outbox[pb.PublishResponse]
+    ) -> None:
         session: PublisherSession | None = None
         seat: PoolSeat | None = None
         try:
-            async for message in incoming(requests):
+            async for message in messages:
                 if session is not None and seat is not None:
                     if not seat.handle(message):
                         await session.handle(message)
@@ -163,48 +180,6 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
 
 def _nothing_open(_outbox: Outbox[pb.MatchPrefixResponse]) -> None:
     """Called when a stream of lookups ends: they leave no state to clean up."""
-
-
-@asynccontextmanager
-async def _reading(reader: Any, outbox: Outbox[Any], context: Any) -> AsyncIterator[None]:
-    """Runs a stream's reader beside its writer. The end of the reader closes the outbox.
-
-    A peer that breaks the contract gets INVALID_ARGUMENT.
-    """
-    task = asyncio.ensure_future(reader)
-    task.add_done_callback(lambda _: outbox.close())
-    try:
-        yield
-        await task
-    except ProtocolError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _until_broken(
-    messages: AsyncIterator[_MessageT], reader: asyncio.Task[None]
-) -> AsyncIterator[_MessageT]:
-    """Yields one direction's messages until the other direction's reader fails with an error."""
-    while True:
-        if reader.done():  # it may have failed while the last message was sent
-            reader.result()
-        following = asyncio.ensure_future(anext(messages, None))
-        try:
-            await asyncio.wait(
-                {following} if reader.done() else {following, reader},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if reader.done():
-                reader.result()
-            message = await following
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-        if message is None:
-            return
-        yield message
 
 
 async def sweep_forever(guard: StoreGuard, config: IndexConfig) -> None:

@@ -95,10 +95,15 @@ async def running(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 
 
 def config(
-    redis: RedisProcess | None, *, port: int = 0, lease_s: float = 30.0, store: str = "redis"
+    redis: RedisProcess | None,
+    *,
+    port: int = 0,
+    lease_s: float = 30.0,
+    store: str = "redis",
+    direct_port: int = 0,
 ) -> KvManagerConfig:
     return KvManagerConfig(
-        server=ServerConfig(port=port),
+        server=ServerConfig(port=port, direct_port=direct_port),
         redis=RedisConfig(url=redis.url if redis else "redis://127.0.0.1:1/0", timeout_s=1.0),
         index=IndexConfig(store=store, lease_s=lease_s, sweep_interval_s=0.05),
         limits=LimitConfig(probe_interval_s=0.02, lookup_timeout_s=0.5),

@@ -82,6 +82,19 @@ async def test_the_index_follows_what_workers_publish(redis: RedisProcess, store
                     await until_found(feed, 4_100, {"a": 3, "b": 2})
 
 
+@pytest.mark.parametrize(("direct_port", "num_direct"), [(0, 2), (-1, 0)])
+async def test_blocks_travel_beside_grpc_if_the_port_is_open(
+    direct_port: int, num_direct: int
+) -> None:
+    settings = config(None, store="memory", direct_port=direct_port)
+    async with serving("kvmanager", settings, build) as context:
+        feed, a = feed_of(target_of(context), "a"), Worker(target_of(context), "a")
+        async with running(feed.run, a.publisher.run):
+            a.store(range(4))
+            await until_found(feed, 9, {"a": 4})
+            assert context.direct.num_open == num_direct
+
+
 async def test_a_restarted_kvmanager_is_followed_from_where_it_was(redis: RedisProcess) -> None:
     async with serving("kvmanager", config(redis), build) as context:
         target, port = target_of(context), context.port

@@ -19,12 +19,17 @@ from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient, DirectListener
 from kvmesh.rpc.framed import FramedConnection
 from kvmesh.rpc.outbox import Outbox
-from kvmesh.rpc.served import DirectWay, serve_questions
+from kvmesh.rpc.served import DirectWay, serve_in_order, serve_questions
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+from kvmesh.v1.kv_manager_service_pb2 import (
+    BlockEvents,
+    PublishAck,
+    PublishRequest,
+    PublishResponse,
+)
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest as Question
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixResponse as Answer
-from kvmesh.v1.kv_manager_service_pb2 import PublishRequest, PublishResponse
 from tests.waiting import until
 
 SILENT, BAD, BUG, UNREADABLE = 13, 14, 15, 16
@@ -41,13 +46,31 @@ class Echo(pb_grpc.KvManagerServiceServicer):
     num_open: int = 0
     num_ended: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    may_acknowledge: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def Publish(
+    async def Publish(
         self,
         request_iterator: AsyncIterator[PublishRequest],
         context: grpc.aio.ServicerContext[PublishRequest, PublishResponse],
     ) -> AsyncIterator[PublishResponse]:
-        raise AssertionError("nobody publishes here")
+        way: DirectWay[PublishResponse] = DirectWay(self.direct, PublishRequest, iter)
+        self.num_open += 1
+        try:
+            async for answer in serve_in_order(request_iterator, context, self._acknowledge, way):
+                yield answer
+        finally:
+            self.num_open -= 1
+            self.ended.set()
+
+    async def _acknowledge(
+        self, messages: AsyncIterator[PublishRequest], outbox: Outbox[PublishResponse]
+    ) -> None:
+        async for message in messages:
+            await self.may_acknowledge.wait()
+            sequence = message.events.sequence
+            if sequence == BAD:
+                raise ProtocolError("bad", "no batch")
+            outbox.put(PublishResponse(ack=PublishAck(sequence=sequence)))
 
     async def WatchPrefixes(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         raise AssertionError("not asked here")
@@ -296,3 +319,57 @@ async def test_messages_wait_while_the_peer_reads_too_slowly() -> None:
     outbox.put(3)
     outbox.close()
     assert batches == [[1, 2], [3]]
+
+
+@asynccontextmanager
+async def publishing(
+    port: int, acks: list[int]
+) -> AsyncIterator[PeerStream[PublishRequest, PublishResponse]]:
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stream: PeerStream[PublishRequest, PublishResponse] = PeerStream(
+            "echo",
+            pb_grpc.KvManagerServiceStub(channel).Publish,
+            lambda message: acks.append(message.ack.sequence),
+            direct=DirectClient("127.0.0.1", PublishResponse),
+        )
+        task = asyncio.create_task(stream.run())
+        assert await stream.wait_connected(10)
+        try:
+            yield stream
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _batch(sequence: int, num_bytes: int = 0) -> PublishRequest:
+    return PublishRequest(events=BlockEvents(sequence=sequence, stored=bytes(num_bytes)))
+
+
+@pytest.mark.parametrize("direct_port", [0, -1])
+async def test_messages_are_handled_in_order_while_the_peer_is_held(direct_port: int) -> None:
+    acks: list[int] = []
+    async with served(direct_port) as (echo, port), publishing(port, acks) as stream:
+        for sequence in range(100, 300):
+            stream.send(_batch(sequence, 1 << 16))
+        outbox = stream._outbox
+        if direct_port == 0:
+            await until(lambda: outbox is not None and outbox._held)
+        assert acks == []
+        echo.may_acknowledge.set()
+        await until(lambda: len(acks) == 200)
+        assert acks == list(range(100, 300))
+        assert echo.direct.num_open == (direct_port == 0)
+
+
+@pytest.mark.parametrize("direct_port", [0, -1])
+async def test_a_bad_message_in_order_ends_the_stream(direct_port: int) -> None:
+    acks: list[int] = []
+    async with served(direct_port) as (echo, port), publishing(port, acks) as stream:
+        echo.may_acknowledge.set()
+        stream.send(_batch(1))
+        await until(lambda: acks == [1])
+        stream.send(_batch(BAD))
+        await until(lambda: not stream.connected)
+        await until(lambda: stream.connected)
+        stream.send(_batch(2))
+        await until(lambda: acks == [1, 2])

@@ -74,6 +74,11 @@ class DirectOffer:
         """The error of an unreadable message from the client; None without one."""
         return None if self.connection is None else self.connection.failure
 
+    def hold_reading(self, held: bool) -> None:
+        """Stops reading from the client, or continues."""
+        if self.connection is not None:
+            self.connection.hold_reading(held)
+
     def withdraw(self) -> None:
         """Ends the connection, or the wait for it. May be called again."""
         self.listener.forget(self.token)

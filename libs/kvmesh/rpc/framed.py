@@ -85,6 +85,15 @@ class FramedConnection(asyncio.Protocol):
         assert self._transport is not None, "connected"
         self._transport.write(len(token).to_bytes(_HEAD_BYTES, "little") + token)
 
+    def hold_reading(self, held: bool) -> None:
+        """Stops reading from the peer, or continues."""
+        if self._transport is None:
+            return
+        if held:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
     def close(self) -> None:
         """Ends the connection after the buffered data. May be called again."""
         if self._transport is not None:

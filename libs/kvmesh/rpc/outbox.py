@@ -48,6 +48,7 @@ class Outbox(Generic[ItemT]):
         self._is_crowded = False
         self._is_due = False
         self._held = False
+        self._emptied = asyncio.Event()
 
     def put(self, item: ItemT) -> None:
         """Queues a message. Drops it if the stream is closed."""
@@ -85,10 +86,22 @@ class Outbox(Generic[ItemT]):
         self._flush()
         self._closed = True
         self._wake.set()
+        self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Waits until all messages were taken, or the stream is closed."""
+        while self._items and not self._closed:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def _batch(self) -> list[ItemT]:
+        batch, self._items = self._items, []
+        self._emptied.set()
+        return batch
 
     def _flush(self) -> None:
         if self._take is not None and self._items and not self._held:
-            batch, self._items = self._items, []
+            batch = self._batch()
             self._take(batch)
             # A message that follows one sent at once in the same iteration makes two of them, too.
             self._is_crowded = self._is_due and (len(batch) > 1 or not self._is_crowded)
@@ -103,8 +116,7 @@ class Outbox(Generic[ItemT]):
         """Yields all queued messages at once: the events of one step become one message."""
         while True:
             if self._items:
-                batch, self._items = self._items, []
-                yield batch
+                yield self._batch()
                 continue
             if self._closed:
                 return

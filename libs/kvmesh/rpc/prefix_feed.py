@@ -18,6 +18,7 @@ from kvmesh.policy.holders import Holders
 from kvmesh.policy.slot_index import SlotIndex
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_slots import slot_change_from_proto
+from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -99,6 +100,7 @@ class PrefixFeed:
                 self._receive,
                 on_up=self._greet,
                 on_down=self._on_down,
+                direct=DirectClient.of(self._target, pb.WatchPrefixesResponse, self._access.tls),
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._stream.run(), name="prefix-feed")

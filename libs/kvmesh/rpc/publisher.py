@@ -23,6 +23,7 @@ from kvmesh.rpc.convert_pool import (
     pool_order_from_proto,
     pool_report_to_proto,
 )
+from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -158,7 +159,11 @@ class BlockPublisher:
         async with open_channel(self._target, self._access) as channel:
             stub = pb_grpc.KvManagerServiceStub(channel)
             self._stream = PeerStream(
-                f"kvmanager@{self._target}", stub.Publish, self._receive, on_up=self._greet
+                f"kvmanager@{self._target}",
+                stub.Publish,
+                self._receive,
+                on_up=self._greet,
+                direct=DirectClient.of(self._target, pb.PublishResponse, self._access.tls),
             )
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._stream.run(), name="publisher-stream")

@@ -16,8 +16,9 @@ from google.protobuf.message import Message
 from kvmesh.core.errors import ProtocolError
 from kvmesh.rpc.direct import DirectListener, DirectOffer
 from kvmesh.rpc.framed import FramedConnection
+from kvmesh.rpc.inbox import Inbox
 from kvmesh.rpc.outbox import ItemT, JoinableT, MessageT, Outbox, joined, parts
-from kvmesh.rpc.stream import incoming
+from kvmesh.rpc.stream import RequestT, incoming
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,60 @@ async def serve_stream(
         if reader is not None:
             reader.cancel()
         on_end(outbox)
+
+
+async def serve_in_order(
+    requests: AsyncIterator[RequestT],
+    context: grpc.aio.ServicerContext[Any, Any],
+    follow: Callable[[AsyncIterator[RequestT], Outbox[ItemT]], Coroutine[Any, Any, None]],
+    direct: DirectWay[ItemT],
+) -> AsyncIterator[ItemT]:
+    """Serves a stream whose messages are handled one after the other.
+
+    Args:
+        follow: handles the messages and fills the outbox; its end is the end of the stream, and its
+            ProtocolError is the client's fault.
+        direct: offered to the client; messages on that socket are not yielded.
+    """
+    inbox: Inbox[RequestT] = Inbox()
+    outbox: Outbox[ItemT] = Outbox()
+    offer = direct.offer(lambda message, _: inbox.put(message), outbox)
+    inbox.on_hold = offer.hold_reading
+
+    async def read() -> None:
+        try:
+            async for request in incoming(requests):
+                inbox.put(request)
+                await inbox.room()
+        except ProtocolError as error:
+            inbox.close(error)
+        else:
+            inbox.close()
+
+    async def run() -> None:
+        try:
+            await follow(aiter(inbox), outbox)
+        finally:
+            outbox.close()
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await context.send_initial_metadata(offer.metadata)
+        tasks = [asyncio.create_task(read()), asyncio.create_task(run())]
+        async for item in outbox:
+            yield item
+        if offer.failure is not None:
+            raise offer.failure
+        for task in tasks:
+            if task.done():
+                await task
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    finally:
+        offer.withdraw()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def serve_questions(

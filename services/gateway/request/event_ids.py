@@ -79,11 +79,14 @@ class Place:
             return ""
         return f"{self.told}!" if self.is_complete else self.told
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """Adds the next event's tokens. Called for all tokens."""
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Adds the next event's tokens; returns the number waiting. Called for all tokens."""
         self.is_opened = True
         self.waiting += token_ids
-        self.told += _tail_text(token_ids)
+        # Nearly all events have one token.
+        is_one = len(token_ids) == 1
+        self.told += f".{token_ids[0]:x}" if is_one else _tail_text(token_ids)
+        return len(self.waiting)
 
     def open(self) -> None:
         """Notes that an event was sent."""

@@ -128,8 +128,7 @@ class Entry:
     def after(self, choice: int, token_ids: Sequence[int]) -> str:
         """Adds tokens to the next event and returns its id line. Every token passes here."""
         place = self.places[choice]
-        place.add(token_ids)
-        num_waiting = len(place.waiting)
+        num_waiting = place.add(token_ids)
         if not self.is_alone:
             num_waiting = sum([len(each.waiting) for each in self.places])
         self.room -= num_waiting
