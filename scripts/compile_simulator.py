@@ -33,7 +33,8 @@ MODULES = tuple(
         "mixed_step offload offload_route pdserve prefill_times prefix_source ranking reasons "
         "recent_reads role_loop role_switch routing seats step_rules token_pace view waiting",
         "sim": "control decoding events fetch fleet gaps link placing prefix_index profile "
-        "requests router scenario simulation steps systems trace trace_request turns worker",
+        "requests router scenario simulation steps systems trace trace_request turns worker "
+        "worker_listener",
     }.items()
     for name in names.split()
 )

@@ -404,13 +404,10 @@ async def test_over_grpc_its_client_has_all_that_is_needed(
     other.says(says)
     request = request_message(prompt, {**options, "request_id": "mine"}, MODEL)
     pieces = await _pieces(one, request)
-    tokens: list[int] = []
-    for count, piece in enumerate(pieces[:-1], 1):
-        tokens += piece.token_ids
-        if count % 3 != 1:  # behind every event a stream goes on over HTTP, above
-            continue
+    for count in range(1, len(pieces), 3):  # over HTTP, above, behind every event
+        before = [token for piece in pieces[:count] for token in piece.token_ids]
         request.resume.CopyFrom(pieces[0].resume)
-        request.resume.token_ids.extend(tokens)
+        request.resume.token_ids.extend(before)
         found = await _pieces(other, request)
         for each in (*found, *pieces):
             each.ClearField("placed")

@@ -32,7 +32,8 @@ from kvmesh.sim.link import SharedLink
 from kvmesh.sim.prefix_index import PrefixIndex
 from kvmesh.sim.profile import Device, Profile
 from kvmesh.sim.trace_request import TRACE_BLOCK
-from kvmesh.sim.worker import SimWorker, WorkerListener
+from kvmesh.sim.worker import SimWorker
+from kvmesh.sim.worker_listener import WorkerListener
 from kvmesh.sim.worker_rules import WorkerRules
 
 MODEL = "simulated"

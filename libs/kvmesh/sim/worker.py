@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from kvmesh.core.block_names import DISK, HOST
 from kvmesh.core.busy_time import BusyTime
@@ -34,6 +33,7 @@ from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
 from kvmesh.sim.steps import StepLoop, take_blocks
 from kvmesh.sim.tiers import SimTiers
 from kvmesh.sim.trace_request import TRACE_BLOCK
+from kvmesh.sim.worker_listener import WorkerListener
 from kvmesh.sim.worker_rules import WorkerRules
 
 CAPABILITY, GENERATION = b"simulated", 1
@@ -43,30 +43,6 @@ LEASE_S = 1e9
 GROWTH_TOKENS = 64
 
 _ALL_ROOM = PaceRoom()
-
-
-class WorkerListener(Protocol):
-    """Callbacks for the events of a worker."""
-
-    def on_chunk(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """Called when more of a prompt is computed whose KV another worker waits for."""
-        ...
-
-    def on_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """Called at a prompt's first token."""
-        ...
-
-    def on_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
-        """Called after the last token, when the sequence is released."""
-        ...
-
-    def on_change(self, worker: SimWorker) -> None:
-        """Called when the worker's load or cache changes."""
-        ...
-
-    def on_opening(self) -> None:
-        """Called when a worker may accept requests that it refused before."""
-        ...
 
 
 class SimWorker:
