@@ -353,8 +353,8 @@ class AttemptModel:
         expected: list[tuple[int, FinishReason | None]] = [(self.sent, event.finish_reason)]
         position = self.sent + 1
         for maker, tokens in self.early:
-            if maker is not self.decode:
-                continue
+            if event.finish_reason is not None or maker is not self.decode:
+                continue  # nothing that was said before counts behind the last token
             position, end = self.expect(tokens, position, expected)
             if end is not None:
                 break
