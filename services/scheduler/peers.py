@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from kvmesh.core.clock import Clock
@@ -30,6 +30,12 @@ log = event_logger(__name__)
 
 PATIENCE_S = 10.0
 """Seconds after which a worker that has not reported on a peer counts as unable to reach it."""
+
+REPEAT_S = 2.0
+"""Seconds after which a worker that has not reported on a peer is told its peers again.
+
+It then repeats its report. So no message that is lost with a connection holds a worker back.
+"""
 
 LOOK_S = 0.5
 """Seconds between two looks while a check is awaited."""
@@ -78,6 +84,7 @@ class Peers:
         self._clock = clock
         self._told: dict[WorkerId, _Told] = {}
         self._named: dict[WorkerId, tuple[int, tuple[Peer, ...]]] = {}
+        self._named_at: dict[WorkerId, float] = {}
         self._asked_at: dict[tuple[Pair, int, int], float] = {}
         self._states: dict[Pair, CheckState] = {}
         self._news = asyncio.Event()
@@ -141,12 +148,11 @@ class Peers:
                 name: self._reason(name, pairs, here) for name, pairs in admission.failed.items()
             }
         self._states = states
-        self._name_peers(states, here)
+        unreported = {_key(pair, here) for pair in states} & self._asked_at.keys()
+        self._asked_at = {key: at for key, at in self._asked_at.items() if key in unreported}
+        self._name_peers(states, here, {sender for (sender, _), *_ in unreported})
         self._hold(holds)
-        awaited = [pair for pair, state in states.items() if state is CheckState.PENDING]
-        keys = {_key(pair, here) for pair in awaited}
-        self._asked_at = {key: at for key, at in self._asked_at.items() if key in keys}
-        return bool(awaited)
+        return bool(unreported) or CheckState.PENDING in states.values()
 
     def _state(self, pair: Pair, here: Mapping[WorkerId, Standing]) -> CheckState:
         sender, receiver = (here[name] for name in pair)
@@ -155,10 +161,12 @@ class Peers:
             # Nothing is known of a remembered worker; one of an older version cannot check.
             return CheckState.VERIFIED if sender.is_here else CheckState.PENDING
         problem = told.results.get((receiver.info.worker_id, receiver.info.incarnation))
+        key = _key(pair, here)
         if problem is not None:
+            self._asked_at.pop(key, None)
             return CheckState.FAILED if problem else CheckState.VERIFIED
         now = self._clock.now()
-        asked_at = self._asked_at.setdefault(_key(pair, here), now)
+        asked_at = self._asked_at.setdefault(key, now)
         return CheckState.PENDING if now < asked_at + PATIENCE_S else CheckState.FAILED
 
     def _reason(
@@ -177,21 +185,24 @@ class Peers:
         others = f" (and {more} more pairs)" if more else ""
         return f"{words}: {problem}{others}"
 
-    def _name_peers(self, pairs: Iterable[Pair], here: Mapping[WorkerId, Standing]) -> None:
-        """Tells workers their peers, if these are others than before."""
+    def _name_peers(
+        self, pairs: Iterable[Pair], here: Mapping[WorkerId, Standing], silent: Set[WorkerId]
+    ) -> None:
+        """Tells workers their peers, if these are others than before; `silent` ones repeatedly."""
         wanted: dict[WorkerId, list[Peer]] = {}
         for sender, receiver in sorted(pairs):
             if sender in self._told and here[sender].is_here and here[receiver].is_here:
                 wanted.setdefault(sender, []).append(self._peer(here[receiver].info))
         for name in self._named.keys() - here.keys():
-            del self._named[name]
+            del self._named[name], self._named_at[name]
         for name in self._named.keys() | wanted.keys():
             peers = tuple(wanted.get(name, ()))
-            session = here[name].session
-            if self._named.get(name, (session, ())) == (session, peers):
+            session, now = here[name].session, self._clock.now()
+            is_silent = name in silent and now >= self._named_at.get(name, now) + REPEAT_S
+            if self._named.get(name, (session, ())) == (session, peers) and not is_silent:
                 continue
             if self._order(name, RegisterWorkerResponse(peers=peers_to_proto(peers))):
-                self._named[name] = session, peers
+                self._named[name], self._named_at[name] = (session, peers), now
 
     def _peer(self, info: WorkerInfo) -> Peer:
         told = self._told.get(info.worker_id)

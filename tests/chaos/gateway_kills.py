@@ -195,7 +195,7 @@ class Gateways:
     async def kill(self, kind: str, draw: random.Random) -> None:
         """Kills a process, a parent or a whole port, of a gateway while another one serves."""
         await until(lambda: sum(map(serves, self.children)) > 1, "two gateways serve", 120)
-        child = draw.choice(self.children)
+        child = draw.choice([each for each in self.children if serves(each)])
         pids = processes_of(child)
         victims = {"process": [draw.choice(pids)], "parent": [], "port": pids}[kind]
         for pid in victims:

@@ -355,6 +355,9 @@ class _Link:
                     self._operator.on_role(role, scenario, told.reason)
             case "peers" if self._peers is not None:
                 self._peers.on_peers(self._target, peers_from_proto(message.peers))
+                # A scheduler that names peers again has not heard of them.
+                self._told_peers = None
+                self.wake()
             case "adapters" if self._operator is not None:
                 self._operator.on_adapters(adapter_wishes_from_proto(message.adapters))
             case _:

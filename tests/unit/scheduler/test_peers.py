@@ -12,7 +12,7 @@ from services.scheduler.config import FleetConfig
 from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
-from services.scheduler.peers import PATIENCE_S, Peers
+from services.scheduler.peers import PATIENCE_S, REPEAT_S, Peers
 from services.scheduler.registrations import Registrations, WorkerStream
 from tests.unit.policy.fleet_examples import query, worker_info
 from tests.unit.scheduler.parts import Parts
@@ -168,10 +168,30 @@ async def test_silence_about_a_peer_counts_as_failure_in_the_end() -> None:
     made.tried("p0", "d0")
     assert made.held == {"d1": ""}
     made.clock.advance(PATIENCE_S)
-    assert not made.peers.look()
+    assert made.peers.look()
     assert "did not report within 10 s" in made.held["d1"]
     made.tried("p0", "d1")
     assert made.held == {}
+
+
+async def test_a_silent_worker_is_told_its_peers_again() -> None:
+    """Its report, or what it was told, may have been lost with a connection."""
+    made = Workers()
+    made.come("p0", "d0")
+    told = len(made.wires["p0"].named)
+    made.clock.advance(REPEAT_S / 2)
+    assert made.peers.look()
+    assert len(made.wires["p0"].named) == told
+    for _ in range(2):
+        made.clock.advance(REPEAT_S)
+        assert made.peers.look()
+        told += 1
+        assert len(made.wires["p0"].named) == told
+        assert made.named("p0") == ["d0"]
+    made.tried("p0", "d0")
+    made.clock.advance(REPEAT_S)
+    assert not made.peers.look()
+    assert len(made.wires["p0"].named) == told
 
 
 async def test_nobody_waits_for_a_worker_that_leaves() -> None:
