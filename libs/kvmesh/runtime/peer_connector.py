@@ -23,6 +23,9 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 5.0
 """Bounds in seconds of the pause between two tries of a peer."""
 
+TRY_S = 8.0
+"""Maximum number of seconds of one try. Channels have shorter limits for each of their steps."""
+
 MAX_KEPT = 1024
 """Maximum number of results of peers that no scheduler names any more."""
 
@@ -127,9 +130,13 @@ class PeerConnector:
 
     async def _tried(self, peer: Peer) -> str:
         """Connects to a peer. Returns why it failed; empty if it did not."""
+        where = str(peer.data_endpoint)
         try:
-            await self._open(peer)
+            async with asyncio.timeout(TRY_S):
+                await self._open(peer)
+        except TimeoutError:
+            return f"{where}: not connected within {TRY_S:g} s"
         except (RefusedError, LostError) as error:
-            where, problem = str(peer.data_endpoint), str(error)
+            problem = str(error)
             return problem if where in problem else f"{where}: {problem}"
         return ""

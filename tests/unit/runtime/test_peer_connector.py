@@ -146,3 +146,16 @@ async def test_a_scheduler_that_has_just_started_hears_of_connected_peers(
             connector.name("b", (peer(f"x{number}"),))
             await until(lambda: f"x{number}" in network.problems(), "it is reached")  # noqa: B023
         assert set(network.problems()) == {"d0", *(f"x{number}" for number in range(6, 10))}
+
+
+async def test_a_try_that_never_ends_is_a_failure_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_connector, "TRY_S", 0.05)
+    network = Network()
+    network.hanging.clear()
+    async with connecting(network) as connector:
+        connector.name("s", (peer("d0"),))
+        await network.told(d0="10.0.0.1:9000: not connected within 0.05 s")
+        network.hanging.set()
+        await network.told(d0="")
