@@ -1,4 +1,4 @@
-"""The targets of references within a JSON schema. Pure.
+"""The objects of a JSON schema, and the targets of references within it. Pure.
 
 Tests: tests/unit/engine/test_schema_refs.py.
 """
@@ -6,6 +6,7 @@ Tests: tests/unit/engine/test_schema_refs.py.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 _POINTER = re.compile(r"#(/[^%]*)?")
@@ -40,15 +41,22 @@ class References:
         return True, value
 
 
-def _has_parts(root: Any) -> bool:
-    """Returns whether a document has inner parts with ids."""
+def objects_of(root: Any) -> Iterator[dict[str, Any]]:
+    """Yields all objects of a document, itself included."""
     waiting = [root]
     while waiting:
         value = waiting.pop()
         if isinstance(value, list):
             waiting += value
         elif isinstance(value, dict):
-            if value is not root and any(isinstance(value.get(name), str) for name in _IDS):
-                return True
+            yield value
             waiting += value.values()
-    return False
+
+
+def _has_parts(root: Any) -> bool:
+    """Returns whether a document has inner parts with ids."""
+    return any(
+        part is not root and isinstance(part.get(name), str)
+        for part in objects_of(root)
+        for name in _IDS
+    )

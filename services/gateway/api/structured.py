@@ -17,6 +17,7 @@ from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Structure, StructureKind
 from kvmesh.engine.endless_schema import endless_problem
 from kvmesh.engine.grammar import structure_problem
+from kvmesh.engine.schema_refs import objects_of
 
 MAX_STRUCTURE_CHARS = 65_536
 MAX_GRAMMAR_CHARS = 16_384
@@ -217,16 +218,7 @@ def _endless(text: str) -> str:
 
 def has_references(schemas: Iterable[Mapping[str, Any]]) -> bool:
     """Returns whether any of the schemas refers to a schema."""
-    waiting: list[Any] = [*schemas]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            if "$ref" in value:
-                return True
-            waiting += value.values()
-    return False
+    return any("$ref" in part for part in objects_of([*schemas]))
 
 
 def rebased(schema: JsonSchema, base: str) -> JsonSchema:
