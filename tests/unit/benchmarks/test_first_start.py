@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -28,13 +29,15 @@ def sandbox_with(folder: Path, command: str) -> Sandbox:
 
 
 def test_processes_are_found_by_the_mark_in_their_environment() -> None:
-    child = subprocess.Popen(["sleep", "60"], env={MARK: "this one", "PATH": "/usr/bin:/bin"})
-    try:
+    environment = {MARK: "this one", "PATH": "/usr/bin:/bin"}
+    with subprocess.Popen("cat", env=environment, stdin=PIPE, stdout=PIPE, bufsize=0) as child:
+        # The kernel shows an empty environment for the first moments of a new program.
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"ready\n")
+        assert child.stdout.readline() == b"ready\n"
         assert [pid for pid, _ in marked_processes("this one")] == [child.pid]
         assert marked_processes("another") == []
-    finally:
-        child.kill()
-        child.wait()
     assert marked_processes("this one") == []
 
 
