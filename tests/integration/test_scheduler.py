@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError, LostError
+from kvmesh.core.peers import PeerCheck, PeerReport
 from kvmesh.core.types import (
     BlockHash,
     Placement,
@@ -22,6 +24,7 @@ from kvmesh.core.types import (
     RouteCause,
     RoutePlan,
     RouteQuery,
+    WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
@@ -30,7 +33,7 @@ from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert_worker import worker_info_to_proto
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
-from kvmesh.rpc.registration import SchedulerRegistration
+from kvmesh.rpc.registration import PeerHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.v1 import kv_manager_service_pb2, kv_manager_service_pb2_grpc, types_pb2
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest, RouteRequest, RouteResponse
@@ -43,6 +46,7 @@ from services.scheduler.config import (
     SchedulerConfig,
 )
 from services.scheduler.fleet import Fleet
+from services.scheduler.peers import Peers
 from services.scheduler.service import build
 from tests.redis_server import redis_url
 from tests.unit.policy.fleet_examples import query, worker_info
@@ -82,11 +86,11 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asynci
 class FakeWorker:
     """A worker's registration with a load that the test sets."""
 
-    def __init__(self, info: WorkerInfo, *targets: str) -> None:
+    def __init__(self, info: WorkerInfo, *targets: str, peers: PeerHooks | None = None) -> None:
         self.load = WorkerLoad(blocks_free=info.num_blocks)
         self.drains: list[str] = []
         self.registration = SchedulerRegistration(
-            targets, info, lambda: self.load, self.drains.append
+            targets, info, lambda: self.load, self.drains.append, peers=peers
         )
 
     def report(self, **changes: Any) -> None:
@@ -174,6 +178,41 @@ class TestReports:
             known = len(confirmed)
             await until(lambda: len(confirmed) > known)
             assert len(reports) == told + 1
+
+    async def test_news_that_come_when_a_report_is_due_are_told(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A result of a connection to a peer changes no load, so no later report would carry it."""
+        heard: list[PeerReport] = []
+        confirmed, results = [], [PeerReport()]
+        note, confirm = Peers.note, Fleet.confirm
+
+        def note_peers(peers: Peers, info: WorkerInfo, report: PeerReport) -> None:
+            heard.append(report)
+            note(peers, info, report)
+
+        def note_confirm(*arguments: Any) -> bool:
+            confirmed.append(arguments[1])
+            return confirm(*arguments)
+
+        monkeypatch.setattr(Peers, "note", note_peers)
+        monkeypatch.setattr(Fleet, "confirm", note_confirm)
+        hooks = PeerHooks(lambda _scheduler, _peers: None, lambda: results[-1])
+        async with scheduler() as context:
+            worker = FakeWorker(worker_info("p"), address(context), peers=hooks)
+            async with in_background(worker.registration.run()):
+                await until(lambda: confirmed, "it has nothing to report")
+
+                def come() -> None:
+                    results.append(PeerReport(None, (PeerCheck(WorkerId("d"), 1),)))
+                    worker.registration.notify()
+
+                def stand_still() -> None:
+                    time.sleep(2 * EXAMPLE.fleet.report_interval_s)
+                    asyncio.get_running_loop().call_soon(come)
+
+                stand_still()  # so the news and the timer of the next report meet
+                await until(lambda: heard[-1].checks, "it is reported", SOON_S)
 
 
 class TestRoutes:

@@ -268,13 +268,14 @@ class _Link:
                 self._send_news(stream, must_tell=changed or follows_up)
                 self._send_detail(stream)
             told_at = now()
-            follows_up, changed = changed, False
+            follows_up = changed
             pause_s = min(FOLLOW_UP_S, self._interval_s) if follows_up else self._interval_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
-                changed = True
-                # One timer for an idle worker: only a change has to wait for others.
+            # The wait may time out although the event was set in the same moment.
+            changed = self._wake.is_set()
+            if changed:  # one timer for an idle worker: only a change has to wait for others
                 await asyncio.sleep(max(told_at + MIN_GAP_S - now(), 0.0))
             self._wake.clear()
 
