@@ -96,11 +96,12 @@ constexpr uint64_t kStreamedBytes = 2 << 20;
 constexpr uint64_t kSharedBytes = 4 << 20;  // below this, starting a thread costs too much
 constexpr uint64_t kLine = 64;
 constexpr uint64_t kPage = 4096;
-// Number of pages that are copied in parallel. The hardware prefetcher works within a page only, so
-// four streams hide the waits at each new page.
+// Number of pages that are copied in parallel, and bytes of each in turn. The hardware prefetcher
+// works within a page only, so four streams hide the waits at each new page. AMD's Zen 3 copies
+// 3.4 GB/s in turns of 128 bytes, 5.3 in turns of 256, and 14 to 17 in turns of 512.
 constexpr uint64_t kPagesAbreast = 4;
+constexpr uint64_t kTurnBytes = 512;
 constexpr uint64_t kLongBytes = 256 << 10;
-constexpr uint64_t kAheadInPage = 512;
 constexpr uint64_t kAheadInRun = 2048;
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -116,34 +117,35 @@ inline void stream_line(char* to, const char* from) {
 #endif
 }
 
-// `size` is a multiple of a line, `to` is aligned to one; prefetches may pass the end.
-void stream_run(char* to, const char* from, uint64_t size) {
+// `size` is a multiple of a line, `to` is aligned to one; `next` is the source of the following
+// copy. Prefetches may pass its end.
+void stream_run(char* to, const char* from, uint64_t size, const char* next) {
   for (uint64_t at = 0; at < size; at += kLine) {
-    _mm_prefetch(from + at + kAheadInRun, _MM_HINT_T0);
+    const uint64_t ahead = at + kAheadInRun;
+    _mm_prefetch(ahead < size ? from + ahead : next + (ahead - size), _MM_HINT_T0);
     stream_line(to + at, from + at);
   }
 }
 
-// Variant of `stream_run` with pages in parallel; `next` is the source of the following copy.
+// Variant of `stream_run` with pages in parallel.
 void stream_piece(char* to, const char* from, uint64_t size, const char* next) {
   constexpr uint64_t kStep = kPagesAbreast * kPage;
   uint64_t at = 0;
   for (; at + kStep <= size; at += kStep) {
     const char* after = at + 2 * kStep <= size ? from + at + kStep : next;
-    for (uint64_t line = 0; line < kPage; line += 2 * kLine) {
+    for (uint64_t done = 0; done < kPage; done += kTurnBytes) {
       for (uint64_t page = 0; page < kStep; page += kPage) {
-        const char* source = from + at + page + line;
-        const char* ahead = line + kAheadInPage < kPage
-                                ? source + kAheadInPage
-                                : after + page + line + kAheadInPage - kPage;
-        _mm_prefetch(ahead, _MM_HINT_T0);
-        _mm_prefetch(ahead + kLine, _MM_HINT_T0);
-        stream_line(to + at + page + line, source);
-        stream_line(to + at + page + line + kLine, source + kLine);
+        const char* source = from + at + page + done;
+        const char* ahead = done + kTurnBytes < kPage ? source + kTurnBytes
+                                                      : after + page + done + kTurnBytes - kPage;
+        for (uint64_t line = 0; line < kTurnBytes; line += kLine) {
+          _mm_prefetch(ahead + line, _MM_HINT_T0);
+          stream_line(to + at + page + done + line, source + line);
+        }
       }
     }
   }
-  stream_run(to + at, from + at, size - at);
+  stream_run(to + at, from + at, size - at, next);
 }
 
 void stream(char* to, const char* from, uint64_t size, const char* next) {
@@ -158,7 +160,7 @@ void stream(char* to, const char* from, uint64_t size, const char* next) {
   if (lines < kLongBytes) {
     stream_piece(to, from, lines, next);
   } else {
-    stream_run(to, from, lines);
+    stream_run(to, from, lines, next);
   }
   std::memcpy(to + lines, from + lines, size - lines);
 }
