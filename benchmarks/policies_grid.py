@@ -93,13 +93,10 @@ class Limits:
 def with_equal_rights(system: System) -> System:
     """A system that knows the limit on the time per token and sees loads as old as all others do.
 
-    Its requests wait at the gateway for as long as their first token can come in time, by the rule
-    of live gateways; `queue_offers` systems may wait at the worker instead, and are given up there
-    when the prompt can no longer be computed in time.
+    Requests wait at the gateway while their first token can come in time, by the rule of live
+    gateways. In systems with `queue_offers` they wait at the worker, by the same rule.
     """
-    return dataclasses.replace(
-        system, knows_tpot=True, report_interval_s=REPORT_S, learns_deadlines=True
-    )
+    return dataclasses.replace(system, knows_tpot=True, report_interval_s=REPORT_S)
 
 
 def split(num_prefill: int) -> str:

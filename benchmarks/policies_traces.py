@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, job_of_seeds
 from benchmarks.result import Row, Target
+from kvmesh.policy.composition import COMPOSITIONS
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pool_plan import PoolPlacement
 from kvmesh.sim.fleet import parse_fleet
@@ -188,7 +189,7 @@ def composition(by_seed: Sequence[tuple[TraceRequest, ...]], workload: str) -> E
     # The loads that ten instances can just do depend on lengths and prefixes.
     rates = {"agentic_coding_sessions": (0.5, 1.0, 1.5), "made sessions": (4.0, 8.0, 12.0)}
     tried = rates.get(workload, (2.0, 3.0, 4.0))
-    systems = [each for each in SYSTEMS if each not in FIXED]
+    systems = [each for each in COMPOSITIONS if each not in FIXED]
     jobs = [
         job_of_seeds(
             name,

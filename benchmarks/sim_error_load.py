@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import random
 import statistics
@@ -165,11 +164,10 @@ def scenario(
     profile: Profile, stack: Stack, traces: Sequence[TraceRequest], *, closed: bool
 ) -> Scenario:
     """The stack as `kvmesh up` starts it."""
-    system = dataclasses.replace(SYSTEMS[stack.policy], learns_deadlines=True)
     return Scenario(
         profile,
         parse_fleet(f"home:cpu:prefill:{stack.prefill},home:cpu:decode:{stack.decode}"),
-        system,
+        SYSTEMS[stack.policy],
         tuple(traces),
         closed_loop=closed,
         chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),

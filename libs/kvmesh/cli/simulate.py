@@ -239,8 +239,7 @@ def _scenario(
     return Scenario(
         profile=_with_pools(profile, arguments.pool_blocks),
         fleet=fleet,
-        # All systems under the rule of live gateways.
-        system=dataclasses.replace(SYSTEMS[system], learns_deadlines=True),
+        system=SYSTEMS[system],
         requests=requests,
         closed_loop=arguments.closed_loop,
         failures=failures,

@@ -30,6 +30,7 @@ from kvmesh.policy.forwarding import (
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
+from kvmesh.sim.systems import Deadlines
 from kvmesh.sim.turns import Lanes
 from kvmesh.sim.worker import SimWorker
 
@@ -75,7 +76,7 @@ class Desk:
         connections: the gateway's connections; some policies offer in their order, not the plan's.
         by_connections: whether all do.
         lanes: turns of the gateway's waiting requests.
-        learns_deadlines: whether searches end by the times of earlier prompts.
+        deadlines: when searches end.
         planned: called with the first plan of a request that no worker had before.
     """
 
@@ -89,7 +90,7 @@ class Desk:
     connections: Connections
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
     lanes: Lanes = field(default_factory=Lanes)
-    learns_deadlines: bool = False
+    deadlines: Deadlines = Deadlines.ADMISSION
     by_connections: bool = False
     planned: Callable[[SimRequest, RoutePlan], None] = _not_noted
 
@@ -144,7 +145,7 @@ class Placing:
         """Time at which the search ends, by the present estimate."""
         request = self._request
         # A client that is already reading waits until its deadline.
-        if not self._desk.learns_deadlines or request.generated:
+        if self._desk.deadlines is Deadlines.TIMEOUT or request.generated:
             return request.deadline_s
         times = self._turns.prefill_times
         if times.num_noted != self._until_of:  # a request that waits asks several times a round

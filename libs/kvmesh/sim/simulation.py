@@ -36,7 +36,7 @@ from kvmesh.sim.scenario import (
     accepted_itl_s,
     accepted_tpot_s,
 )
-from kvmesh.sim.systems import System
+from kvmesh.sim.systems import Deadlines, System
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.turns import Lanes
 from kvmesh.sim.worker import SimWorker
@@ -180,7 +180,7 @@ class Simulation:
             Connections(fills=not system.queue_offers),
             self._bring,
             Lanes({worker.info.scenario for worker in self.fleet.workers.values()}),
-            system.learns_deadlines,
+            system.deadlines,
             system.by_connections,
             planned=self._planned,
         )
@@ -235,8 +235,9 @@ class Simulation:
         self.result.requests.append(request)
         if self.fleet.host is not None:
             self.fleet.host.note_request()
-        if self._desk.learns_deadlines and self._desk.lanes.of(request).is_hopeless(request):
-            self._refused(request, RefusalReason.BUSY)
+        turns = self._desk.lanes.of(request)
+        if self._desk.deadlines is Deadlines.ADMISSION and turns.is_hopeless(request):
+            self._refused(request, RefusalReason.BUSY, turns.retry_after_s)
             return
         # One message to the scheduler and one to the workers.
         self.events.after(2 * self.fleet.message_s, Placing(self._desk, request, frozenset()).start)
@@ -260,12 +261,9 @@ class Simulation:
             self.events.at(self._useless_s(placed), partial(self._give_up, placed))
 
     def _useless_s(self, placed: Placed) -> float:
-        """Returns the time from which it is no use to begin a prompt that a worker has queued.
-
-        Where gateways learn how long prompts take, workers know it.
-        """
+        """Returns the time from which it is no use to begin a prompt that a worker has queued."""
         request, worker = placed.request, placed.prefill_worker
-        if not self.scenario.system.learns_deadlines:
+        if self._desk.deadlines is Deadlines.TIMEOUT:
             return request.deadline_s
         cached = len(worker.pool.match(request.reusable_hashes)) * TRACE_BLOCK
         prompt_s = worker.device.prefill_s(request.num_tokens - cached)
@@ -350,9 +348,9 @@ class Simulation:
         """See `WorkerListener`."""
         request = sequence.request
         request.has_first = True
-        if self._desk.learns_deadlines and request.placed_s is not None:
-            took_s = self.events.now() - request.placed_s
-            self._desk.lanes.of(request).prefill_times.note(request.num_tokens, took_s)
+        assert request.placed_s is not None, "a worker has the prompt"
+        took_s = self.events.now() - request.placed_s
+        self._desk.lanes.of(request).prefill_times.note(request.num_tokens, took_s)
         if request.attempt == 0:
             request.cached_tokens = sequence.num_cached
         if request.first_token_s is None:
@@ -380,12 +378,14 @@ class Simulation:
         if placed is not None:
             self._desk.connections.ended(placed.prefill_worker.info.worker_id)
 
-    def _refused(self, request: SimRequest, reason: RefusalReason) -> None:
+    def _refused(
+        self, request: SimRequest, reason: RefusalReason, retry_after_s: float = 0.0
+    ) -> None:
         request.refusal = reason
         request.finished_s = self.events.now()
-        self._end(request, Outcome.REFUSED)
+        self._end(request, Outcome.REFUSED, retry_after_s)
 
-    def _end(self, request: SimRequest, outcome: Outcome) -> None:
+    def _end(self, request: SimRequest, outcome: Outcome, retry_after_s: float = 0.0) -> None:
         request.outcome = outcome
         self._num_open -= 1
         if self._ended is not None:
@@ -394,7 +394,7 @@ class Simulation:
         if turns:
             trace = turns.popleft()
             self._num_open += 1
-            self.events.after(trace.think_s, partial(self._arrive, trace))
+            self.events.after(retry_after_s + trace.think_s, partial(self._arrive, trace))
 
     # --- failures ----------------------------------------------------------------------------
 

@@ -6,12 +6,21 @@ Tests: tests/unit/sim/test_systems.py.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.policy.composition import COMPOSITIONS, Composition, Offload
 
-__all__ = ["SYSTEMS", "Offload", "System"]
+__all__ = ["SYSTEMS", "Deadlines", "Offload", "System"]
+
+
+class Deadlines(enum.Enum):
+    """When a request is given up that waits at a gateway, or in a worker's queue."""
+
+    TIMEOUT = "when its limit on the time to first token (TTFT) has passed"
+    EARLY_ABORT = "as soon as its first token would be late, by the times of earlier prompts"
+    ADMISSION = "as early, and at arrival if too many wait before it: the rule of live gateways"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +33,7 @@ class System(Composition):
         grouped: whether each cluster is the group of the scenario with its name.
         rejects_early: whether a request is refused at arrival if its predicted first token is too
             late.
-        learns_deadlines: whether a search ends when the first token would come too late, by the
-            times of earlier prompts, and a request is refused at arrival when so many wait that it
-            would come too late, as gateways do; else a search ends at the deadline itself. A queue
-            of a worker gives up likewise.
+        deadlines: when a request is given up that waits for its prompt to begin.
         by_connections: whether gateways offer to the worker with the fewest of their connections
             first. A connection lasts until the answer ends.
     """
@@ -36,7 +42,7 @@ class System(Composition):
     report_interval_s: float = 0.0
     grouped: bool = False
     rejects_early: bool = False
-    learns_deadlines: bool = False
+    deadlines: Deadlines = Deadlines.ADMISSION
     by_connections: bool = False
 
     @property
@@ -63,6 +69,25 @@ def _system(composition: Composition) -> System:
 
 
 SYSTEMS: dict[str, System] = {name: _system(each) for name, each in COMPOSITIONS.items()}
-"""A system for each policy that a scheduler's config can name; P/D-Serve's has groups."""
+"""A system for each policy that a scheduler's config can name; P/D-Serve's has groups. Two more,
+`pdserve_baseline` and `pdserve_forwarding`, are for simulations only."""
 
 SYSTEMS["pdserve"] = dataclasses.replace(SYSTEMS["pdserve"], grouped=True)
+
+SYSTEMS["pdserve_baseline"] = dataclasses.replace(
+    SYSTEMS["local_queues"],
+    name="pdserve_baseline",
+    by_connections=True,
+    deadlines=Deadlines.TIMEOUT,
+)
+"""The baseline of P/D-Serve's evaluation (section 4), its own first version with separate prefill
+and decode. Prefill workers have queues, a request goes to the worker with the fewest connections,
+and timeouts are checked before a prompt begins, not during it (3.5). The paper may also end a
+request whose first token is late; here such an answer is generated and counts as late.
+"""
+
+SYSTEMS["pdserve_forwarding"] = dataclasses.replace(
+    SYSTEMS["forwarding"], name="pdserve_forwarding", deadlines=Deadlines.EARLY_ABORT
+)
+"""P/D-Serve's forwarding to idle workers with its early intervention (3.5): a request ends when it
+has waited too long for its length. Every request waits; none is refused at arrival."""

@@ -71,6 +71,11 @@ class Turns:
         """Whether a new request would only wait for its refusal, as a gateway judges it."""
         return self.crowd.is_hopeless(_TENANT, request.deadline_s - request.arrival_s)
 
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds that a gateway tells a client to wait if it refuses a new request."""
+        return self.crowd.wait_s(_TENANT)
+
     def enter(self, request: SimRequest) -> None:
         """Adds a request that begins to look for workers."""
         self.crowd.enter(_TENANT)

@@ -30,7 +30,7 @@ from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import summarize
 from kvmesh.sim.scenario import Scenario
-from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.systems import SYSTEMS, Deadlines
 from tests.unit.sim.test_simulation import run as run_clean
 
 
@@ -53,7 +53,7 @@ def test_all_have_as_many_workers_and_the_same_rights() -> None:
         assert sum(group.count for group in parse_fleet(each.fleet)) == 10
         assert each.system.knows_tpot
         assert each.system.report_interval_s == REPORT_S
-        assert each.system.learns_deadlines
+        assert each.system.deadlines is Deadlines.ADMISSION
     mixed = [each for each in entrants() if each.label.startswith("mixed")]
     assert [each.chunks.mixed for each in mixed] == [8192, 2048, 512]
     assert {group.role for each in mixed for group in parse_fleet(each.fleet)} == {Role.HYBRID}

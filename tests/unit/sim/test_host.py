@@ -7,13 +7,14 @@ import pytest
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Role
+from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fields import Fields
 from kvmesh.sim.fleet import SimFleet, WorkerGroup, parse_fleet
 from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, Host, crowding
 from kvmesh.sim.profile import Front, Loop, Sharing
 from kvmesh.sim.profile_file import parse_profile
-from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
@@ -148,9 +149,15 @@ def test_whoever_waits_makes_those_slower_that_are_served() -> None:
         traces = [TraceRequest(0.1 * n, 4000, 4, tuple(range(8 * n, 8 * n + 8))) for n in (0, 1)]
         fleet = parse_fleet("home:d:prefill:1,home:d:decode:1")
         system = SYSTEMS["least_loaded"]
-        result = simulate(
-            Scenario(made, fleet, system, tuple(traces), chunks=ChunkTokens(512, 512))
+        what = Scenario(
+            made,
+            fleet,
+            system,
+            tuple(traces),
+            objectives=Objectives((TimeoutTier(1 << 62, 1e6),)),
+            chunks=ChunkTokens(512, 512),
         )
+        result = simulate(what)
         last = result.requests[-1].first_token_s
         assert last is not None
         return last
