@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvmesh.core.types import Refusal, RefusalReason, SequenceSpec
-from kvmesh.engine.protocol import SequenceChunk
-from kvmesh.engine.runner import TorchRunner
+from kvmesh.core.types import Refusal, RefusalReason, SequenceSpec, WorkerId
+from kvmesh.engine import runner
+from kvmesh.engine.stage_progress import StepProgress
 from kvmesh.kv.hashing import root_hash
+from kvmesh.kv.stages import Stages
+from kvmesh.policy.link import LinkView
+from kvmesh.policy.transfer_mode import ModeDecision, TransferTask, choose_transfer_mode
+from kvmesh.runtime import handover
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from kvmesh.transfer.frames import BlockPart, PutFrame
@@ -26,7 +29,19 @@ from tests.worker_driver import Driver, Key, driving, make_spec, running_worker,
 CHUNK, BLOCK_TOKENS = 64, 16
 
 
-@pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3", "olmo2"])
+FAMILIES = (
+    "llama-untied-sharded",
+    "deepseek-v3",
+    "olmo2",
+    "gemma3",
+    "qwen3-next",
+    "kimi-linear",
+    "falcon-h1",
+)
+"""With one group of layers, with windows, and with states, also beside attention in a layer."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
@@ -80,21 +95,19 @@ async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
 ) -> None:
     arrivals = Arrivals()
     arrivals.watch(decode)
-    tell = TorchRunner._after_writes
 
-    def held_back(
-        self: TorchRunner, chunks: Sequence[SequenceChunk]
-    ) -> list[Callable[[int], None]]:
+    class HeldBack(StepProgress):
         """Every layer waits until the ones before it have arrived."""
 
-        def tell_and_wait(told: Callable[[int], None], num_layers: int) -> None:
-            arrivals.came.clear()
-            told(num_layers)
-            assert arrivals.came.wait(20), "the layers did not leave"
+        def __init__(self, stages: Stages, tell: Callable[[int], None]) -> None:
+            def tell_and_wait(num_stages: int) -> None:
+                arrivals.came.clear()
+                tell(num_stages)
+                assert arrivals.came.wait(20), "the layers did not leave"
 
-        return [partial(tell_and_wait, told) for told in tell(self, chunks)]
+            super().__init__(stages, tell_and_wait)
 
-    monkeypatch.setattr(TorchRunner, "_after_writes", held_back)
+    monkeypatch.setattr(runner, "StepProgress", HeldBack)
     section = WorkerSection(id="p1", role="prefill", channels=channels, transfer_mode="layered")
     async with running_worker(section, engine(checkpoint.folder)) as prefill:
         driver = Driver()
@@ -106,12 +119,43 @@ async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
             arrivals.parts.clear()
             key = Key(f"r{number}")
             assert await driver.generate(prefill, decode, key, spec_of(tokens)) == expected
-            layer_bytes = prefill.core.spec.layout.block_bytes // 3
-            in_parts = [part for part in arrivals.parts if part is not None]
-            assert in_parts[:2] == [BlockPart(0, layer_bytes), BlockPart(layer_bytes, layer_bytes)]
-            assert sum(part.size for part in in_parts) == 3 * layer_bytes
+            stages = prefill.core.spec.stages
+            assert [part for part in arrivals.parts if part is not None] == [
+                BlockPart(stage.offset, stage.size) for stage in stages
+            ]
         await until_idle(prefill, decode)
         await driver.close()
+
+
+async def test_a_slow_link_makes_the_last_chunk_leave_by_layers(
+    checkpoint: Checkpoint, decode: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[TransferTask] = []
+    link = LinkView(WorkerId("d0"), "tcp", goodput_bytes_s=1.0)
+
+    def chosen(task: TransferTask, _measured: LinkView | None) -> ModeDecision:
+        tasks.append(task)
+        return choose_transfer_mode(task, link)
+
+    monkeypatch.setattr(handover, "choose_transfer_mode", chosen)
+    arrivals = Arrivals()
+    arrivals.watch(decode)
+    section = WorkerSection(id="p1", role="prefill")
+    async with (
+        running_worker(section, engine(checkpoint.folder)) as prefill,
+        driving(prefill, decode) as driver,
+    ):
+        spec = prefill.core.spec
+        tokens, expected = max(
+            zip(checkpoint.prompts, checkpoint.expected, strict=True), key=lambda each: len(each[0])
+        )
+        assert await driver.generate(prefill, decode, Key("r"), spec_of(tokens)) == expected
+        assert any(part is not None for part in arrivals.parts)
+        await until_idle(prefill, decode)
+    state_bytes = spec.groups.state_blocks * spec.layout.block_bytes
+    (task,) = tasks
+    kv_bytes, num_last = task.num_bytes - state_bytes, len(tokens) % CHUNK
+    assert task.last_bytes == kv_bytes * num_last // len(tokens) + state_bytes
 
 
 async def test_a_receiver_that_takes_blocks_whole_gets_them_whole(

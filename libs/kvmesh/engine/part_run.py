@@ -17,6 +17,7 @@ from greenlet import greenlet
 from torch import Tensor
 
 from kvmesh.engine.protocol import SampledToken, SequenceChunk, StateChunk
+from kvmesh.engine.stage_progress import StageProgress
 from kvmesh.kv.stages import Stages, state_kind
 
 Forward = Callable[[SequenceChunk, "Pauses"], tuple[Tensor, Tensor]]
@@ -64,43 +65,33 @@ class UpstreamLostError(Exception):
 
 
 class Pauses:
-    """Interrupts the passes of one part after each layer.
+    """Interrupts the passes of one part after each layer; a `LayerWatch`.
 
     Args:
         tell: called with the number of leading stages that are complete for all positions.
     """
 
     def __init__(self, stages: Stages, tell: Callable[[int], None]) -> None:
-        # A layer's slot is its place among the stages of its kind.
-        self._numbers: dict[int, list[int]] = {}
-        for number, stage in enumerate(stages):
-            self._numbers.setdefault(stage.kind, []).append(number)
-        self._done: set[int] = set()
-        self._num_done = 0
-        self._tell = tell
+        self._progress = StageProgress(stages, tell)
         self.is_last = False
         """Whether the running pass computes the last piece."""
 
     def written(self, group: int, slot: int) -> None:
         """Pauses the pass between writing a layer's keys and values and its attention."""
-        self._leave(self._numbers[group][slot])
+        self._leave(self._progress.number_of(group, slot))
 
     def before_states(self, part: int, slot: int) -> None:
         """See `StateWatch`."""
-        self._leave(self._numbers[state_kind(part)][slot])
+        self._leave(self._progress.number_of(state_kind(part), slot))
 
     def after_states(self, part: int, slot: int) -> None:
         """See `StateWatch`."""
         if self.is_last:
-            self.computed(self._numbers[state_kind(part)][slot])
+            self.computed(self._progress.number_of(state_kind(part), slot))
 
     def computed(self, stage: int) -> None:
         """Records that a stage is complete for all positions. Repeated calls have no effect."""
-        self._done.add(stage)
-        if self._num_done in self._done:
-            while self._num_done in self._done:
-                self._num_done += 1
-            self._tell(self._num_done)
+        self._progress.complete(stage)
 
     @staticmethod
     def _leave(stage: int) -> None:

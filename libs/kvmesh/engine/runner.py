@@ -31,14 +31,15 @@ from kvmesh.engine.part_run import PartRun, Pauses, UpstreamLostError
 from kvmesh.engine.partial import PoolAttention, can_be_parted
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
+from kvmesh.engine.stage_progress import LayerWatch, StepProgress
 from kvmesh.engine.static_inputs import InputShape, StaticInputs
 from kvmesh.engine.static_step import StaticStep
 from kvmesh.engine.step_graphs import CaptureBounds, CudaGraphDevice, StepGraphs
 from kvmesh.engine.weights import WeightFiles, fingerprint
-from kvmesh.kernels.dispatch import AfterWrite, plan_attention
+from kvmesh.kernels.dispatch import plan_attention
 from kvmesh.kernels.latent import StepLatent
 from kvmesh.kernels.split_attention import RemotePart, SplitAttention
-from kvmesh.kernels.states import StateWatch, StepStates
+from kvmesh.kernels.states import StepStates
 from kvmesh.kernels.upload import sent
 
 _SCORED_ROWS = 128
@@ -213,7 +214,7 @@ class TorchRunner:
         x, delta = model.forward(
             sent(batch.token_ids, torch.int64, device),
             sent(batch.positions, torch.int64, device),
-            self._memory_of(batch, remote, self._after_writes(chunks)),
+            self._memory_of(batch, remote, self._progress_of(chunks)),
             None if all_rows else sent(rows, torch.int64, device),
         )
         self._pool.computed()
@@ -233,11 +234,10 @@ class TorchRunner:
 
         def forward(piece: SequenceChunk, pauses: Pauses) -> tuple[torch.Tensor, torch.Tensor]:
             batch = build_batch([piece], self._plan.block_size, self._plan.groups.windows)
-            after_writes = [partial(pauses.written, group) for group in range(len(batch.groups))]
             return model.forward(
                 batch.token_ids,
                 batch.positions,
-                self._memory_of(batch, [], after_writes, pauses),
+                self._memory_of(batch, [], pauses),
                 torch.tensor([len(batch.token_ids) - 1]),
             )
 
@@ -257,21 +257,21 @@ class TorchRunner:
         self._parts[chunk.sequence_id] = run
         return StepResult([None], unfinished={0: needed})
 
-    def _after_writes(self, chunks: Sequence[SequenceChunk]) -> list[AfterWrite]:
-        """Returns per token group the callback for chunks that listen; empty without such chunks.
+    def _progress_of(self, chunks: Sequence[SequenceChunk]) -> StepProgress | None:
+        """Returns the progress of a step with chunks that listen; None without such chunks.
 
         On a device the layers are only launched by then; the pool's event marks them.
         """
         listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
-        if not listeners or not self.spec.groups.is_plain:
-            return []
+        if not listeners:
+            return None
 
-        def complete(layer: int) -> None:
+        def tell(num_stages: int) -> None:
             self._pool.computed()
             for listener in listeners:
-                listener(layer + 1)
+                listener(num_stages)
 
-        return [complete]
+        return StepProgress(self._spec.stages, tell)
 
     def _score(
         self,
@@ -307,8 +307,7 @@ class TorchRunner:
         self,
         batch: StepBatch,
         remote: Sequence[RemotePart],
-        after_writes: Sequence[AfterWrite] = (),
-        watch: StateWatch | None = None,
+        watch: LayerWatch | None = None,
     ) -> StepMemory:
         pool, plan, shape = self._pool.tensor, self._plan, self._spec.layout
         states = None
@@ -324,19 +323,22 @@ class TorchRunner:
         if remote:
             (group,) = batch.groups
             return StepMemory(attention=(SplitAttention(group, pool, remote),))
-        callbacks: Sequence[AfterWrite | None] = after_writes or [None] * len(batch.groups)
+        after_writes = [
+            None if watch is None else partial(watch.written, group)
+            for group in range(len(batch.groups))
+        ]
         if not self._keeps_latents:
             attention = tuple(
                 plan_attention(group, group_view(pool, heads), after_write)
                 for group, heads, after_write in zip(
-                    batch.groups, plan.heads, callbacks, strict=True
+                    batch.groups, plan.heads, after_writes, strict=True
                 )
             )
             return StepMemory(attention=attention, states=states)
         vectors = pool.view(len(pool), plan.block_layers, shape.block_size, -1)
         latent = tuple(
             StepLatent(group, vectors, after_write)
-            for group, after_write in zip(batch.groups, callbacks, strict=True)
+            for group, after_write in zip(batch.groups, after_writes, strict=True)
         )
         return StepMemory(latent=latent, states=states)
 

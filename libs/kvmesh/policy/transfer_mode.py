@@ -21,7 +21,7 @@ class TransferMode(enum.Enum):
     LAYERED = "layered"
     """As `CHUNKED`, and the last chunk's finished layers while its next layers compute.
 
-    A block holds all layers in one range of bytes, so a part of the layers needs one call per
+    A block holds all its layers in one range of bytes, so a part of the layers needs one call per
     block. The layout (FlowKV eq. 5) avoids these calls otherwise; here they hide a transfer that
     nothing else can hide.
     """
@@ -42,14 +42,12 @@ class TransferTask:
     Attributes:
         num_bytes: KV to send.
         num_chunks: steps that compute the prompt; with 1 there is nothing to overlap with.
-        last_bytes: KV of the last chunk.
-        has_layers: whether both ends can move some layers of a block.
+        last_bytes: KV of the last chunk, and the states of linear layers.
     """
 
     num_bytes: int
     num_chunks: int
     last_bytes: int = 0
-    has_layers: bool = False
 
 
 FAST_ENOUGH_S = 0.002
@@ -72,7 +70,7 @@ def choose_transfer_mode(task: TransferTask, link: LinkView | None) -> ModeDecis
         link: the measured link to the receiver; None before the first transfer.
     """
     last_s = link.estimate_s(task.last_bytes) if link is not None else None
-    if task.has_layers and last_s is not None and last_s >= LAYERS_PAY_S:
+    if last_s is not None and last_s >= LAYERS_PAY_S:
         text = f"{last_s * 1e3:.1f} ms for the last chunk alone"
         return ModeDecision(TransferMode.LAYERED, text)
     if task.num_chunks <= 1:

@@ -31,7 +31,7 @@ class Handover:
         self._core = parts.core
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._stages = parts.core.spec.stages
-        self._has_layers = parts.core.spec.groups.is_plain
+        self._state_bytes = parts.core.spec.groups.state_blocks * self._block_bytes
         self._moment, self._is_past = moment_of(parts.memory), past_of(parts.memory)
         self._clock = parts.clock
         self._channels = channels
@@ -60,11 +60,12 @@ class Handover:
         num_chunks = 1 if sequence.is_part else -(-todo // self._core.max_step_tokens)
         last_tokens = todo - (num_chunks - 1) * self._core.max_step_tokens
         num_bytes = reservation.num_blocks * self._block_bytes
+        # A state is complete only after the last chunk.
+        kv_bytes = num_bytes - self._state_bytes
         task = TransferTask(
             num_bytes=num_bytes,
             num_chunks=num_chunks,
-            last_bytes=num_bytes * last_tokens // max(todo, 1),
-            has_layers=self._has_layers,
+            last_bytes=kv_bytes * last_tokens // max(todo, 1) + self._state_bytes,
         )
         decision = choose_transfer_mode(task, self._channels.link_view(reservation))
         attempt.span.event("transfer_mode", mode=decision.mode.value, reason=decision.reason)

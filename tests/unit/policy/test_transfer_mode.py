@@ -31,31 +31,30 @@ def test_choice(num_bytes: int, num_chunks: int, link: LinkView | None, mode: Tr
 def test_a_queue_on_the_link_makes_chunks_worth_it() -> None:
     task = TransferTask(num_bytes=1 << 20, num_chunks=2)
     idle = LinkView(WorkerId("d"), "tcp", goodput_bytes_s=1e9)
-    busy = LinkView(WorkerId("d"), "tcp", goodput_bytes_s=1e9, queued_bytes=1 << 28)
+    busy = LinkView(WorkerId("d"), "tcp", goodput_bytes_s=1e9, queued_bytes=1 << 24)
 
     assert choose_transfer_mode(task, idle).mode is TransferMode.WHOLE
     assert choose_transfer_mode(task, busy).mode is TransferMode.CHUNKED
 
 
 @pytest.mark.parametrize(
-    ("last_bytes", "has_layers", "link", "mode"),
+    ("last_bytes", "link", "mode"),
     [
-        (1 << 26, True, SLOW, TransferMode.LAYERED),
-        (1 << 26, False, SLOW, TransferMode.CHUNKED),
-        (1 << 20, True, SLOW, TransferMode.CHUNKED),
-        (1 << 26, True, FAST, TransferMode.CHUNKED),
-        (1 << 26, True, None, TransferMode.CHUNKED),
+        (1 << 26, SLOW, TransferMode.LAYERED),
+        (1 << 20, SLOW, TransferMode.CHUNKED),
+        (1 << 26, FAST, TransferMode.CHUNKED),
+        (1 << 26, None, TransferMode.CHUNKED),
     ],
 )
 def test_layers_are_for_a_long_last_chunk(
-    last_bytes: int, has_layers: bool, link: LinkView | None, mode: TransferMode
+    last_bytes: int, link: LinkView | None, mode: TransferMode
 ) -> None:
-    task = TransferTask(1 << 30, 16, last_bytes, has_layers)
+    task = TransferTask(1 << 30, 16, last_bytes)
 
     assert choose_transfer_mode(task, link).mode is mode
 
 
 def test_one_long_chunk_leaves_by_layers() -> None:
-    task = TransferTask(1 << 28, 1, 1 << 28, has_layers=True)
+    task = TransferTask(1 << 28, 1, 1 << 28)
 
     assert choose_transfer_mode(task, SLOW).mode is TransferMode.LAYERED
