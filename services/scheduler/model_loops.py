@@ -110,8 +110,7 @@ class ModelLoops:
 
     def note_prompt(self, query: RouteQuery, uncached_tokens: int) -> None:
         """Adds a request that was routed for the first time to the distribution of lengths."""
-        mean, most = self._meter.output_tokens, query.max_new_tokens
-        output = most if mean is None else min(mean, most)
+        output = self._meter.answers.expected(query.max_new_tokens)
         lengths = MeanLengths(uncached_tokens, query.num_tokens, output)
         self._groups.note_new(query.scenario, lengths)
         self._allocation.note_prompt(uncached_tokens, output)

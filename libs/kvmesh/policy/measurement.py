@@ -78,12 +78,40 @@ class _Speed:
         return Scaled(shape, token_s * sum(lengths) / sum(shape(each) for each in lengths))
 
 
+class MeanAnswer:
+    """Mean number of tokens that a request generates: recent tokens over recent requests.
+
+    The scheduler and the simulator both estimate answers with it, since neither knows how long a
+    new request's answer will be.
+    """
+
+    def __init__(self) -> None:
+        self._generated = self._requests = 0.0
+
+    def observe(self, num_generated: int, num_requests: int) -> None:
+        """Adds one cycle: the tokens that all workers generated, and the requests routed."""
+        self._generated = self._generated * KEEP + num_generated
+        self._requests = self._requests * KEEP + num_requests
+
+    @property
+    def tokens(self) -> float | None:
+        """Mean tokens generated per request; None while unknown."""
+        return self._generated / self._requests if self._requests >= 1 else None
+
+    def expected(self, most: float) -> float:
+        """Returns the tokens that a request is expected to generate, `most` at most."""
+        return most if self.tokens is None else min(self.tokens, most)
+
+
 class ServingMeter:
     """Measures one model's workers.
 
     Args:
         remote: name of the offload cluster.
         expected: the operator's profile; None: there is none.
+
+    Attributes:
+        answers: mean length of answers.
     """
 
     def __init__(self, remote: str, expected: ServingProfile | None = None) -> None:
@@ -92,7 +120,7 @@ class ServingMeter:
         self._seen: dict[WorkerId, tuple[int, int, int]] = {}
         self._far, self._near, self._decode = _Speed(), _Speed(), _Speed()
         self._batch_s = 0.0
-        self._generated = self._requests = 0.0
+        self.answers = MeanAnswer()
         self._slots = 0
         self._kv_bytes = KvBytes(PLAIN, 0, 1)
 
@@ -132,8 +160,7 @@ class ServingMeter:
             if last is not None and last[0] == info.incarnation:
                 generated += now[2] - last[2]
                 self._add(worker, now[1] - last[1], now[2] - last[2], elapsed_s)
-        self._generated = self._generated * KEEP + generated
-        self._requests = self._requests * KEEP + num_requests
+        self.answers.observe(generated, num_requests)
 
     def _add(self, worker: FleetWorker, computed: int, generated: int, elapsed_s: float) -> None:
         info, load = worker.info, worker.load
@@ -158,18 +185,14 @@ class ServingMeter:
         return self._near.token_s or self._far.token_s
 
     @property
-    def output_tokens(self) -> float | None:
-        """Mean tokens generated per request; None while unknown."""
-        return self._generated / self._requests if self._requests >= 1 else None
-
-    @property
     def serving(self) -> ServingProfile | None:
         """The profile for the throughput model; None until prefill and decode were both measured.
 
         A decode step is assumed no longer in a full batch.
         """
         near, decode_s = self._near.token_s, self._decode.token_s
-        if near is None or decode_s is None or self.output_tokens is None:
+        output_tokens = self.answers.tokens
+        if near is None or decode_s is None or output_tokens is None:
             return None
         batch = self._batch_s / self._decode.busy_s
         profile = self._expected
@@ -186,5 +209,5 @@ class ServingMeter:
             kv_bytes=self._kv_bytes,
             decode_batch=self._slots,
             decode_step_s=decode_s * batch,
-            output_tokens=max(self.output_tokens, 1.0),
+            output_tokens=max(output_tokens, 1.0),
         )

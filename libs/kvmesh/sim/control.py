@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from kvmesh.core.pace import StepPace
 from kvmesh.core.turns import at_once
-from kvmesh.core.types import Role, RoutePlan, WorkerLoad
+from kvmesh.core.types import Role, RoutePlan, WorkerId, WorkerLoad
 from kvmesh.core.values import changed
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
 from kvmesh.policy.groups import GroupKey, shares_of_groups
+from kvmesh.policy.measurement import MeanAnswer
 from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.pdserve import InstanceProfile
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
@@ -73,6 +74,9 @@ class Control:
         self._reasons = reasons
         self._groups = {each.info.scenario: _Group() for each in fleet.workers.values()}
         self._allocation = AllocationLoop()
+        self._answers = MeanAnswer()
+        self._generated: dict[tuple[WorkerId, int], int] = {}
+        self._num_new = 0
         self._carried = 0.0
         self._window_ends = events.now() + WINDOW_S
         self._sending = SendingMeter()
@@ -101,6 +105,7 @@ class Control:
     def cycle(self) -> None:
         """Runs one step of the fast loops, in the order of the service (`Planner.cycle`)."""
         system = self._scenario.system
+        self._observe_answers()
         if system.reallocate:
             self._allocation.observe(self._waiting())
         if system.monitor:
@@ -119,7 +124,8 @@ class Control:
         It counts for the group of the plan's first worker.
         """
         uncached = request.num_tokens - plan.prefill[0].cached_tokens
-        output = request.trace.output_tokens
+        output = self._answers.expected(request.trace.output_tokens)
+        self._num_new += 1
         self._allocation.note_prompt(uncached, output)
         group = self._groups[self._fleet.workers[plan.prefill[0].worker_id].info.scenario]
         group.monitor.note_prompts(MeanLengths(uncached, request.num_tokens, output))
@@ -227,6 +233,17 @@ class Control:
             num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
             self._offload.threshold = found.threshold(self._offload.threshold, num_prefill)
+
+    def _observe_answers(self) -> None:
+        """Measures the mean length of answers, which no scheduler knows beforehand."""
+        before, self._generated = self._generated, {}
+        num_generated = 0
+        for worker in self._fleet.living():
+            life = worker.info.worker_id, worker.info.incarnation
+            total = self._generated[life] = worker.steps.generated_tokens
+            num_generated += total - before.get(life, total)
+        self._answers.observe(num_generated, self._num_new)
+        self._num_new = 0
 
     def _observe_stages(self) -> None:
         for label, group in self._groups.items():

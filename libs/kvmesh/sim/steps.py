@@ -169,6 +169,7 @@ class StepLoop:
         self.rules = StepRules()
         self._turns = StepTurns()
         self._paused_s = 0.0
+        self._generated = 0
         self.computed_tokens = 0
         self.busy_s = 0.0
         self.preemptions = 0
@@ -177,6 +178,12 @@ class StepLoop:
     def num_preempted(self) -> int:
         """Number of sequences that lost their blocks and wait for new ones."""
         return len(self._preempted)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of tokens generated since the start, first tokens too."""
+        self._catch_up()
+        return self._generated
 
     def room(self, limit_s: float, awaited: Sequence[int]) -> PaceRoom:
         """Returns the room for requests with a TPOT limit.
@@ -280,6 +287,7 @@ class StepLoop:
         paused_s, self._paused_s = self._paused_s, 0.0
         self.gaps.add(paused_s + run.seconds(count) / count, count * decoding.count)
         decoding.steps += count
+        self._generated += count * decoding.count
         if self._host is not None:
             self._host.note_tokens(count * decoding.count)
 
@@ -397,6 +405,7 @@ class StepLoop:
 
     def _end_mixed(self, chunks: list[tuple[SimSequence, int]], decodes: bool) -> None:
         self._decoding.steps += decodes
+        self._generated += self._decoding.count * decodes
         for sequence, count in chunks:
             if not sequence.gone:
                 self._advance(sequence, count)
@@ -421,6 +430,7 @@ class StepLoop:
             return
         sequence.num_tokens += 1
         sequence.left -= 1
+        self._generated += 1
         if not sequence.has_first:
             sequence.has_first = True
             if sequence.hold_after_first:

@@ -9,7 +9,7 @@ from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.curves import Quadratic
-from kvmesh.policy.measurement import ServingMeter
+from kvmesh.policy.measurement import MeanAnswer, ServingMeter
 from kvmesh.policy.prfaas import ServingProfile
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 
@@ -45,7 +45,18 @@ def measured(*, cycles: int, far_speed: int = 0) -> ServingMeter:
 
 def test_nothing_is_known_at_first() -> None:
     assert measured(cycles=0).serving is None
-    assert ServingMeter(FAR).output_tokens is None
+    assert ServingMeter(FAR).answers.tokens is None
+
+
+def test_answers_are_as_long_as_recent_ones() -> None:
+    answers = MeanAnswer()
+    assert answers.expected(70) == 70, "nothing is known"
+    answers.observe(200, 10)
+    assert answers.expected(70) == pytest.approx(20)
+    assert answers.expected(5) == 5, "a request has a limit"
+    for _ in range(400):
+        answers.observe(300, 5)
+    assert answers.expected(70) == pytest.approx(60, rel=0.01)
 
 
 def test_speeds_from_totals_and_busy_time() -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.types import RequestId, Role, RoutePlan, RouteQuery, WorkerId, WorkerInfo
 from kvmesh.core.values import changed
-from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.policy.pdserve import RatioReason, TimeoutTier
 from kvmesh.policy.role_switch import SwitchReason
 from kvmesh.sim import control, simulation
 from kvmesh.sim.fleet import MODEL
@@ -36,6 +37,8 @@ class Followed(control.Control):
 
     Attributes:
         mesh: the scheduler's parts.
+        knows_pace: whether workers report the speed of their decode steps; then both sides know
+            what eq. 1 reads.
         most_waiting: largest number of requests that waited in a cycle.
         turned: role changes so far, as the simulator made them.
     """
@@ -43,6 +46,7 @@ class Followed(control.Control):
     mesh: Parts
     infos: dict[WorkerId, WorkerInfo]
     members: dict[WorkerId, Membership]
+    knows_pace = False
     most_waiting = 0
     turned: list[tuple[str, str]]
 
@@ -89,7 +93,15 @@ class Followed(control.Control):
                 joined = self.mesh.fleet.register(worker.info, now)
                 assert isinstance(joined, Membership)
                 self.infos[name], self.members[name] = worker.info, joined
-            load = changed(control.reported_load(worker), prefill_tokens_total=0)
+            load = changed(
+                control.reported_load(worker),
+                prefill_tokens_total=0,
+                decode_tokens_total=worker.steps.generated_tokens,
+            )
+            if self.knows_pace:
+                cost = worker.device.decode
+                assert cost.per_sequence == 0.0, "a worker fits steps to their context alone"
+                load = changed(load, room=PaceRoom(StepPace(cost.constant, cost.per_token)))
             assert self.mesh.fleet.report(self.members[name], load, now)
         looking = self._desk.searching
         waiting = Counter(each.trace.scenario for each in looking)
@@ -128,13 +140,16 @@ def _query(request: SimRequest) -> RouteQuery:
     )
 
 
-def followed(what: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[Followed, Counter[str]]:
+def followed(
+    what: Scenario, monkeypatch: pytest.MonkeyPatch, *, knows_pace: bool = False
+) -> tuple[Followed, Counter[str]]:
     """Runs it to its end; every step is compared."""
     monkeypatch.setattr(simulation, "Control", Followed)
-    # Decode speeds are measured live, and modelled here.
-    monkeypatch.setattr(control, "_profile_of", lambda _worker, _lengths: None)
+    if not knows_pace:  # as before live workers have measured it
+        monkeypatch.setattr(control, "_profile_of", lambda _worker, _lengths: None)
     run = simulation.Simulation(what)
     assert isinstance(run.control, Followed)
+    run.control.knows_pace = knows_pace
     run.control.follow()
     result = run.run()
     return run.control, result.reasons
@@ -165,13 +180,19 @@ def test_workers_help_the_side_where_requests_wait(
     }
 
 
-def test_the_monitor_moves_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [trace(0.8 * n, 4, 20, first_id=100 * n) for n in range(300)]
+@pytest.mark.parametrize("knows_pace", [False, True])
+def test_the_monitor_moves_the_same_workers(
+    knows_pace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the times alone, and by eq. 1 on measured speeds and answers."""
+    first = [trace(0.8 * n, 4, 20, first_id=100 * n) for n in range(300)]
+    then = [trace(240 + 0.4 * n, 1, 1000, first_id=10**5 + 100 * n) for n in range(300)]
     fleet = "home:d:prefill:2,home:d:decode:4"
-    what = scenario(*requests, fleet=fleet, system="pdserve", objectives=PATIENT)
-    loops, _ = followed(what, monkeypatch)
+    what = scenario(*first, *then, fleet=fleet, system="pdserve", objectives=PATIENT)
+    loops, reasons = followed(what, monkeypatch, knows_pace=knows_pace)
     assert loops.most_waiting >= 4
     assert loops.turned
+    assert (reasons[f"monitor: {RatioReason.BY_RATE.value}"] > 0) == knows_pace
 
 
 def test_reallocation_moves_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:

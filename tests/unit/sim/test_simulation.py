@@ -17,6 +17,7 @@ from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from tests.unit.sim.examples import request, scenario, trace
 
 QUICK = Objectives((TimeoutTier(1 << 62, 2.0),))
+PATIENT = (TimeoutTier(1 << 62, 1e6),)
 TWO_CLUSTERS = "remote:d:prefill:1,home:d:prefill:1,home:d:decode:1"
 
 
@@ -349,6 +350,18 @@ def test_every_system_ends_clean_after_overload_and_failures(system: str) -> Non
     result = run(busy(system))
     assert len(result.requests) == 150
     assert any(each.outcome is Outcome.DONE for each in result.requests)
+
+
+@pytest.mark.parametrize("fleet", ["home:d:prefill:2,home:d:decode:2", "home:d:hybrid:3"])
+def test_workers_count_the_tokens_that_they_generate(fleet: str) -> None:
+    requests = [trace(0.2 * n, 1 + n % 3, 5 + 30 * (n % 9), 100 * n) for n in range(60)]
+    what = scenario(
+        *requests, fleet=fleet, device={"num_blocks": 12}, objectives=Objectives(PATIENT)
+    )
+    simulation = Simulation(what)
+    simulation.run()
+    counted = sum(each.steps.generated_tokens for each in simulation.fleet.workers.values())
+    assert counted == sum(each.output_tokens for each in requests)
 
 
 def test_equal_seeds_give_equal_runs() -> None:
