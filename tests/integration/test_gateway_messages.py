@@ -253,7 +253,7 @@ async def test_bad_fields_are_named_in_anthropic_s_form(client: AsyncAnthropic) 
         assert caught.value.request_id == body["request_id"]
     with pytest.raises(anthropic.NotFoundError) as missing:
         await client.messages.create(**asked(model="another"))
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert missing.value.body["error"]["type"] == "not_found_error"
 
 
 async def test_the_key_comes_in_anthropic_s_header(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ async def test_the_key_comes_in_anthropic_s_header(tmp_path: Path) -> None:
         async with client_of(stack, "wrong") as client:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 await client.messages.create(**asked())
-            assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+            assert caught.value.body["error"]["type"] == "authentication_error"
         # Elsewhere the header says nothing.
         async with (
             aiohttp.ClientSession(stack.url, headers={"x-api-key": "right"}) as session,
@@ -283,5 +283,5 @@ async def test_a_message_that_is_lost_ends_with_an_error(tmp_path: Path) -> None
             stack.mesh.go.set()
             with pytest.raises(anthropic.APIStatusError) as caught:
                 _ = [event async for event in stream]
-        assert caught.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+        assert caught.value.body["error"]["type"] == "api_error"
         await stack.idle()

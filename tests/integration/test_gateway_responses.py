@@ -250,7 +250,7 @@ async def test_a_chosen_function(stack: Stack) -> None:
     (call,) = answer.output
     assert call.type == "function_call"
     assert (call.name, call.arguments) == ("weather", ARGUMENTS)
-    assert answer.tool_choice.model_dump() == {"type": "function", "name": "weather"}  # type: ignore[union-attr]
+    assert answer.tool_choice.model_dump() == {"type": "function", "name": "weather"}
     assert stack.mesh.workers["p1"].specs[-1].sampling.structure is not None
 
 
