@@ -11,6 +11,7 @@ LOCAL := $(VENV)/.local
 DEV := $(VENV)/.dev
 NATIVE := build/native/.best
 NATIVE_DEV := build/native/.usable
+NATIVE_ALL := build/native/.all
 SANITIZED := build/sanitized/.made
 NATIVE_SOURCES := $(wildcard libs/kvmesh/*/*.cpp libs/kvmesh/*/*.h) scripts/build_native.py libs/kvmesh/core/native_libraries.py
 # Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
@@ -36,10 +37,12 @@ TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose an
 # both tries are printed, and no more than one test in a thousand may need one. Files run in their
 # order: those of tests/chaos and tests/e2e take longest, and would leave one process busy at the end.
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks -rR --no-loadscope-reorder
+# These compute and wait for nothing: they run beside all others, which wait for processes, and sleep.
+MODEL_TESTS := $(patsubst %,tests/integration/test_%.py,transformers_equality group_engine chained_families config_fields seeing_checkpoints long_rope)
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
-test test-fast: export OMP_NUM_THREADS := 1
+test test-fast test-in-order test-models: export OMP_NUM_THREADS := 1
 # gRPC tells of every peer that leaves.
-test test-fast: export GRPC_VERBOSITY := ERROR
+test test-fast test-in-order test-models: export GRPC_VERBOSITY := ERROR
 .PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-grid bench-ablation bench-hybrids bench-million bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
@@ -61,6 +64,10 @@ $(NATIVE): $(NATIVE_SOURCES) | $(VENV)/.made
 # Tests use what older CPUs do as well.
 $(NATIVE_DEV): $(NATIVE_SOURCES) | $(VENV)/.made
 	@$(PY) scripts/build_native.py && touch $(NATIVE) $@ || [ $$? = 3 ]
+
+# A wheel holds what other CPUs run as well, and a test makes one.
+$(NATIVE_ALL): $(NATIVE_SOURCES) | $(VENV)/.made
+	@$(PY) scripts/build_native.py --levels all && touch $@ || [ $$? = 3 ]
 
 $(SANITIZED): $(NATIVE_SOURCES) scripts/sanitize_native.py | $(VENV)/.made
 	@PYTHONPATH=libs $(PY) -m scripts.sanitize_native --build && mkdir -p $(@D) && touch $@
@@ -122,8 +129,15 @@ lint-protos: setup
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
 
 test: setup ## all tests but those that need a GPU or containers
+	$(MAKE) --no-print-directory -j2 test-in-order test-models
+
+.PHONY: test-in-order test-models
+test-in-order: setup
 	$(PY) -m pytest $(TEST_FLAGS) --no-loadscope-reorder -n $(TEST_PROCESSES) --dist loadfile tests/property tests/unit
-	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
+	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property $(addprefix --ignore ,$(MODEL_TESTS))
+
+test-models: setup # with what the others leave of the processor: each may take long
+	nice -n 10 $(PY) -m pytest $(TEST_FLAGS) --timeout 600 -n $(TEST_PROCESSES) --dist loadfile $(MODEL_TESTS)
 
 .PHONY: compiled-tests
 compiled-tests: setup # what tests import is compiled once, and not by each of their processes
