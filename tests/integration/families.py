@@ -44,6 +44,10 @@ OF_EACH_KIND = (
 )
 """Families whose layers keep different things, or in another order than others'."""
 
+FOR_ALL = frozenset((*OF_EACH_KIND, "llama-untied-sharded", "gpt2", "mixtral", "phi3-longrope"))
+"""These, and some with full attention alone: they stand for all families in tests of what does not
+depend on the inside of a layer. The others run under the marker `long`."""
+
 GREEDY = SamplingParams(temperature=0.0)
 
 

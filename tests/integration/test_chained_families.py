@@ -9,7 +9,7 @@ import pytest
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.runner import TorchRunner
 from tests.integration.chained_engines import ChainedEngines
-from tests.integration.families import NEW_TOKENS, OF_EACH_KIND, Checkpoint
+from tests.integration.families import FOR_ALL, NEW_TOKENS, Checkpoint
 from tests.integration.family_configs import CONFIGS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -18,13 +18,10 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=NEW_TOKE
 
 # What a family does inside of a layer is compared in test_transformers_equality.py; between engines
 # only what its layers keep makes a difference.
-IN_CI = {*OF_EACH_KIND, "llama-untied-sharded", "gpt2", "mixtral", "phi3-longrope"}
-
-
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in IN_CI else pytest.mark.long)
+        pytest.param(name, marks=[] if name in FOR_ALL else pytest.mark.long)
         for name in sorted(CONFIGS)
     ],
 )

@@ -17,6 +17,7 @@ from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk, Sta
 from kvmesh.kernels import host, linear
 from kvmesh.kernels.host_library import load_host_library
 from tests.integration.families import (
+    FOR_ALL,
     GREEDY,
     NEW_TOKENS,
     NUM_BLOCKS,
@@ -115,6 +116,15 @@ def run(
                 stream.tokens.append(token.token_id)
 
 
+# What is drawn from logits, and where the blocks of a sequence lie that goes on, does not depend on
+# what a family does inside of its layers.
+of_some_families = pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param(name, marks=[] if name in FOR_ALL else pytest.mark.long) for name in CONFIGS],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     # Behind every window and every original length; each kind of layer has a longer prompt, too.
@@ -190,6 +200,7 @@ SEEDED = [
 ]
 
 
+@of_some_families
 def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
     homes = Homes(runner).homes([len(prompt) for prompt in checkpoint.prompts])
@@ -202,6 +213,7 @@ def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Check
     assert alone[0].output != checkpoint.expected[0], "the noise has an effect"
 
 
+@of_some_families
 def test_a_moved_stream_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> None:
     prompt, sampling = checkpoint.prompts[4], SEEDED[5]
     source, target = checkpoint.runner(), checkpoint.runner()
@@ -217,6 +229,7 @@ def test_a_moved_stream_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> 
     assert leave.output == stay.output
 
 
+@of_some_families
 def test_recomputed_elsewhere_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> None:
     prompt, sampling = checkpoint.prompts[4], SEEDED[2]
     runner = checkpoint.runner()
@@ -285,6 +298,7 @@ def token_ids(tokens: Sequence[SampledToken | None]) -> list[int]:
     return [token.token_id for token in tokens if token is not None]
 
 
+@of_some_families
 def test_static_steps_among_steps_with_prompts(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
     homes = Homes(runner).homes(PROMPT_LENGTHS)
