@@ -156,27 +156,22 @@ class Child:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Samples of one scrape."""
+    """One scrape; samples are read when they are asked for, as most never are."""
 
-    samples: list[tuple[str, dict[str, str], float]]
+    text: str
 
     def value(self, name: str, **labels: str) -> float:
         """Sum of the samples with this name and these labels among theirs."""
+        lines = [line for line in self.text.splitlines() if line.startswith(name)]
         return sum(
-            value
-            for sample, its_labels, value in self.samples
-            if sample == name and labels.items() <= its_labels.items()
+            sample.value
+            for family in text_string_to_metric_families("\n".join(lines))
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
         )
 
 
 async def scrape(url: str) -> Metrics:
     """Reads an exposition."""
     async with aiohttp.ClientSession() as session, session.get(url) as response:
-        text = await response.text()
-    return Metrics(
-        [
-            (sample.name, sample.labels, sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        ]
-    )
+        return Metrics(await response.text())
