@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from services.gateway.request import attempt, candidates, questions
@@ -366,6 +367,8 @@ def _run(sources: Mapping[ModuleType, str], examples: int) -> None:
                 suppress_health_check=list(HealthCheck),
             ),
         )
+    except Flaky:  # it failed once: the time limit of a test, and no rule
+        raise
     except Exception as error:
         raise _Found(str(error)) from error
     finally:
