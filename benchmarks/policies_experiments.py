@@ -169,7 +169,9 @@ _FORWARDING_NOTES = (
 - `capacity` is the time of all prefill workers in that window, divided by the time that the prompts
  of all ended requests would take them. It bounds the success of a system that serves long and short
  prompts alike. A system that serves more of the short ones can exceed it. Early refusals fall on
- short prompts, whose limit is 5 s, so `{_OFFERS}` serves more of the long ones
+ short prompts, whose limit is 5 s, so `{_OFFERS}` serves more of the long ones. With four slots the
+ time of a prompt depends on the prompts beside it, so gateways keep up to half of its limit for it
+ and give it up sooner
 """.strip()
     .replace("\n ", " ")
     .split("\n- ")
