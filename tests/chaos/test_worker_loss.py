@@ -22,7 +22,8 @@ async def test_a_killed_prefill_worker_costs_a_retry(mesh: Mesh, client: ApiClie
     await mesh.idle()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+# Tokens that are drawn show all that the greatest logits would, and that the noise is the same.
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
 async def test_a_stream_whose_decode_worker_is_killed_goes_on_elsewhere(
     mesh: Mesh, client: ApiClient, temperature: float
 ) -> None:

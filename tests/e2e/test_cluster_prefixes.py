@@ -99,7 +99,14 @@ async def test_a_prefix_of_home_moves_to_the_far_cluster_over_a_wide_link(tmp_pa
         assert decision["compared_tokens"] == LONG - PREFIX
 
 
-@pytest.mark.parametrize("home", [WIDE_BYTES_S, NARROW_BYTES_S], ids=["wide", "narrow"])
+# Of a link that is narrow both ways, either speed gives the right answer.
+@pytest.mark.parametrize(
+    "home",
+    [
+        pytest.param(WIDE_BYTES_S, id="wide"),
+        pytest.param(NARROW_BYTES_S, id="narrow", marks=pytest.mark.long),
+    ],
+)
 async def test_over_a_link_that_is_narrow_that_way_no_prefix_moves(
     tmp_path: Path, home: float
 ) -> None:
