@@ -34,7 +34,7 @@ TEST_PROCESSES ?= 2
 MESH_TEST_PROCESSES ?= 4
 TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose and not long'
 # Real processes race with a busy machine: what fails once in hundreds of runs gets one more try,
-# both tries are printed, and no more than one test in a thousand may need one. Files run in their
+# both tries are printed, and no more than one test in five hundred may need one. Files run in their
 # order: those of tests/chaos and tests/e2e take longest, and would leave one process busy at the end.
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks -rR --no-loadscope-reorder
 # These compute and wait for nothing: they run beside all others, which wait for processes, and sleep.
