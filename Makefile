@@ -197,12 +197,12 @@ bench-serve: setup-local ## measure a local stack; writes bench/results/serve.js
 bench-one-box: setup-local ## prefill and decode apart on one machine against one worker that does both; writes bench/results/one_box.*
 	$(PY) -m benchmarks.one_box $(ARGS)
 
-bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
-	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+bench-policies: compiled-simulator ## compare policies in the simulator: make bench-policies TRACES="FILE..."
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 
 .PHONY: bench-capacity
-bench-capacity: setup ## hits and goodput by host memory and disk below pools, simulated: make bench-capacity TRACES="FILE..."; writes bench/results/policies_capacity.*
-	$(PY) -m benchmarks.policies --capacity $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+bench-capacity: compiled-simulator ## hits and goodput by host memory and disk below pools, simulated: make bench-capacity TRACES="FILE..."; writes bench/results/policies_capacity.*
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --capacity $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 
 .PHONY: compiled-simulator
 compiled-simulator: setup # decides the same in about half the time
