@@ -144,6 +144,7 @@ class Attempt:
         asked = self._unanswered(number)
         if asked is None or asked.kind is Kind.OFFER:
             return ()
+        self._candidates.restart_decode()
         hold = act.Hold(number, asked.worker_id, lease_ms)
         return [hold, self._taken(now) if starts else self._ask_next(now)]
 
@@ -209,10 +210,7 @@ class Attempt:
         if self.state is not State.PREFILL or self._open.last.number != number:
             return ()
         self.state, self._progress_at = State.HANDOFF, now
-        logprobs = () if event.logprobs is None else (event.logprobs,)
-        finish, error = event.finish_reason, event.error
-        token = Tokens(self.position, (event.token_id,), logprobs, finish, error)
-        out = self._deliver(token, event)
+        out = self._deliver(event.at(self.position), event)
         if self.outcome is not None:
             return out
         if self._open.offer is None:

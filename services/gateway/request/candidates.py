@@ -41,7 +41,14 @@ class Candidates:
         self.until = until
         self._decode = decode
         self._to_offer = deque(prefill)
-        self._to_reserve = deque(decode)
+        self.restart_decode()
+
+    def restart_decode(self) -> None:
+        """Lets every decode worker of the plan be asked, also those that had no room.
+
+        Call it when a worker holds blocks. If they are given up, the others may have room by then.
+        """
+        self._to_reserve = deque(self._decode)
 
     def exclude(self, worker_id: WorkerId) -> None:
         """Excludes a worker from this plan and from later plans."""
@@ -61,8 +68,6 @@ class Candidates:
             return Kind.OFFER, blocks.candidate
         else:
             kind = Kind.OFFER
-            # If the blocks are given up, decode workers that had no room before may have some.
-            self._to_reserve = deque(self._decode)
         line = self._to_reserve if kind is Kind.RESERVE else self._to_offer
         while line and self._to_offer:  # without a prefill worker, reserved blocks are of no use
             candidate = line.popleft()

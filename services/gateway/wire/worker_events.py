@@ -59,6 +59,11 @@ class FirstToken:
     error: str = ""
     embedding: bytes = b""
 
+    def at(self, position: int) -> Tokens:
+        """The token at its position."""
+        logprobs = () if self.logprobs is None else (self.logprobs,)
+        return Tokens(position, (self.token_id,), logprobs, self.finish_reason, self.error)
+
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
