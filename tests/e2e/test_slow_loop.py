@@ -76,7 +76,8 @@ async def test_measured_traffic_changes_threshold_and_split(tmp_path: Path) -> N
             finally:
                 is_over.set()
         assert len(running) == NUM_USERS
-        first_far = next(n for n, each in enumerate(asked) if FAR in each)
+        # Requests may go there for other reasons too, as while a worker at home is late to report.
+        first_far = next(n for n, each in enumerate(asked) if each.startswith(far))
         assert first_far >= MIN_LENGTHS - NUM_USERS, "before, the lengths were not known"
         kept = [e for e in (await decisions(mesh))["fleet"] if e["kind"] == "reallocation"]
         moved = [each for each in kept if each.get("role") == "prefill"]

@@ -40,6 +40,7 @@ class Node:
     """A server of a cluster."""
 
     port: int
+    bus_port: int
     process: subprocess.Popen[bytes]
 
     @property
@@ -61,14 +62,16 @@ def _node(folder: Path) -> Iterator[Node]:
     binary = find_redis_binary()
     assert binary is not None
     folder.mkdir()
-    port = free_port()
+    # By default nodes talk on a port above 30,000, which any connection may have already.
+    port, bus_port = free_port(), free_port()
     settings = {"port": port, "bind": "127.0.0.1", "cluster-enabled": "yes", "save": ""}
+    settings |= {"cluster-port": bus_port}
     settings |= {"cluster-node-timeout": DOWN_MS, "repl-diskless-sync-delay": 0}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([binary, *flags], cwd=folder, stdout=log, stderr=log)
     try:
-        yield Node(port, process)
+        yield Node(port, bus_port, process)
     finally:
         process.kill()
         process.wait()
@@ -93,7 +96,7 @@ async def _join(masters: Sequence[Node], share: int) -> None:
         last = NUM_SLOTS if each is masters[-1] else (number + 1) * share
         await each.tell("CLUSTER", "ADDSLOTSRANGE", number * share, last - 1)
         if number:
-            await masters[0].tell("CLUSTER", "MEET", "127.0.0.1", each.port)
+            await masters[0].tell("CLUSTER", "MEET", "127.0.0.1", each.port, each.bus_port)
     await until(all_agree)
 
 
@@ -157,7 +160,7 @@ async def test_keys_are_found_after_their_node_was_lost(tmp_path: Path, is_first
         masters = [stack.enter_context(_node(tmp_path / f"{number}")) for number in range(3)]
         replica = stack.enter_context(_node(tmp_path / "replica"))
         await _join(masters, NUM_SLOTS // 3)
-        await replica.tell("CLUSTER", "MEET", "127.0.0.1", masters[0].port)
+        await replica.tell("CLUSTER", "MEET", "127.0.0.1", masters[0].port, masters[0].bus_port)
         prefix = _prefix(upper=True)
         while not NUM_SLOTS // 3 <= key_slot(prefix.encode()) < 2 * (NUM_SLOTS // 3):
             prefix = _prefix(upper=True)
