@@ -69,14 +69,15 @@ class ScriptedServicer(InferenceServiceServicer):
         if self.failures:
             await self._fail(context, self.failures.pop(0))
         for token in request.tokens.token_ids:
-            yield pb.GenerateResponse(request_id="r1", text=f"<{token}>", token_ids=[token])
+            try:  # a client may leave while its message is still being sent
+                yield pb.GenerateResponse(request_id="r1", text=f"<{token}>", token_ids=[token])
+                if self.stall_after_first:
+                    await asyncio.Event().wait()
+            except (asyncio.CancelledError, GeneratorExit):
+                self.cancelled.set()
+                raise
             if self.fail_after_first:
                 await self._fail(context, self.fail_after_first)
-            if self.stall_after_first:
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    self.cancelled.set()
         if not self.omit_end:
             count = len(request.tokens.token_ids)
             yield pb.GenerateResponse(
