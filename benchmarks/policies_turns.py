@@ -69,6 +69,7 @@ def next_turns(size: float, seed: int) -> Experiment:
 
 
 def _run(label: str, counts: str, scenarios: list[Scenario]) -> Outcome:
+    assert str(offload_route.__file__).endswith(".py"), "compiled callers keep their own function"
     with patch.object(offload_route, "_longest_match", COUNTS[counts]):
         return run_scenarios(label, scenarios)
 

@@ -30,7 +30,7 @@ MODULES = tuple(
         "kv": "bit_tree block_news block_parts block_pool free_segments handoff handoff_types",
         "policy": "allocation_loop baselines batching chain composition connections crowd curves "
         "fair_share fetch_route fleet_index forwarding group_route groups holders joint load_score "
-        "mixed_step offload offload_route pdserve prefill_times prefix_source ranking reasons "
+        "mixed_step offload pdserve prefill_times prefix_source ranking reasons "
         "recent_reads role_loop role_switch routing seats step_rules token_pace view waiting",
         "sim": "control decoding events fetch fleet gaps link placing prefix_index profile "
         "requests router scenario simulation steps systems trace trace_request turns worker "
@@ -39,7 +39,7 @@ MODULES = tuple(
     for name in names.split()
 )
 """What a simulated request passes through. No interpreted class may be derived from one of
-theirs."""
+theirs, and nothing replaces a function of theirs: compiled callers would not notice."""
 
 _STAMP = "compiled.sha256"
 _SETTINGS = {"MYPYC_OPT_LEVEL": "1", "MYPYC_DEBUG_LEVEL": "0"}
@@ -53,8 +53,8 @@ _EXAMPLE = (
 
 
 def identity(libs: Path) -> str:
-    """Changes with the sources and with the interpreter that they are compiled for."""
-    found = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()}".encode())
+    """Changes with the sources, the compiled ones among them, and the interpreter."""
+    found = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()} {MODULES}".encode())
     for path in sorted(libs.rglob("*.py")):
         found.update(str(path.relative_to(libs)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
