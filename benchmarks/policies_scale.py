@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
 from benchmarks.result import Row, Target
@@ -71,6 +72,11 @@ class _Progress:
             print(f"{self._count} requests, {used:.0f} s of CPU", file=sys.stderr, flush=True)
 
 
+def is_compiled(module: ModuleType) -> bool:
+    """Whether a module of the simulator runs as `scripts.compile_simulator` compiled it."""
+    return not str(module.__file__).endswith(".py")
+
+
 def scenario_of(num_requests: int, num_workers: int, seed: int) -> Scenario:
     """Prompts of about a thousand tokens, 64 of whose beginnings are common; half of the workers
     prefill.
@@ -99,7 +105,7 @@ def _scaled(
     row: Row = {
         **summary_row(summarize(result)),
         "workers": num_workers,
-        "compiled": "no" if str(routing.__file__).endswith(".py") else "yes",
+        "compiled": "yes" if is_compiled(routing) else "no",
         "CPU s": round(time.process_time() - began, 1),
         "wall s": round(time.perf_counter() - began_wall, 1),
         "events/s": round(result.num_events / (ran - made)),

@@ -32,9 +32,9 @@ PATIENCE_S = 10.0
 """Seconds after which a worker that has not reported on a peer counts as unable to reach it."""
 
 REPEAT_S = 2.0
-"""Seconds after which a worker that has not reported on a peer is told its peers again.
+"""Seconds after which the scheduler names its peers to a silent worker again.
 
-It then repeats its report. So no message that is lost with a connection holds a worker back.
+The worker then repeats its report, so a lost message does not hold it back.
 """
 
 LOOK_S = 0.5
@@ -66,6 +66,14 @@ class _Told(NamedTuple):
     results: Mapping[tuple[WorkerId, int], str]
 
 
+class _Named(NamedTuple):
+    """The peers that a worker was told last, in which session, and when."""
+
+    session: int
+    peers: tuple[Peer, ...]
+    at: float
+
+
 class Peers:
     """The connections between workers of the same group.
 
@@ -83,8 +91,7 @@ class Peers:
         self._decisions = decisions
         self._clock = clock
         self._told: dict[WorkerId, _Told] = {}
-        self._named: dict[WorkerId, tuple[int, tuple[Peer, ...]]] = {}
-        self._named_at: dict[WorkerId, float] = {}
+        self._named: dict[WorkerId, _Named] = {}
         self._asked_at: dict[tuple[Pair, int, int], float] = {}
         self._states: dict[Pair, CheckState] = {}
         self._news = asyncio.Event()
@@ -194,15 +201,16 @@ class Peers:
             if sender in self._told and here[sender].is_here and here[receiver].is_here:
                 wanted.setdefault(sender, []).append(self._peer(here[receiver].info))
         for name in self._named.keys() - here.keys():
-            del self._named[name], self._named_at[name]
+            del self._named[name]
         for name in self._named.keys() | wanted.keys():
             peers = tuple(wanted.get(name, ()))
             session, now = here[name].session, self._clock.now()
-            is_silent = name in silent and now >= self._named_at.get(name, now) + REPEAT_S
-            if self._named.get(name, (session, ())) == (session, peers) and not is_silent:
+            last = self._named.get(name, _Named(session, (), now))
+            is_silent = name in silent and now >= last.at + REPEAT_S
+            if (last.session, last.peers) == (session, peers) and not is_silent:
                 continue
             if self._order(name, RegisterWorkerResponse(peers=peers_to_proto(peers))):
-                self._named[name], self._named_at[name] = (session, peers), now
+                self._named[name] = _Named(session, peers, now)
 
     def _peer(self, info: WorkerInfo) -> Peer:
         told = self._told.get(info.worker_id)

@@ -223,7 +223,7 @@ async def test_a_refused_transfer_leaves_the_channel_usable(pair: Pair) -> None:
     ("change", "run", "reason"),
     [
         ({"capability": b"guess"}, Run(0, 0, 1), RefusalReason.STALE),
-        # What the target refuses is in its own tests; here are the ends of what a frame can say.
+        # The target's refusals have tests of their own; these are the limits of a frame's fields.
         pytest.param({"capability": b""}, Run(0, 0, 1), RefusalReason.STALE, marks=LONG),
         pytest.param({}, Run(0, NUM_BLOCKS - 1, 2), RefusalReason.INVALID, marks=LONG),
         ({}, Run(0, 2**32 - 1, 1), RefusalReason.INVALID),

@@ -116,8 +116,7 @@ def run(
                 stream.tokens.append(token.token_id)
 
 
-# What is drawn from logits, and where the blocks of a sequence lie that goes on, does not depend on
-# what a family does inside of its layers.
+# Sampling from logits and the places of a sequence's blocks do not depend on the inside of a layer.
 of_some_families = pytest.mark.parametrize(
     "checkpoint",
     [pytest.param(name, marks=[] if name in FOR_ALL else pytest.mark.long) for name in CONFIGS],
