@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ from kvmesh.engine.tier_stores import HostStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.tiers import Copy, Tier
 from kvmesh.policy.slot_index import SlotIndex
-from tests.late_copier import LateCopier
+from tests.late_copier import LateCopier, LateTimers
 
 NUM_BLOCKS, HOST_PLACES, DISK_PLACES, PIECE_BLOCKS = 7, 3, 6, 2
 WORKER, SPACE = WorkerId("w"), "model"
@@ -108,31 +108,13 @@ class FaultyFile(BlockFile):
         self._call += 1
 
 
-class Timers:
-    """The event loop's timers, which go off when the test says so."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def call_later(self, _seconds: float, call: Callable[..., None], *args: object) -> object:
-        def go_off() -> None:
-            call(*args)
-
-        def cancel() -> None:
-            if go_off in self.waiting:
-                self.waiting.remove(go_off)
-
-        self.waiting.append(go_off)
-        return SimpleNamespace(cancel=cancel)
-
-
 class TierFileMachine(RuleBasedStateMachine):
     """One worker with host memory and a file, over several lives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.timers = Timers()
+        self.timers = LateTimers()
         loop = SimpleNamespace(get_running_loop=lambda: self.timers)
         self.patches = patch.object(disk_store, "asyncio", loop)
         self.patches.start()
@@ -269,7 +251,7 @@ class TierFileMachine(RuleBasedStateMachine):
     @rule()
     def stall(self) -> None:
         """A load had no progress for too long; the disk may answer later."""
-        self.timers.waiting.pop(0)()
+        self.timers.go_off()
 
     @rule(call=st.none() | st.integers(0, 2))
     def fill_disk(self, call: int | None) -> None:

@@ -1,8 +1,9 @@
 """A tier on disk: places in a file. Blocks pass through host memory on their way.
 
-Reads and writes run in a thread of their own, so that a slow disk delays no other copies. A load
-without progress is abandoned and its blocks count as lost. The disk may still write to its buffers,
-which are reused only afterwards. Tests: tests/integration/test_tiers_disk.py.
+Reads and writes run in a thread of their own, so that a slow disk delays no other copies. If the
+disk stalls, the loads that wait for it are abandoned and their blocks count as lost. The disk may
+still write to their buffers, which are reused only afterwards.
+Tests: tests/unit/engine/test_disk_store.py, tests/integration/test_tiers_disk.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ DISK_CALL_S, DISK_BYTES_PER_S = 0.001, 1e9
 """Assumed of loads from disk before one was measured."""
 
 STALL_S = 2.0
-"""Seconds without progress after which a load is abandoned and the prompt is computed."""
+"""Seconds without any answer from the disk after which loads are abandoned and their prompts are
+computed. A load that only waits for the loads before it is not abandoned."""
 
 NUM_PIECES = 3
 """Number of buffers: one to write from, and two to read into in turn."""
@@ -58,8 +60,6 @@ class _Load:
         self.num_copying = 0
         self.done = done
         self.is_given_up = False
-        self.is_over = False
-        self.watch: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,8 @@ class DiskStore:
         self._outbound = list(passage[:size])
         self._inbound = [list(passage[at : at + size]) for at in (size, 2 * size)]
         self._waiting: deque[_Piece] = deque()
+        self._open: set[_Load] = set()
+        self._watch: asyncio.TimerHandle | None = None
 
     # --- down --------------------------------------------------------------------------------
 
@@ -143,7 +145,11 @@ class DiskStore:
         def write() -> None:
             good.extend(self._file.write(copies, self._arena.views(places)))
 
-        self._disk.start(write, lambda: done(good))
+        def written() -> None:
+            self._answered()
+            done(good)
+
+        self._disk.start(write, written)
 
     # --- up ----------------------------------------------------------------------------------
 
@@ -156,19 +162,26 @@ class DiskStore:
         order = sorted(range(len(places)), key=places.__getitem__)
         for first in range(0, len(places), self.num_at_once):
             self._waiting.append(_Piece(load, order[first : first + self.num_at_once]))
-        self._watch(load)
+        self._open.add(load)
+        if self._watch is None:
+            self._answered()
         self._read_next()
 
-    def _watch(self, load: _Load) -> None:
-        if load.watch is not None:
-            load.watch.cancel()
-        loop = asyncio.get_running_loop()
-        load.watch = loop.call_later(STALL_S, self._give_up, load)
+    def _answered(self) -> None:
+        """Waits for the disk's next answer from now on, if a load needs one."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._open:
+            self._watch = asyncio.get_running_loop().call_later(STALL_S, self._give_up)
 
-    def _give_up(self, load: _Load) -> None:
-        log.warning("tier_stalled", seconds=STALL_S, num_blocks=load.num_left)
-        load.is_given_up = True
-        self._end_if_over(load)
+    def _give_up(self) -> None:
+        self._watch = None
+        num_blocks = sum(load.num_left for load in self._open)
+        log.warning("tier_stalled", seconds=STALL_S, num_blocks=num_blocks)
+        for load in list(self._open):
+            load.is_given_up = True
+            self._end_if_over(load)
 
     def _read_next(self) -> None:
         while self._inbound and self._waiting:
@@ -184,10 +197,10 @@ class DiskStore:
             good.extend(self._file.read(places, self._arena.views(buffer[: len(places)])))
 
         def is_read() -> None:
+            self._answered()
             if load.is_given_up:
                 self._give_back(buffer)
                 return
-            self._watch(load)
             load.num_copying += 1
             whole = [at for at, is_good in enumerate(good) if is_good]
             blocks = [load.blocks[indices[at]] for at in whole]
@@ -209,11 +222,11 @@ class DiskStore:
         self._read_next()
 
     def _end_if_over(self, load: _Load) -> None:
-        if load.is_over or load.num_copying or (load.num_left and not load.is_given_up):
+        if load.num_copying or (load.num_left and not load.is_given_up):
             return
-        load.is_over = True
-        if load.watch is not None:
-            load.watch.cancel()
+        self._open.remove(load)
+        if not self._open:
+            self._answered()
         load.done(load.good)
 
     def close(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.kv_groups import KvGroups
-from kvmesh.core.types import SequenceSpec
+from kvmesh.core.types import BlockHash, SequenceSpec
 from kvmesh.engine.block_file import BlockFile
 from kvmesh.engine.copier import Copier, InlineCopier
 from kvmesh.engine.core import EngineCore
@@ -90,6 +92,25 @@ class Bench:
         self.tiers.load(self.core.begin_fill(sequence), results.append)
         self.finish(sequence)
         return results
+
+    def keys(self, stem: int) -> list[BlockHash]:
+        """Hashes of a prompt's blocks that may come from a cache."""
+        spec = self.spec(stem)
+        return chain_hashes(spec.root_hash, spec.token_ids, 16)[: (LENGTH - 1) // 16]
+
+    def lower(self, keys: SequenceOf[BlockHash]) -> None:
+        """Moves blocks of the pool to the tier."""
+        pool = self.core.pool
+        for copy in self.tiers.below.begin_write(0, keys):
+            block = pool.find(copy.key)
+            assert block is not None
+            self.arena.store([block], [copy.place])
+            self.tiers.below.end_write(0, copy, is_good=True)
+        assert pool.evict_first(keys) == pool.clear_cached(len(keys)) == len(keys)
+
+    def lose(self, key: BlockHash) -> None:
+        """Drops a block's copy, as if it could not be read."""
+        self.tiers.below.end_read(0, self.tier.begin_read(key), is_good=False)
 
     @property
     def computed(self) -> int:
@@ -286,3 +307,57 @@ def test_a_prompt_that_ends_meanwhile_leaves_nothing() -> None:
     assert bench.core.is_idle
     assert results
     assert bench.tiers.is_idle
+
+
+def test_blocks_after_a_gap_are_not_resumed_from() -> None:
+    bench = Bench(KvGroups(), 48)
+    bench.ask(0)
+    keys, gap = bench.keys(0), 4
+    bench.lower(keys)
+    bench.lose(keys[gap])
+    assert bench.core.fills.rooms.resumable(keys) == gap
+    before = bench.computed
+    (result,) = bench.ask(0)
+    assert (result.num_blocks, result.num_loaded) == (gap, gap)
+    assert bench.computed - before == LENGTH - 16 * gap + 3
+    assert bench.core.is_idle
+
+
+async def test_blocks_after_one_that_cannot_be_read_are_not_resumed_from(tmp_path: Path) -> None:
+    bench = Bench(KvGroups(), 16, folder=tmp_path)
+    for stem in range(3):
+        bench.ask(stem)
+    keys, gap = bench.keys(0), 4
+    damaged, size = bench.tier.begin_read(keys[gap]), bench.arena.block_bytes
+    with (tmp_path / "w.kv").open("r+b") as file:
+        file.seek(-(PLACES - damaged.place) * size, os.SEEK_END)
+        file.write(b"damage")
+    bench.tier.end_read(damaged, is_good=True)
+    before = bench.computed
+    (result,) = bench.ask(0)
+    assert (result.num_blocks, result.num_loaded) == (gap, gap)
+    assert bench.computed - before == LENGTH - 16 * gap + 3
+    assert bench.core.is_idle
+    bench.tiers.close()
+
+
+def test_cached_blocks_after_a_gap_are_kept_while_the_gap_is_loaded() -> None:
+    late = LateCopier()
+    bench = Bench(KvGroups(), 48, late)
+    bench.ask(0)
+    keys, num_lower = bench.keys(0), 3
+    bench.lower(keys[:num_lower])
+    behind = [bench.core.pool.find(key) for key in keys[num_lower:]]
+    assert None not in behind
+    results: list[LoadResult] = []
+    bench.tiers.load(bench.core.fills.begin(keys), results.append)
+    bench.core.pool.clear_cached()  # others need the room
+    late.catch_up()
+    (result,) = results
+    assert (result.num_blocks, result.num_loaded) == (len(keys), len(keys))
+    assert [bench.core.pool.find(key) for key in keys[num_lower:]] == behind
+    assert bench.tiers.statistics()[0].loaded_total == num_lower
+    before = bench.computed
+    bench.finish(bench.admit(bench.spec(0)))
+    assert bench.computed - before == LENGTH - 16 * len(keys) + 3
+    assert bench.core.is_idle
