@@ -97,7 +97,7 @@ class DiskStore:
         self._outbound = list(passage[:size])
         self._inbound = [list(passage[at : at + size]) for at in (size, 2 * size)]
         self._waiting: deque[_Piece] = deque()
-        self._open: set[_Load] = set()
+        self._open: dict[_Load, None] = {}  # in the order of their start
         self._watch: asyncio.TimerHandle | None = None
 
     # --- down --------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class DiskStore:
         order = sorted(range(len(places)), key=places.__getitem__)
         for first in range(0, len(places), self.num_at_once):
             self._waiting.append(_Piece(load, order[first : first + self.num_at_once]))
-        self._open.add(load)
+        self._open[load] = None
         if self._watch is None:
             self._answered()
         self._read_next()
@@ -224,7 +224,7 @@ class DiskStore:
     def _end_if_over(self, load: _Load) -> None:
         if load.num_copying or (load.num_left and not load.is_given_up):
             return
-        self._open.remove(load)
+        del self._open[load]
         if not self._open:
             self._answered()
         load.done(load.good)
