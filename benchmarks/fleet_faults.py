@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fleet_engines import STEP_S, FleetEngine
 from benchmarks.fleet_fates import fates, is_met
 from benchmarks.fleet_groups import STATE, group_file
 from benchmarks.fleet_load import WAIT_S, Clients, clients, p99_ms, say, serving
@@ -24,7 +25,6 @@ from kvmesh.core.types import Role
 from tests.e2e.local_stack import (
     a_taken_port,
     fault_of,
-    faulty,
     group,
     member,
     running_up,
@@ -73,31 +73,33 @@ LONG_ANSWER = 60
 """Tokens. Prefill workers have little to do, so that one of them may help."""
 
 
-async def substitutes(folder: Path, _scale: float) -> list[Row]:
+async def substitutes(folder: Path, _scale: float, engine: FleetEngine) -> list[Row]:
     """One decode worker is killed under load, once for each way to fill its place."""
     rows = []
     for name, way in SUBSTITUTES.items():
         own = folder / name
         own.mkdir()
-        words = ("--engine", "fake", *way.words)
+        more = {**way.more, **engine.prepare(own, STEP_S)}
         async with (
-            running_up(own, *words, more=way.more) as told,
+            running_up(own, *engine.words, *way.words, more=more) as told,
             watched(told) as view,
         ):
             if way.groups:
                 await group(own / STATE, "apply", str(group_file(own, *way.groups)))
-            row = await _filled(name, way, told, view)
+            row = await _filled(name, way, engine, told, view)
             rows.append({"part": "substitute", "case": name, **row})
             say(f"  {rows[-1]}")
     return rows
 
 
-async def _filled(name: str, way: Way, told: Mapping[str, Any], view: LiveFleet) -> Row:
+async def _filled(
+    name: str, way: Way, engine: FleetEngine, told: Mapping[str, Any], view: LiveFleet
+) -> Row:
     loop = asyncio.get_running_loop()
     whole = serving(view, Role.DECODE)
     async with (
         AsyncExitStack() as later,
-        clients(f"http://{told['http']}", {"": way.clients}, LONG_ANSWER) as load,
+        clients(f"http://{told['http']}", engine, {"": way.clients}, LONG_ANSWER) as load,
     ):
         await load.more(16)
         lost = member(dict(told), LOST)
@@ -151,12 +153,12 @@ def judge_substitutes(rows: Sequence[Row]) -> list[Target]:
 # --- ejection ------------------------------------------------------------------------------------
 
 SLOTS, EJECT_CLIENTS, TOKENS = 4, 8, 20
-EIGHT = ("--engine", "fake", "--prefill", "4", "--decode", "4")
-STEPS = {
-    "KVMESH_ENGINE__FAKE_STEP_S": "0.05",
+EIGHT = ("--prefill", "4", "--decode", "4")
+LIMITS = {
     "KVMESH_WORKER__DECODE_SLOTS": str(SLOTS),
     "KVMESH_ROUTING__AGGREGATE_TOKENS": "0",
 }
+EJECT_STEP_S = 0.05
 FAULTS = (
     ("hang", "decode-0"),
     ("slow 10", "decode-1"),
@@ -186,14 +188,18 @@ class _Seen:
     others: set[str] = field(default_factory=set)
 
 
-async def ejection(folder: Path, scale: float) -> list[Row]:
+async def ejection(folder: Path, scale: float, engine: FleetEngine) -> list[Row]:
     """Eight workers, of which one after another falls ill."""
     rows = []
-    faulty(folder, *(name for _, name in FAULTS))
-    async with running_up(folder, *EIGHT, more=STEPS) as told, watched(told) as view:
+    more = {**LIMITS, **engine.prepare(folder, EJECT_STEP_S, *(name for _, name in FAULTS))}
+    async with (
+        running_up(folder, *engine.words, *EIGHT, more=more) as told,
+        watched(told) as view,
+    ):
         await until(lambda: len(view.workers) == 8, "eight are there", WAIT_S)
         for fault, name in FAULTS:
-            async with clients(f"http://{told['http']}", {"": EJECT_CLIENTS}, TOKENS) as load:
+            url = f"http://{told['http']}"
+            async with clients(url, engine, {"": EJECT_CLIENTS}, TOKENS) as load:
                 seen = await _ejected(fault, name, folder, view, load, int(80 * scale))
             found = await _shown(fault, name, told["console"], load, seen)
             rows.append({"part": "ejection", "case": fault, "detail": name, **found})

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fleet_engines import STEP_S, FleetEngine
 from benchmarks.fleet_load import WAIT_S, Asked, Clients, Schedulers, clients, p99_ms, say
 from benchmarks.result import Row, Target
 from kvmesh.cli.stack_state import read_description
 from kvmesh.v1 import scheduler_service_pb2 as pb
-from tests.e2e.local_stack import another_checkpoint, group, member, running_up
+from tests.e2e.local_stack import group, member, running_up
 from tests.mesh_processes import MODEL_FOLDER
 from tests.waiting import until
 
-ONE_OF_EACH = ("--engine", "fake", "--prefill", "1", "--decode", "1")
+ONE_OF_EACH = ("--prefill", "1", "--decode", "1")
 STATE = "state"
 
 
@@ -40,12 +41,13 @@ def group_file(folder: Path, *groups: tuple[str, int, int]) -> Path:
 
 POLICIES = ("kvmesh", "joint", "pdserve")
 SLOW = {
-    "KVMESH_ENGINE__FAKE_STEP_S": "0.3",
     "KVMESH_PLANNING__ROLES": "apply",
     "KVMESH_LIMITS__TTFT_DEADLINE_MS": "120000",
     "KVMESH_ROUTING__AGGREGATE_TOKENS": "256",
 }
-"""Steps are long beside what a busy machine adds to a request."""
+
+LONG_STEP_S = 0.3
+"""Long beside what a busy machine adds to a request."""
 
 LONG_PROMPT, FEW_TOKENS = 400, 4
 CALM_CLIENTS = 2
@@ -53,25 +55,29 @@ CROWD = 20
 """Two of them keep the group's only prefill worker busy: this is ten times its load."""
 
 
-async def isolation(folder: Path, scale: float) -> list[Row]:
+async def isolation(folder: Path, scale: float, engine: FleetEngine) -> list[Row]:
     """A group alone, beside one at ten times its load, and alone again."""
     rows = []
     for policy in POLICIES:
         own = folder / policy
         own.mkdir()
         file = group_file(own, ("calm", 2, 2))
-        more = {**SLOW, "KVMESH_ROUTING__POLICY": policy}
-        async with running_up(own, *ONE_OF_EACH, more=more) as told:
+        more = {
+            **SLOW,
+            **engine.prepare(own, LONG_STEP_S),
+            "KVMESH_ROUTING__POLICY": policy,
+        }
+        async with running_up(own, *engine.words, *ONE_OF_EACH, more=more) as told:
             await group(own / STATE, "apply", str(file))
-            row = await _beside_a_crowd(f"http://{told['http']}", int(40 * scale))
+            row = await _beside_a_crowd(f"http://{told['http']}", engine, int(40 * scale))
             rows.append({"part": "isolation", "case": f"policy {policy}", **row})
             say(f"  {rows[-1]}")
     return rows
 
 
-async def _beside_a_crowd(url: str, count: int) -> Row:
+async def _beside_a_crowd(url: str, engine: FleetEngine, count: int) -> Row:
     lengths = (LONG_PROMPT, LONG_PROMPT)
-    async with clients(url, {"calm": CALM_CLIENTS}, FEW_TOKENS, lengths) as calm:
+    async with clients(url, engine, {"calm": CALM_CLIENTS}, FEW_TOKENS, lengths) as calm:
 
         async def more() -> Sequence[Asked]:
             await calm.more(2)  # what began before
@@ -80,7 +86,7 @@ async def _beside_a_crowd(url: str, count: int) -> Row:
             return calm.asked[first:]
 
         alone = [*await more()]
-        async with clients(url, {"": CROWD}, FEW_TOKENS, lengths) as crowd:
+        async with clients(url, engine, {"": CROWD}, FEW_TOKENS, lengths) as crowd:
             beside = await more()
         alone += await more()
     return {
@@ -192,15 +198,16 @@ def steps(file: Path, new: Path) -> list[Step]:
     ]  # fmt: skip
 
 
-async def upgrade(folder: Path, _scale: float) -> list[Row]:
+async def upgrade(folder: Path, _scale: float, engine: FleetEngine) -> list[Row]:
     """Three groups to another checkpoint under load; the scheduler is killed in every state."""
-    new = another_checkpoint(folder / "new")
+    new = engine.another_checkpoint(folder / "new")
     file = group_file(folder, ("chat", 1, 1), ("doc", 1, 1))
     rows = []
-    async with running_up(folder, *ONE_OF_EACH) as told:
+    more = engine.prepare(folder, STEP_S)
+    async with running_up(folder, *engine.words, *ONE_OF_EACH, more=more) as told:
         url, schedulers = f"http://{told['http']}", Schedulers(told)
         asking = dict.fromkeys(("", "chat", "doc"), CLIENTS)
-        async with clients(url, asking, STREAM_TOKENS) as load:
+        async with clients(url, engine, asking, STREAM_TOKENS) as load:
             for step in steps(file, new):
                 row = await _carried_out(step, folder / STATE, schedulers, load, new)
                 rows.append({"part": "upgrade", **row})
@@ -240,7 +247,7 @@ async def _carried_out(
         "done s": seconds,
         "answers": len(load.asked) - first,
         "failed": load.failed(first),
-        "wrong": load.wrong(MODEL_FOLDER, new, since=first),
+        "wrong": await asyncio.to_thread(load.wrong, MODEL_FOLDER, new, since=first),
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks.fleet_engines import FleetEngine
 from kvmesh.cli.scheduler_access import LiveFleet
 from kvmesh.core.health import Health
 from kvmesh.core.mesh_secret import load_secret
@@ -28,7 +29,7 @@ from kvmesh.v1 import scheduler_service_pb2 as pb
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.e2e.api_client import Answer, ApiClient
 from tests.e2e.local_stack import FEWER_TOKENS, member
-from tests.mesh_processes import MODEL_FOLDER, fake_tokens
+from tests.mesh_processes import MODEL_FOLDER
 from tests.waiting import until
 
 WAIT_S = 200.0
@@ -59,11 +60,13 @@ class Clients:
     Attributes:
         output_tokens: of each answer.
         lengths: of the shortest and the longest prompt, in tokens.
+        engine: what answers.
     """
 
     client: ApiClient
     output_tokens: int
     lengths: tuple[int, int]
+    engine: FleetEngine
     asked: list[Asked] = field(default_factory=list)
     stopping: bool = False
 
@@ -83,6 +86,7 @@ class Clients:
                 temperature=1.0,
                 seed=seed,
                 max_tokens=self.output_tokens,
+                ignore_eos=True,
             )
             self.asked.append(Asked(scenario, prompt, seed, at, loop.time() - at, answer))
 
@@ -98,27 +102,27 @@ class Clients:
     def wrong(self, *folders: Path, since: int = 0) -> int:
         """Answers whose tokens are not those of one of the checkpoints alone."""
         answered = [each for each in self.asked[since:] if each.answer.ok]
-        return sum(not _is_of_one(each, self.output_tokens, folders) for each in answered)
+        return sum(not self._is_of_one(each, folders or (MODEL_FOLDER,)) for each in answered)
 
-
-def _is_of_one(asked: Asked, output_tokens: int, folders: Sequence[Path]) -> bool:
-    told = asked.answer.token_ids
-    return any(
-        told
-        == fake_tokens(
-            list(asked.prompt), output_tokens, temperature=1.0, seed=asked.seed, folder=folder
+    def _is_of_one(self, asked: Asked, folders: Sequence[Path]) -> bool:
+        return any(
+            asked.answer.token_ids
+            == self.engine.tokens(asked.prompt, self.output_tokens, asked.seed, folder)
+            for folder in folders
         )
-        for folder in folders or (MODEL_FOLDER,)
-    )
 
 
 @asynccontextmanager
 async def clients(
-    url: str, scenarios: Mapping[str, int], output_tokens: int, lengths: tuple[int, int] = (20, 200)
+    url: str,
+    engine: FleetEngine,
+    scenarios: Mapping[str, int],
+    output_tokens: int,
+    lengths: tuple[int, int] = (20, 200),
 ) -> AsyncIterator[Clients]:
     """Clients at work, so many of each scenario; at the end all their requests are over."""
     async with ApiClient(url) as client:
-        load = Clients(client, output_tokens, lengths)
+        load = Clients(client, output_tokens, lengths, engine)
         async with asyncio.TaskGroup() as tasks:
             for scenario, count in scenarios.items():
                 for number in range(count):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.fleet_engines import FleetEngine
 from benchmarks.fleet_load import say
 from benchmarks.result import Row, Target
 from tests.chaos.rolling import any_order, restarts, rolling_mesh
@@ -18,9 +19,9 @@ MOST_PAUSE_MS = 2000
 """Also when Redis fails over."""
 
 
-async def rolling(folder: Path, _scale: float) -> list[Row]:
+async def rolling(folder: Path, _scale: float, engine: FleetEngine) -> list[Row]:
     """Everything is restarted once."""
-    async with rolling_mesh(folder, shows_logs=False) as mesh:
+    async with rolling_mesh(folder, engine=engine.kind, shows_logs=False) as mesh:
         found, wrong = await restarts(mesh, any_order(SEED), SEED)
     rows: list[Row] = [
         {

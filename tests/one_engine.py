@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvmesh.core.types import SequenceSpec
 from kvmesh.engine.core import EngineCore
-from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.sequence import Sequence
 from tests.ranked_engine import RankedRunner
 
 
-def tokens_of(runner: FakeRunner | RankedRunner, spec: SequenceSpec) -> list[int]:
+def tokens_of(runner: ModelRunner | RankedRunner, spec: SequenceSpec) -> list[int]:
     """All tokens that it generates for `spec`."""
     core = EngineCore(runner.spec, runner.kv.num_blocks)
     sequence = core.admit_decode(spec)

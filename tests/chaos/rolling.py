@@ -49,8 +49,8 @@ class Restarted:
 class RollingMesh(Mesh):
     """Two kvmanagers, schedulers and gateways, two workers of each role, Redis with a replica."""
 
-    def __init__(self, folder: Path, servers: Sentinels) -> None:
-        super().__init__(folder, is_forked=True)
+    def __init__(self, folder: Path, servers: Sentinels, engine: str) -> None:
+        super().__init__(folder, engine=engine, is_forked=engine == "fake")
         self._servers = servers
 
     async def bring_up(self) -> None:
@@ -116,11 +116,13 @@ def _streams(metrics: Metrics) -> float:
 
 
 @asynccontextmanager
-async def rolling_mesh(folder: Path, *, shows_logs: bool = True) -> AsyncIterator[RollingMesh]:
+async def rolling_mesh(
+    folder: Path, *, engine: str = "fake", shows_logs: bool = True
+) -> AsyncIterator[RollingMesh]:
     """It serves; at the end nothing is held anywhere and all exit well."""
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(redis_sentinels(folder))
-        mesh = RollingMesh(folder, servers)
+        mesh = RollingMesh(folder, servers, engine)
         if shows_logs:
             stack.callback(mesh.print_logs)
         stack.callback(mesh.reap)

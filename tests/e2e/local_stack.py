@@ -30,17 +30,29 @@ FEWER_TOKENS = VOCAB_SIZE - 64
 CALM = {"KVMESH_PLANNING__ROLES": "off"}
 """Else the loop of roles, too, answers the load."""
 
+WORKERS = frozenset({"services.prefill", "services.decode"})
+"""Modules of their processes."""
+
 NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 
-def faulty(folder: Path, *names: str) -> None:
-    """Lets the engines of workers of a stack that is started with this folder be made ill."""
+def faulty(folder: Path, *names: str, kind: str = "fake", step_s: float = 0.0) -> None:
+    """Lets the engines of workers of a stack that is started with this folder be made ill.
+
+    Args:
+        names: of these workers.
+        kind: of their engine, as in `engine.kind`.
+        step_s: least time of a step of every worker.
+    """
     (folder / "sitecustomize.py").write_text(
         "import pathlib, sys\n"
-        f"for name in {names!r}:\n"
-        "    if name in sys.orig_argv:\n"
-        "        from tests.faulty_worker import fall_ill\n"
-        f"        fall_ill(pathlib.Path({str(folder)!r}, name + '.fault'))\n"
+        f"names, step_s = {names!r}, {step_s!r}\n"
+        "name = next((each for each in names if each in sys.orig_argv), 'nobody')\n"
+        f"is_paced = step_s and not {WORKERS!r}.isdisjoint(sys.orig_argv)\n"
+        "if is_paced or name in names:\n"
+        "    from tests.faulty_worker import fall_ill\n"
+        f"    file = pathlib.Path({str(folder)!r}, name + '.fault')\n"
+        f"    fall_ill(file, kind={kind!r}, step_s=step_s)\n"
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import fleet_faults, fleet_groups
 from benchmarks.fleet import NOTES, PARTS
+from benchmarks.fleet_engines import ENGINES, FleetEngine
 from benchmarks.fleet_fates import fate_of, is_met
 from benchmarks.fleet_load import Asked, Clients, p99_ms
 from benchmarks.result import Row
@@ -17,10 +18,10 @@ from kvmesh.policy.group_life import GroupState, GroupWish
 from kvmesh.rpc.convert_group import state_word
 from kvmesh.v1 import scheduler_service_pb2 as pb
 from tests.e2e.api_client import Answer, ApiClient, Choice
-from tests.e2e.local_stack import another_checkpoint
-from tests.mesh_processes import MODEL_FOLDER, fake_tokens
+from tests.mesh_processes import MODEL_FOLDER
 
 PROMPT, TOKENS = [5, 6, 7], 12
+FAKE = ENGINES["fake"]
 
 
 SEED = 1
@@ -31,20 +32,21 @@ def asked(token_ids: list[int], took_s: float = 1.0) -> Asked:
     return Asked("", PROMPT, SEED, 0.0, took_s, answer)
 
 
-async def clients(*answers: Asked) -> Clients:
+async def clients(*answers: Asked, engine: FleetEngine = FAKE) -> Clients:
     async with ApiClient("http://127.0.0.1:1") as client:
-        return Clients(client, TOKENS, (1, 1), list(answers))
+        return Clients(client, TOKENS, (1, 1), engine, list(answers))
 
 
-async def test_an_answer_is_of_one_checkpoint_or_wrong(tmp_path: Path) -> None:
-    new = another_checkpoint(tmp_path / "new")
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+async def test_an_answer_is_of_one_checkpoint_or_wrong(tmp_path: Path, engine: FleetEngine) -> None:
+    new = engine.another_checkpoint(tmp_path / "new")
     old_tokens, new_tokens = (
-        fake_tokens(PROMPT, TOKENS, temperature=1.0, seed=SEED, folder=each)
-        for each in (MODEL_FOLDER, new)
+        engine.tokens(PROMPT, TOKENS, SEED, folder) for folder in (MODEL_FOLDER, new)
     )
     assert old_tokens != new_tokens
+    assert old_tokens[0] != new_tokens[0]
     mixed = old_tokens[: TOKENS // 2] + new_tokens[TOKENS // 2 :]
-    load = await clients(asked(old_tokens), asked(new_tokens), asked(mixed))
+    load = await clients(asked(old_tokens), asked(new_tokens), asked(mixed), engine=engine)
     assert load.wrong(MODEL_FOLDER, new) == 1
     assert load.wrong() == 2
     assert load.wrong(MODEL_FOLDER, new, since=3) == 0
