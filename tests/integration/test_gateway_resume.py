@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,30 @@ def _text(event: Event) -> str:
     return str(json.loads(event.data)["choices"][0]["text"]) if is_text else event.data
 
 
+@pytest.mark.parametrize("sends_body", [True, False])
+async def test_a_stream_goes_on_twice_at_the_same_time(
+    two: tuple[Stack, Stack], sends_body: bool
+) -> None:
+    """At both gateways and twice at one, and each of these streams goes on once more."""
+    one, other = two
+    events = events_of((await post(one, "completions", TEXT))[1])
+    await written(one)
+    body, rest = TEXT if sends_body else None, list(map(_text, events[7:]))
+    last_id = events[6].last_id
+    answers = await asyncio.gather(
+        *(post(each, "completions", body, last_id) for each in (one, other, other))
+    )
+    keys = set()
+    for status, raw, _ in answers:
+        assert status == 200, raw
+        again = events_of(raw)
+        assert list(map(_text, again)) == rest
+        keys.add(parse_id(again[-2].last_id).key)
+        _, once_more, _ = await post(one, "completions", TEXT, again[4].last_id)
+        assert list(map(_text, events_of(once_more))) == rest[5:]
+    assert len(keys) == 3, "two gateways never write to one key"
+
+
 async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     one, other = two
     _, raw, _ = await post(one, "completions", {**TEXT, "max_tokens": 20})
@@ -267,6 +292,38 @@ async def test_ids_that_nobody_gave(two: tuple[Stack, Stack]) -> None:
     assert await refusal(f"{key}:20") == gone  # all tokens, but no end
     assert await refusal(f"{key}:5000") == gone
     assert other.gateway.metrics.value("kvmesh_gateway_resumes_total", outcome="gone") == 5
+
+
+@pytest.mark.parametrize("accept", ["text/event-stream", "text/event-stream, ü"])
+async def test_a_forged_start_puts_nothing_into_the_head(
+    two: tuple[Stack, Stack], accept: str
+) -> None:
+    """By the plain way and by aiohttp's, which takes the odd header."""
+    one, other = two
+    _, raw, _ = await post(one, "completions", TEXT, **{"x-request-id": "mine"})
+    events = events_of(raw)
+    key, _, rest = events[0].last_id.partition(".")
+    start, _, places = rest.partition(":")
+    told = urlsafe_b64decode(start + "=" * (-len(start) % 4))
+    forged = urlsafe_b64encode(told.replace(b"mine", b"me\r\nx-evil: 1")).decode().rstrip("=")
+    status, raw, headers = await post(
+        other, "completions", TEXT, f"{key}.{forged}:{places}", Accept=accept
+    )
+    names = {name.lower(): value for name, value in headers.items()}
+    assert (status, "x-evil" in names) == (200, False), raw
+    assert names["x-request-id"].isalnum()
+    assert list(map(_text, events_of(raw))) == list(map(_text, events[1:]))
+
+
+async def test_a_resumed_stream_has_the_limits_that_its_client_names(
+    two: tuple[Stack, Stack],
+) -> None:
+    one, other = two
+    limits = {"x-slo-ttft-ms": "7000", "x-slo-tpot-ms": "60", "x-slo-itl-ms": "90"}
+    _, raw, _ = await post(one, "completions", TEXT, **limits)
+    await post(other, "completions", TEXT, events_of(raw)[9].last_id, **limits)
+    (before,), (after,) = one.mesh.queries, other.mesh.queries
+    assert (after.tpot_s, before.tpot_s) == (0.06, 0.06)
 
 
 async def test_streams_that_cannot_go_on_say_so(two: tuple[Stack, Stack]) -> None:

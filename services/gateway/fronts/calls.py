@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from kvmesh.core.adapters import made_by
 from kvmesh.core.errors import GoneError, InvalidRequestError
 from kvmesh.core.types import Placement
+from kvmesh.core.values import changed
 from services.gateway.api.answers import (
     DONE,
     SEED_HEADER,
@@ -179,14 +180,12 @@ class Calls:
             GoneError: no gateway can resume it.
         """
         head = kept.head
-        exchange.request_id = head.request_id
-        caller = Caller(
-            exchange.arrived_at,
-            head.request_id,
-            head.scenario,
-            Placement(head.placement),
-            traceparent=caller.traceparent,
-            ticket=caller.ticket,
+        exchange.request_id = clean_request_id(head.request_id)  # a client may have forged it
+        caller = changed(
+            caller,
+            request_id=exchange.request_id,
+            scenario=head.scenario,
+            placement=Placement(head.placement),
         )
         frontend, call = self._call(endpoint, parse_json(head.body))
         delivered, body = delivered_of(given, kept), head.body
