@@ -44,12 +44,42 @@ _WORKERS: Flags = {"engine.fake-step-s": 0.01, "worker.prefill-slots": 4, "worke
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request and its only right answer."""
+    """A request and its only right answer.
+
+    Attributes:
+        scored: what is said of two choices with log-probabilities; the first one's are the tokens.
+    """
 
     prompt: tuple[int, ...]
     seed: int
     token_ids: tuple[int, ...]
     text: str = ""
+    scored: Scored | None = None
+
+
+@dataclass(slots=True)
+class Scored:
+    """All that a stream of several choices with log-probabilities said, without what varies."""
+
+    choices: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    usage: tuple[int, int] = (0, 0)
+
+    def add(self, event: dict[str, Any]) -> None:
+        """An event came."""
+        for choice in event["choices"]:
+            index, scores = choice["index"], choice["logprobs"] or {}
+            said = self.choices.setdefault(index, {"text": []})
+            said["text"] += choice["text"]
+            for name, values in {**scores, "ids": choice.get("token_ids", [])}.items():
+                said.setdefault(name, []).extend(values)
+            if choice["finish_reason"]:
+                assert index not in self.finishes, "it ended twice"
+                self.finishes[index] = choice["finish_reason"]
+        if not event["choices"]:
+            usage = event["usage"]
+            assert self.usage == (0, 0), "usage came twice"
+            self.usage = usage["prompt_tokens"], usage["completion_tokens"]
 
 
 @dataclass(slots=True)
@@ -93,6 +123,7 @@ class Told:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     longest_pause_s: float = 0.0
+    scored: Scored | None = None
     _at: float = 0.0
 
     def add(self, text: str, token_ids: Sequence[int]) -> None:
@@ -124,12 +155,37 @@ async def _by_blocking_sdk(client: Client, case: Case, told: Told) -> None:
 
 async def _by_events(urls: list[str], case: Case, told: Told) -> None:
     """Any client of server-sent events that keeps to their standard."""
+    async for event in _events(urls, case, told, {}):
+        (choice,) = event["choices"]
+        told.add(choice["text"], choice.get("token_ids", []))
+
+
+async def _by_scored_events(urls: list[str], case: Case, told: Told) -> None:
+    """As `_by_events`, with all that makes later events depend on earlier ones."""
+    scored = Scored()
+    async for event in _events(urls, case, told, SCORED):
+        scored.add(event)
+        for choice in event["choices"]:
+            if not choice["index"]:
+                told.add(choice["text"], choice.get("token_ids", []))
+    assert case.scored in (None, scored), f"{scored}, not {case.scored}"
+    told.scored = scored
+
+
+SCORED: dict[str, Any] = {"n": 2, "logprobs": 2, "stream_options": {"include_usage": True}}
+
+
+async def _events(
+    urls: list[str], case: Case, told: Told, fields: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of one stream, over any number of connections; `urls` ends with the last one."""
     body = {
         "model": MODEL,
         "prompt": list(case.prompt),
         "stream": True,
         "return_token_ids": True,
         **_options(case),
+        **fields,
     }
     last_id, pauses = "", itertools.repeat(0.2, 300)
     while True:
@@ -153,8 +209,7 @@ async def _by_events(urls: list[str], case: Case, told: Told) -> None:
                             if "error" in event:
                                 break
                             last_id = event_id
-                            (choice,) = event["choices"]
-                            told.add(choice["text"], choice.get("token_ids", []))
+                            yield event
         told.streams.num_cuts += bool(told.token_ids)
         assert last_id or not told.token_ids, "tokens came without an id"
         urls.reverse()
@@ -221,7 +276,7 @@ def serves(child: Child) -> bool:
     return started == serving and len(processes_of(child)) == child.flags["http.processes"]
 
 
-async def learn(targets: str, seed: int, shortest: int, longest: int) -> list[Case]:
+async def learn(gateways: Gateways, seed: int, shortest: int, longest: int) -> list[Case]:
     """Requests, and what a mesh that nobody disturbs says; an engine alone says the same."""
     draw = random.Random(seed)
     cases = []
@@ -229,27 +284,38 @@ async def learn(targets: str, seed: int, shortest: int, longest: int) -> list[Ca
         prompt, count = a_prompt(draw), draw.randint(shortest, longest)
         expected = tuple(fake_tokens(prompt, count, temperature=1.0, seed=number))
         cases.append(Case(tuple(prompt), number, expected))
-    async with AsyncClient(targets) as client:
+    async with AsyncClient(gateways.targets) as client:
 
         async def learnt(case: Case) -> Case:
             generation = await client.generate(list(case.prompt), **_options(case))
             assert generation.token_ids == case.token_ids
-            return replace(case, text=generation.text)
+            told = Told(Streams([]))
+            await _by_scored_events(gateways.urls, case, told)
+            scored = told.scored
+            assert scored is not None
+            said = [scored.choices[index]["ids"] for index in range(2)]
+            assert said == [
+                fake_tokens(list(case.prompt), len(case.token_ids), temperature=1.0, seed=seed)
+                for seed in (case.seed, case.seed + 1)
+            ]
+            assert scored.usage == (len(case.prompt), sum(map(len, said)))
+            return replace(case, text=generation.text, scored=scored)
 
         return await asyncio.gather(*map(learnt, cases))
 
 
 async def one_client(number: int, streams: Streams, targets: str, urls: list[str]) -> None:
-    """Asks until all stop; of ten clients seven have the SDK, one its twin, two HTTP."""
+    """Asks until all stop; of ten clients seven have the SDK, one its twin, two HTTP alone."""
     draw = random.Random(f"client {number}")
     urls = draw.sample(urls, len(urls))
-    kind = {0: "blocking SDK", 1: "events", 2: "events"}.get(number % 10, "SDK")
+    kind = {0: "blocking SDK", 1: "events", 2: "scored events"}.get(number % 10, "SDK")
     async with AsyncClient(targets, retry=PATIENT) as sdk:
         with Client(targets, retry=PATIENT) as blocking:
             asks: dict[str, Callable[[Case, Told], Awaitable[None]]] = {
                 "SDK": partial(_by_sdk, sdk),
                 "blocking SDK": partial(_by_blocking_sdk, blocking),
                 "events": partial(_by_events, urls),
+                "scored events": partial(_by_scored_events, urls),
             }
             while not streams.stopping:
                 case, told = draw.choice(streams.cases), Told(streams)
@@ -353,7 +419,7 @@ async def run(num_kills: int, num_clients: int, seed: int) -> int:
     """Starts a mesh and kills its gateways; 1 if a stream was not as it had to be."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-chaos-") as folder:
         async with two_gateways(Path(folder)) as (_, gateways):
-            streams = Streams(await learn(gateways.targets, seed, 100, 400))
+            streams = Streams(await learn(gateways, seed, 100, 400))
             await chaos(gateways, streams, num_kills, num_clients, seed)
     for line in streams.wrong[:10]:
         print(f"WRONG {line}")

@@ -142,7 +142,7 @@ async def restarts(
         What became of each, and all that clients saw go wrong.
     """
     gateways = Gateways(mesh, GATEWAYS)
-    streams = Streams(await learn(gateways.targets, seed=seed, shortest=60, longest=120))
+    streams = Streams(await learn(gateways, seed=seed, shortest=60, longest=120))
     found: list[Restarted] = []
     async with at_work(streams, gateways, NUM_CLIENTS):
         for name in order:

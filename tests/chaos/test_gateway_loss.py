@@ -13,9 +13,9 @@ pytestmark = pytest.mark.timeout(240)
 
 async def test_streams_outlive_their_gateways(tmp_path: Path) -> None:
     async with two_gateways(tmp_path) as (_, gateways):
-        streams = Streams(await learn(gateways.targets, seed=2, shortest=60, longest=120))
+        streams = Streams(await learn(gateways, seed=2, shortest=60, longest=120))
         await chaos(gateways, streams, num_kills=4, num_clients=12, seed=2)
     assert streams.wrong == []
     assert gateways.done == {"process": 2, "parent": 1, "port": 1}
     assert streams.num_cuts > 0
-    assert set(streams.kinds) == {"SDK", "blocking SDK", "events"}
+    assert set(streams.kinds) == {"SDK", "blocking SDK", "events", "scored events"}
