@@ -217,7 +217,12 @@ class Driver:
         return await self.decode_event(key)
 
     async def start(
-        self, worker: Named, key: Key, spec: SequenceSpec, source: PrefixSource | None = None
+        self,
+        worker: Named,
+        key: Key,
+        spec: SequenceSpec,
+        source: PrefixSource | None = None,
+        progress_ms: int = 0,
     ) -> decode_pb.DecodeEvent:
         """Asks for blocks and for the prompt to be computed there; returns the answer."""
         message = decode_pb.DecodeReserve(
@@ -226,15 +231,23 @@ class Driver:
             sequence=sequence_spec_to_proto(spec),
             start_within_ms=10_000,
             source=None if source is None else prefix_source_to_proto(source),
+            progress_ms=progress_ms,
         )
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)
 
     async def offer(
-        self, worker: Named, key: Key, spec: SequenceSpec, reservation: ReservationMessage
+        self,
+        worker: Named,
+        key: Key,
+        spec: SequenceSpec,
+        reservation: ReservationMessage,
+        progress_ms: int = 0,
     ) -> prefill_pb.PrefillEvent:
         """Sends an offer and returns the answer."""
-        self._prefill[worker.worker_id].send(_offer(key, spec, reservation))
+        message = _offer(key, spec, reservation)
+        message.offer.progress_ms = progress_ms
+        self._prefill[worker.worker_id].send(message)
         return await self.prefill_event(key)
 
     async def offer_from(

@@ -178,7 +178,7 @@ class LimitsConfig:
         600.0, "maximum seconds from the arrival of a request to its end"
     )
     prefill_timeout_s: float = positive(
-        60.0, "seconds without a first token or handoff after which a prefill counts as lost"
+        60.0, "seconds without progress of a prompt or its handoff after which it counts as lost"
     )
     stall_s: float = positive(
         10.0, "seconds without tokens after which a decode stream counts as lost"

@@ -45,6 +45,7 @@ from kvmesh.v1.prefill_service_pb2 import (
     PrefillFirstToken,
     PrefillHandedOff,
     PrefillOffer,
+    PrefillProgress,
     PrefillResponse,
 )
 
@@ -95,6 +96,9 @@ class Behaviour:
     repeat_tokens: bool = False  # each message repeats the token before
     tokens_per_message: int = 1
     first_waits: bool = False  # for `go`, as other tokens do
+    prompt_reports: int = 0  # of progress, when the gateway wants them; -1: without an end
+    transfer_reports: int = 0  # likewise, between first token and handoff
+    stall_prefill: bool = False  # after those of the prompt
     decode_first: bool = False  # decode speaks before the first token
     lease_ms: int = 60_000
     starts: bool = True  # reserve and offer in one; older workers only reserve
@@ -217,7 +221,12 @@ class FakeWorker:
         if event.WhichOneof("event") != "reserved":
             outbox.put(DecodeResponse(events=[event]))
             return
-        offer = PrefillOffer(request_id=key[0], attempt=key[1], sequence=message.sequence)
+        offer = PrefillOffer(
+            request_id=key[0],
+            attempt=key[1],
+            sequence=message.sequence,
+            progress_ms=message.progress_ms,
+        )
         offer.reservation.CopyFrom(event.reserved)
         self.started.append(key)
         started = StartedOutbox(event, _Responses(outbox))  # type: ignore[arg-type]
@@ -277,6 +286,21 @@ class FakeWorker:
 
     # --- prefill ---
 
+    def first_token(self, spec: SequenceSpec) -> tuple[PrefillFirstToken, FinishReason | None]:
+        """The first token of a prompt, and why it is the last one."""
+        token_id, finish = self.mesh.token(spec, len(spec.token_ids))
+        first = PrefillFirstToken(
+            token_id=token_id, cached_tokens=3, finish_reason=finish_reason_to_proto(finish)
+        )
+        if spec.sampling.num_logprobs >= 0:
+            first.logprobs.CopyFrom(logprobs_of(token_id))
+        if spec.sampling.num_prompt_logprobs >= 0:
+            prompt = spec.token_ids[1 : spec.num_prompt_tokens]
+            first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
+        if spec.embedding >= 0:
+            first.embedding = embedding_of(spec.token_ids, spec.embedding)
+        return first, finish
+
     async def prefill(self, offer: Any, outbox: Any) -> None:
         key = (offer.request_id, offer.attempt)
         reservation = reservation_from_proto(offer.reservation)
@@ -300,23 +324,23 @@ class FakeWorker:
             lost = Refusal(RefusalReason.LOST, "told to fail", work_done=True)
             say(failed=refusal_to_proto(lost))
             return
-        token_id, finish = self.mesh.token(spec, len(spec.token_ids))
-        first = PrefillFirstToken(
-            token_id=token_id, cached_tokens=3, finish_reason=finish_reason_to_proto(finish)
-        )
-        if spec.sampling.num_logprobs >= 0:
-            first.logprobs.CopyFrom(logprobs_of(token_id))
-        if spec.sampling.num_prompt_logprobs >= 0:
-            prompt = spec.token_ids[1 : spec.num_prompt_tokens]
-            first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
-        if spec.embedding >= 0:
-            first.embedding = embedding_of(spec.token_ids, spec.embedding)
+        first, finish = self.first_token(spec)
+
+        async def report(name: str) -> None:
+            while key in self.prefilling and take(self.does, name):
+                await asyncio.sleep(offer.progress_ms / 1000)
+                say(progress=PrefillProgress())
+
+        await report("prompt_reports")
+        if self.does.stall_prefill:
+            await asyncio.Event().wait()
         if self.does.first_waits:
             await self.mesh.go.wait()
         if self.does.decode_first:
             decode.commit(reservation.reservation_id)
             await self.mesh.until(lambda: not decode.running)
         say(first_token=first)
+        await report("transfer_reports")
         self.prefilling.discard(key)
         if finish is None:
             decode.commit(reservation.reservation_id)

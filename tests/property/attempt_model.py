@@ -285,12 +285,11 @@ class AttemptModel:
         runs = runs and not (job is self.prefill and self.is_handed)
         asked = job is self.asked and not self.is_over
         held = job is self.held and not self.is_over
-        actions = self.attempt.ended(job.number, refusal, self.now, by_prefill=by_prefill)
+        side = Side.PREFILL if by_prefill or job.kind is Kind.OFFER else Side.DECODE
+        actions = self.attempt.ended(job.number, side, refusal, self.now)
         if runs:
-            side = Side.PREFILL if by_prefill or job is self.prefill else Side.DECODE
             self.is_lost(actions, act.Move(job.worker_id, f"{side.value}_failed", "an end"))
         elif asked:
-            side = Side.PREFILL if by_prefill or job.kind is Kind.OFFER else Side.DECODE
             self.is_refused(job, side, reason, actions)
         elif held:
             offer, self.asked, self.held = self.asked, None, None
@@ -300,7 +299,6 @@ class AttemptModel:
             # Without an offer, no prefill worker of the plan was left.
             expected = None if offer is None else self.next_question()
             self.do(actions)
-            side = Side.PREFILL if by_prefill else Side.DECODE
             assert act.Refuse(side, refusal, job.worker_id) in actions
             self.goes_on(actions, expected)
             assert offer is None or not offer.is_open
@@ -366,6 +364,12 @@ class AttemptModel:
         if event.finish_reason is not None and job is prefill:
             assert actions[1] == act.Forget(Side.PREFILL, job.number)
         self.ended_as(end, event.finish_reason)
+
+    def hear_progress(self, job: Job) -> None:
+        waits = self.is_taken and not self.is_handed and not self.is_over
+        if waits and job is (self.prefill or self.decode):
+            self.since = self.now
+        assert self.attempt.progress(job.number, self.now) == ()
 
     def hear_handed_off(self, job: Job) -> None:
         known = self.has_first and not self.is_handed and not self.is_over and job is self.prefill

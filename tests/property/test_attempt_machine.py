@@ -7,8 +7,8 @@ workers refuse, stall and lose what they had, clients leave.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -44,23 +44,31 @@ from tests.property.attempt_model import (
 
 RuleT = TypeVar("RuleT", bound=Callable[..., None])
 
-STAGES = st.sampled_from(
-    [
-        "idle",
-        "held",
-        "asked",
-        "late",
-        "unfit",
-        "chained",
-        "taken",
-        "early",
-        "again",
-        "first",
-        "silent",
-        "decode",
-        "tokens",
-    ]
+STAGES = (
+    "idle",
+    "held",
+    "asked",
+    "late",
+    "unfit",
+    "chained",
+    "taken",
+    "early",
+    "again",
+    "first",
+    "silent",
+    "decode",
+    "tokens",
+    "lost",
 )
+
+
+def of_machine(values: Callable[[Any], Sequence[Any]]) -> st.SearchStrategy[Any]:
+    """One of the values that the running machine allows."""
+    return st.runner().flatmap(lambda machine: st.sampled_from(values(machine)))
+
+
+A_STAGE = of_machine(lambda machine: machine.stages)
+IS_ONE = of_machine(lambda machine: machine.ones)
 
 
 def when(fact: Callable[[Any], Any]) -> Callable[[RuleT], RuleT]:
@@ -74,15 +82,23 @@ def when(fact: Callable[[Any], Any]) -> Callable[[RuleT], RuleT]:
 
 
 class AttemptMachine(AttemptModel, RuleBasedStateMachine):
-    """What can happen, at every point of an attempt's life."""
+    """What can happen, at every point of an attempt's life.
+
+    Attributes:
+        stages: where attempts begin.
+        ones: whether their plans are for one worker.
+    """
+
+    stages: ClassVar[Sequence[str]] = STAGES
+    ones: ClassVar[Sequence[bool]] = (False, True)
 
     def __init__(self) -> None:
         RuleBasedStateMachine.__init__(self)
         AttemptModel.__init__(self)
 
     @initialize(
-        stage=STAGES,
-        is_one=st.booleans(),
+        stage=A_STAGE,
+        is_one=IS_ONE,
         num_before=st.sampled_from([0, 0, 3, 5]),
         now=st.sampled_from([0.0, 0.0, DEADLINE_S - 3.0]),
     )
@@ -121,18 +137,20 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         self.follow_to(stage, is_one)
 
     def follow_to(self, stage: str, is_one: bool) -> None:
-        if stage in ("early", "silent", "decode", "tokens") and not is_one:
+        if stage in ("early", "silent", "decode", "tokens", "lost") and not is_one:
             self.hands_over()
         if stage == "early" and self.sent < END - 2:
             self.decodes(1, 0, "heard")
         if stage in ("taken", "early", "chained", "again"):
             return
         self.computes(is_error=False)
-        if stage in ("decode", "tokens") and not (is_one or self.is_over):
+        if stage in ("decode", "tokens", "lost") and not (is_one or self.is_over):
             self.ticks(self.now + 0.5)
             self.says_that_it_handed_off()
         if stage == "tokens" and self.sent < END - 3:
             self.decodes(2, 0, "heard")
+        if stage == "lost" and self.sent < END - 3:
+            self.decodes(1, 0, "lost")
 
     # -- What happens -----------------------------------------------------------------------------
 
@@ -153,6 +171,14 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         self.do(actions)
         self.goes_on(actions, expected)
         assert held is None or held.is_open == (held.candidate in decode)
+
+    @when(lambda self: self.held and not self.asked)
+    @rule(is_planned=st.booleans())
+    def asks_again(self, is_planned: bool) -> None:
+        """While blocks are held, by a worker of the next plan or of none."""
+        holder = sure(self.held).candidate
+        others = [each for each in WORKERS if each is not holder]
+        self.ask(others[:1], [others[1], holder] if is_planned else others[1:], 30.0)
 
     @when(lambda self: self.asked)
     @rule()
@@ -208,6 +234,16 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         if job is not None:
             by_prefill = by_prefill and job.kind is Kind.START and self.prefill is None
             self.hear(self.hear_end, job, reason, by_prefill)
+
+    @when(lambda self: self.is_taken)
+    @rule(side=st.sampled_from(Side))
+    def makes_progress(self, side: Side) -> None:
+        """With the prompt, or with sending its KV; it may be heard late.
+
+        Who only decodes has nothing to say of it.
+        """
+        job = self.prefill if side is Side.PREFILL else self.decode
+        self.hear(self.hear_progress, sure(job or self.decode))
 
     @when(lambda self: self.is_taken and not self.has_first)
     @rule(is_error=st.sampled_from([False, False, True]))
@@ -266,7 +302,10 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
         data.draw(st.sampled_from(self.said))()
 
     @precondition(lambda self: len(self.jobs) > 1)
-    @rule(data=st.data(), what=st.sampled_from(["yes", "no", "first", "tokens", "handed off"]))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(["yes", "no", "works", "first", "tokens", "handed off"]),
+    )
     def who_was_given_up_speaks(self, data: st.DataObject, what: str) -> None:
         """Its answer was late, or its connection slow."""
         known = (self.asked, self.held, self.prefill, self.decode)
@@ -280,6 +319,8 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
             self.hear_accepted(job)
         elif what == "no":
             self.hear_end(job, RefusalReason.BUSY, by_prefill=False)
+        elif what == "works":
+            self.hear_progress(job)
         elif what == "first":
             (score,) = scores(position, 1)
             self.hear_first(job, FirstToken(token_at(position), score, None, 2))
@@ -333,7 +374,7 @@ class AttemptMachine(AttemptModel, RuleBasedStateMachine):
             assert self.attempt.cancel() == ()
 
     @precondition(lambda self: self.is_over)
-    @rule(stage=STAGES, is_one=st.booleans())
+    @rule(stage=A_STAGE, is_one=IS_ONE)
     def another_attempt(self, stage: str, is_one: bool) -> None:
         """Of the same request, or of another one if that has ended."""
         if self.outcome is not Outcome.MOVED or self.now > DEADLINE_S / 2:

@@ -321,6 +321,7 @@ class EngineCore:
         for index, (chunk, token) in enumerate(zip(chunks, result.tokens, strict=True)):
             sequence = members[chunk.sequence_id]
             if self._goes_on(sequence, result.unfinished.get(index)):
+                notify.append(sequence.on_progress)
                 continue
             self._computed_tokens += chunk.end - chunk.start
             if sequence.upstream is not None:

@@ -36,6 +36,9 @@ class PrefillAttempt:
         is_part: the receiver of the KV computes the rest of the prompt at the same time.
         upstream: the prompt's beginning, while another worker computes it.
         waits: its sequence starts only after its prefix was fetched, or brought up from a tier.
+        report_s: seconds between two reports of progress to the gateway; 0 sends none.
+        num_advances: steps that computed this prompt further, or one ahead of it on this worker.
+        reports: reports the progress, if the gateway asked for it.
         outcome: its outcome, or the outcome if it were cancelled now.
     """
 
@@ -47,6 +50,9 @@ class PrefillAttempt:
     source: PrefixSource | None = None
     is_part: bool = False
     waits: bool = False
+    report_s: float = 0.0
+    num_advances: int = 0
+    reports: Ending | None = None
     upstream: Ending | None = None
     sequence: Sequence | None = None
     first: Emission | None = None

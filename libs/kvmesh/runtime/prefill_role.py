@@ -24,15 +24,10 @@ from kvmesh.core.types import (
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.engine.tiered_cache import TieredCache
 from kvmesh.policy.transfer_mode import TransferMode
-from kvmesh.rpc.convert import (
-    finish_reason_to_proto,
-    refusal_to_proto,
-    reservation_from_proto,
-    sequence_spec_from_proto,
-)
+from kvmesh.rpc.convert import refusal_to_proto, reservation_from_proto, sequence_spec_from_proto
 from kvmesh.rpc.convert_route import prefix_source_from_proto
-from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.runtime import prefill_events
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.handover import Handover
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
@@ -40,6 +35,7 @@ from kvmesh.runtime.prefetches import Prefetches
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.prefix_sources import PrefixSources
+from kvmesh.runtime.progress_reports import ProgressReports
 from kvmesh.runtime.prompt_chain import PromptChain
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.runtime.worker_tiers import load_prefix
@@ -189,6 +185,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         span = self._span(message)
         source = self._source(message)
         attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span, source)
+        attempt.report_s = message.progress_ms / 1000
         outcome: PrefillAttempt | Refusal = attempt
         sequence = self._start_local(attempt)
         if isinstance(sequence, Refusal):
@@ -221,6 +218,12 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         outbox.put(event)
         self._attempts[outbox, outcome.request_id, outcome.attempt] = outcome
         self._idle.clear()
+        if outcome.report_s:
+            outcome.reports = ProgressReports(
+                outcome.report_s,
+                lambda: self._progress_of(outcome),
+                lambda: outbox.put(prefill_events.progress(outcome)),
+            )
         outcome.work = asyncio.create_task(self._carry_out(outcome))
         # A callback: a task that is cancelled before its first step runs no `finally`.
         outcome.work.add_done_callback(lambda _: self._finish(outcome))
@@ -261,6 +264,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         source = self._source(message)
         attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span, source)
         attempt.is_part = message.is_part
+        attempt.report_s = message.progress_ms / 1000
         sequence = self._start(attempt, spec)
         if isinstance(sequence, Refusal):
             return sequence
@@ -305,7 +309,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     def _begin(self, attempt: PrefillAttempt, sequence: Sequence) -> None:
         """Starts a sequence, unless it waits for its prefix."""
         attempt.sequence = sequence
-        sequence.on_progress = attempt.progress.set
+        sequence.on_progress = lambda: self._advanced(attempt)
         if self._asks(attempt):
             attempt.source = None
         else:
@@ -334,24 +338,26 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     # --- work --------------------------------------------------------------------------------
 
+    def _advanced(self, attempt: PrefillAttempt) -> None:
+        """Notes that a prompt was computed further. The engine computes older prompts first."""
+        assert attempt.sequence is not None
+        attempt.progress.set()
+        for each in self._attempts.values():
+            assert each.sequence is not None
+            each.num_advances += each.sequence.sequence_id >= attempt.sequence.sequence_id
+
+    def _progress_of(self, attempt: PrefillAttempt) -> tuple[int, int]:
+        """Values that grow while a prompt is computed or its KV is sent."""
+        is_sending = attempt.first is not None
+        return attempt.num_advances, self._channels.sent_bytes if is_sending else 0
+
     def _first_token(self, attempt: PrefillAttempt, emission: Emission) -> None:
         assert attempt.sequence is not None
         attempt.first = emission
-        attempt.progress.set()
+        self._advanced(attempt)
         if emission.damaged:  # the handover reports it
             return
-        event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
-        event.first_token.token_id = emission.token_id
-        event.first_token.finish_reason = finish_reason_to_proto(emission.finish_reason)
-        event.first_token.cached_tokens = attempt.sequence.num_cached
-        if emission.logprobs is not None:
-            event.first_token.logprobs.CopyFrom(token_logprobs_to_proto(emission.logprobs))
-        event.first_token.prompt_logprobs.extend(
-            token_logprobs_to_proto(entry) for entry in emission.prompt_logprobs
-        )
-        event.first_token.error = emission.error
-        event.first_token.embedding = emission.embedding
-        attempt.outbox.put(event)
+        attempt.outbox.put(prefill_events.first_token(attempt, emission))
         attempt.span.event("first_token")
 
     async def _carry_out(self, attempt: PrefillAttempt) -> None:
@@ -428,17 +434,13 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
                 raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
 
     def _put_handed_off(self, attempt: PrefillAttempt) -> None:
-        event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
-        event.handed_off.bytes = attempt.sent_bytes
-        event.handed_off.calls = attempt.sent_calls
-        attempt.outbox.put(event)
+        attempt.outbox.put(prefill_events.handed_off(attempt))
         peer = attempt.reservation.worker_id
         if attempt.sent_calls:
             self._metrics.transfer_bytes.labels(peer).observe(attempt.sent_bytes)
             self._metrics.transfer_calls.labels(peer).observe(attempt.sent_calls)
 
     def _put_failed(self, attempt: PrefillAttempt, refusal: Refusal) -> None:
-        failed = Refusal(refusal.reason, refusal.message, True, refusal.retry_after_ms)
         log.warning(
             "handoff_failed",
             request_id=attempt.request_id,
@@ -447,15 +449,13 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             reason=refusal.reason.value,
             message=refusal.message,
         )
-        event = pb.PrefillEvent(
-            request_id=attempt.request_id, attempt=attempt.attempt, failed=refusal_to_proto(failed)
-        )
-        attempt.outbox.put(event)
+        attempt.outbox.put(prefill_events.failed(attempt, refusal))
 
     def _finish(self, attempt: PrefillAttempt) -> None:
         assert attempt.sequence is not None
-        if attempt.upstream is not None:
-            attempt.upstream.close()
+        for part in (attempt.upstream, attempt.reports):
+            if part is not None:
+                part.close()
         outcome = attempt.outcome
         del self._attempts[attempt.outbox, attempt.request_id, attempt.attempt]
         if not self._is_local(attempt.reservation):

@@ -26,7 +26,7 @@ from kvmesh.v1 import prefill_service_pb2 as kvmesh_dot_v1_dot_prefill__service_
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvmesh/v1/decode_service.proto\x12\tkvmesh.v1\x1a\x1fkvmesh/v1/prefill_service.proto\x1a\x15kvmesh/v1/types.proto\"\xd7\x01\n\rDecodeReserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x08sequence\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.SequenceSpec\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x17\n\x0fstart_within_ms\x18\x05 \x01(\r\x12\'\n\x06source\x18\x06 \x01(\x0b\x32\x17.kvmesh.v1.PrefixSource\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\r\x12\x0e\n\x06itl_ms\x18\x08 \x01(\r\"\"\n\x0b\x44\x65\x63odeRenew\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"3\n\x0c\x44\x65\x63odeCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xc3\x01\n\rDecodeRequest\x12+\n\x07reserve\x18\x01 \x01(\x0b\x32\x18.kvmesh.v1.DecodeReserveH\x00\x12\'\n\x05renew\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.DecodeRenewH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.DecodeCancelH\x00\x12&\n\x04more\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.DecodeRequestB\t\n\x07message\"\xa8\x01\n\x0c\x44\x65\x63odeTokens\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x89\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08reserved\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.ReservationH\x00\x12%\n\x07refused\x18\x04 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.kvmesh.v1.DecodeTokensH\x00\x12$\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12(\n\x07prefill\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.PrefillEventB\x07\n\x05\x65vent\"8\n\x0e\x44\x65\x63odeResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.DecodeEvent2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x18.kvmesh.v1.DecodeRequest\x1a\x19.kvmesh.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvmesh/v1/decode_service.proto\x12\tkvmesh.v1\x1a\x1fkvmesh/v1/prefill_service.proto\x1a\x15kvmesh/v1/types.proto\"\xec\x01\n\rDecodeReserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x08sequence\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.SequenceSpec\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x17\n\x0fstart_within_ms\x18\x05 \x01(\r\x12\'\n\x06source\x18\x06 \x01(\x0b\x32\x17.kvmesh.v1.PrefixSource\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\r\x12\x0e\n\x06itl_ms\x18\x08 \x01(\r\x12\x13\n\x0bprogress_ms\x18\t \x01(\r\"\"\n\x0b\x44\x65\x63odeRenew\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"3\n\x0c\x44\x65\x63odeCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xc3\x01\n\rDecodeRequest\x12+\n\x07reserve\x18\x01 \x01(\x0b\x32\x18.kvmesh.v1.DecodeReserveH\x00\x12\'\n\x05renew\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.DecodeRenewH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.DecodeCancelH\x00\x12&\n\x04more\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.DecodeRequestB\t\n\x07message\"\xa8\x01\n\x0c\x44\x65\x63odeTokens\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x89\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08reserved\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.ReservationH\x00\x12%\n\x07refused\x18\x04 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.kvmesh.v1.DecodeTokensH\x00\x12$\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12(\n\x07prefill\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.PrefillEventB\x07\n\x05\x65vent\"8\n\x0e\x44\x65\x63odeResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.DecodeEvent2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x18.kvmesh.v1.DecodeRequest\x1a\x19.kvmesh.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODETOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DECODETOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DECODERESERVE']._serialized_start=102
-  _globals['_DECODERESERVE']._serialized_end=317
-  _globals['_DECODERENEW']._serialized_start=319
-  _globals['_DECODERENEW']._serialized_end=353
-  _globals['_DECODECANCEL']._serialized_start=355
-  _globals['_DECODECANCEL']._serialized_end=406
-  _globals['_DECODEREQUEST']._serialized_start=409
-  _globals['_DECODEREQUEST']._serialized_end=604
-  _globals['_DECODETOKENS']._serialized_start=607
-  _globals['_DECODETOKENS']._serialized_end=775
-  _globals['_DECODEEVENT']._serialized_start=778
-  _globals['_DECODEEVENT']._serialized_end=1043
-  _globals['_DECODERESPONSE']._serialized_start=1045
-  _globals['_DECODERESPONSE']._serialized_end=1101
-  _globals['_DECODESERVICE']._serialized_start=1103
-  _globals['_DECODESERVICE']._serialized_end=1185
+  _globals['_DECODERESERVE']._serialized_end=338
+  _globals['_DECODERENEW']._serialized_start=340
+  _globals['_DECODERENEW']._serialized_end=374
+  _globals['_DECODECANCEL']._serialized_start=376
+  _globals['_DECODECANCEL']._serialized_end=427
+  _globals['_DECODEREQUEST']._serialized_start=430
+  _globals['_DECODEREQUEST']._serialized_end=625
+  _globals['_DECODETOKENS']._serialized_start=628
+  _globals['_DECODETOKENS']._serialized_end=796
+  _globals['_DECODEEVENT']._serialized_start=799
+  _globals['_DECODEEVENT']._serialized_end=1064
+  _globals['_DECODERESPONSE']._serialized_start=1066
+  _globals['_DECODERESPONSE']._serialized_end=1122
+  _globals['_DECODESERVICE']._serialized_start=1124
+  _globals['_DECODESERVICE']._serialized_end=1206
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class DecodeReserve(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
     ITL_MS_FIELD_NUMBER: _builtins.int
+    PROGRESS_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -48,6 +49,8 @@ class DecodeReserve(_message.Message):
     """Longest mean time per token that the client accepts, in milliseconds; 0: any."""
     itl_ms: _builtins.int
     """Longest time between two tokens that the client accepts, in milliseconds; 0: any."""
+    progress_ms: _builtins.int
+    """With `start_within_ms`, not 0: as `progress_ms` of an offer."""
     @_builtins.property
     def sequence(self) -> _types_pb2.SequenceSpec:
         """The sequence that will be decoded."""
@@ -67,10 +70,11 @@ class DecodeReserve(_message.Message):
         source: _types_pb2.PrefixSource | None = ...,
         tpot_ms: _builtins.int = ...,
         itl_ms: _builtins.int = ...,
+        progress_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "itl_ms", b"itl_ms", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "itl_ms", b"itl_ms", "progress_ms", b"progress_ms", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvmesh/v1/prefill_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xf2\x01\n\x0cPrefillOffer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x08sequence\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.SequenceSpec\x12+\n\x0breservation\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.Reservation\x12\x16\n\x0ettft_budget_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\'\n\x06source\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.PrefixSource\x12\x0f\n\x07is_part\x18\x08 \x01(\x08\"4\n\rPrefillCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\";\n\x0fPrefillPrefetch\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"\xca\x01\n\x0ePrefillRequest\x12(\n\x05offer\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.PrefillOfferH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.PrefillCancelH\x00\x12.\n\x08prefetch\x18\x04 \x01(\x0b\x32\x1a.kvmesh.v1.PrefillPrefetchH\x00\x12\'\n\x04more\x18\x03 \x03(\x0b\x32\x19.kvmesh.v1.PrefillRequestB\t\n\x07message\"(\n\x0fPrefillAccepted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xed\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x11\n\tembedding\x18\x07 \x01(\x0c\"C\n\x10PrefillHandedOff\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\rJ\x04\x08\x03\x10\x04R\x0b\x64uration_us\"\xa2\x02\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12.\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1a.kvmesh.v1.PrefillAcceptedH\x00\x12&\n\x08rejected\x18\x04 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12\x33\n\x0b\x66irst_token\x18\x05 \x01(\x0b\x32\x1c.kvmesh.v1.PrefillFirstTokenH\x00\x12\x31\n\nhanded_off\x18\x06 \x01(\x0b\x32\x1b.kvmesh.v1.PrefillHandedOffH\x00\x12$\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x42\x07\n\x05\x65vent\":\n\x0fPrefillResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvmesh.v1.PrefillEvent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x19.kvmesh.v1.PrefillRequest\x1a\x1a.kvmesh.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvmesh/v1/prefill_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\x87\x02\n\x0cPrefillOffer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x08sequence\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.SequenceSpec\x12+\n\x0breservation\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.Reservation\x12\x16\n\x0ettft_budget_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\'\n\x06source\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.PrefixSource\x12\x0f\n\x07is_part\x18\x08 \x01(\x08\x12\x13\n\x0bprogress_ms\x18\t \x01(\r\"4\n\rPrefillCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\";\n\x0fPrefillPrefetch\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"\xca\x01\n\x0ePrefillRequest\x12(\n\x05offer\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.PrefillOfferH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.PrefillCancelH\x00\x12.\n\x08prefetch\x18\x04 \x01(\x0b\x32\x1a.kvmesh.v1.PrefillPrefetchH\x00\x12\'\n\x04more\x18\x03 \x03(\x0b\x32\x19.kvmesh.v1.PrefillRequestB\t\n\x07message\"(\n\x0fPrefillAccepted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xed\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x18.kvmesh.v1.TokenLogprobs\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x11\n\tembedding\x18\x07 \x01(\x0c\"\x11\n\x0fPrefillProgress\"C\n\x10PrefillHandedOff\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\rJ\x04\x08\x03\x10\x04R\x0b\x64uration_us\"\xd2\x02\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12.\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1a.kvmesh.v1.PrefillAcceptedH\x00\x12&\n\x08rejected\x18\x04 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12\x33\n\x0b\x66irst_token\x18\x05 \x01(\x0b\x32\x1c.kvmesh.v1.PrefillFirstTokenH\x00\x12\x31\n\nhanded_off\x18\x06 \x01(\x0b\x32\x1b.kvmesh.v1.PrefillHandedOffH\x00\x12$\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12.\n\x08progress\x18\x08 \x01(\x0b\x32\x1a.kvmesh.v1.PrefillProgressH\x00\x42\x07\n\x05\x65vent\":\n\x0fPrefillResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvmesh.v1.PrefillEvent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x19.kvmesh.v1.PrefillRequest\x1a\x1a.kvmesh.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.prefill_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLOFFER']._serialized_start=70
-  _globals['_PREFILLOFFER']._serialized_end=312
-  _globals['_PREFILLCANCEL']._serialized_start=314
-  _globals['_PREFILLCANCEL']._serialized_end=366
-  _globals['_PREFILLPREFETCH']._serialized_start=368
-  _globals['_PREFILLPREFETCH']._serialized_end=427
-  _globals['_PREFILLREQUEST']._serialized_start=430
-  _globals['_PREFILLREQUEST']._serialized_end=632
-  _globals['_PREFILLACCEPTED']._serialized_start=634
-  _globals['_PREFILLACCEPTED']._serialized_end=674
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=677
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=914
-  _globals['_PREFILLHANDEDOFF']._serialized_start=916
-  _globals['_PREFILLHANDEDOFF']._serialized_end=983
-  _globals['_PREFILLEVENT']._serialized_start=986
-  _globals['_PREFILLEVENT']._serialized_end=1276
-  _globals['_PREFILLRESPONSE']._serialized_start=1278
-  _globals['_PREFILLRESPONSE']._serialized_end=1336
-  _globals['_PREFILLSERVICE']._serialized_start=1338
-  _globals['_PREFILLSERVICE']._serialized_end=1424
+  _globals['_PREFILLOFFER']._serialized_end=333
+  _globals['_PREFILLCANCEL']._serialized_start=335
+  _globals['_PREFILLCANCEL']._serialized_end=387
+  _globals['_PREFILLPREFETCH']._serialized_start=389
+  _globals['_PREFILLPREFETCH']._serialized_end=448
+  _globals['_PREFILLREQUEST']._serialized_start=451
+  _globals['_PREFILLREQUEST']._serialized_end=653
+  _globals['_PREFILLACCEPTED']._serialized_start=655
+  _globals['_PREFILLACCEPTED']._serialized_end=695
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=698
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=935
+  _globals['_PREFILLPROGRESS']._serialized_start=937
+  _globals['_PREFILLPROGRESS']._serialized_end=954
+  _globals['_PREFILLHANDEDOFF']._serialized_start=956
+  _globals['_PREFILLHANDEDOFF']._serialized_end=1023
+  _globals['_PREFILLEVENT']._serialized_start=1026
+  _globals['_PREFILLEVENT']._serialized_end=1364
+  _globals['_PREFILLRESPONSE']._serialized_start=1366
+  _globals['_PREFILLRESPONSE']._serialized_end=1424
+  _globals['_PREFILLSERVICE']._serialized_start=1426
+  _globals['_PREFILLSERVICE']._serialized_end=1512
 # @@protoc_insertion_point(module_scope)

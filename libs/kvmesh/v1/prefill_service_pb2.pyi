@@ -33,6 +33,7 @@ class PrefillOffer(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     IS_PART_FIELD_NUMBER: _builtins.int
+    PROGRESS_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -45,6 +46,8 @@ class PrefillOffer(_message.Message):
     """The sequence is the beginning of a prompt of which the receiver of its KV computes the rest at
     the same time: it is computed in one step, and each layer's KV leaves when it is complete.
     """
+    progress_ms: _builtins.int
+    """Not 0: how often the worker says that the prompt makes progress, in milliseconds between two `progress` events."""
     @_builtins.property
     def sequence(self) -> _types_pb2.SequenceSpec:
         """What to compute."""
@@ -68,10 +71,11 @@ class PrefillOffer(_message.Message):
         traceparent: _builtins.str = ...,
         source: _types_pb2.PrefixSource | None = ...,
         is_part: _builtins.bool = ...,
+        progress_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_part", b"is_part", "request_id", b"request_id", "reservation", b"reservation", "sequence", b"sequence", "source", b"source", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_part", b"is_part", "progress_ms", b"progress_ms", "request_id", b"request_id", "reservation", b"reservation", "sequence", b"sequence", "source", b"source", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +250,25 @@ class PrefillFirstToken(_message.Message):
 Global___PrefillFirstToken: _TypeAlias = PrefillFirstToken  # noqa: Y015
 
 @_typing.final
+class PrefillProgress(_message.Message):
+    """The attempt has made progress since the event before: the prompt, or one ahead of it on the worker, was computed
+    further, or KV arrived at the decode worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillProgress: _TypeAlias = PrefillProgress  # noqa: Y015
+
+@_typing.final
 class PrefillHandedOff(_message.Message):
     """The KV is complete at the decode worker."""
 
@@ -284,6 +307,7 @@ class PrefillEvent(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -308,6 +332,10 @@ class PrefillEvent(_message.Message):
     def failed(self) -> _types_pb2.Refusal:
         """Lost after it was accepted; the attempt is over."""
 
+    @_builtins.property
+    def progress(self) -> Global___PrefillProgress:
+        """Works on it; sent only if the offer asks for it."""
+
     def __init__(
         self,
         *,
@@ -318,12 +346,13 @@ class PrefillEvent(_message.Message):
         first_token: Global___PrefillFirstToken | None = ...,
         handed_off: Global___PrefillHandedOff | None = ...,
         failed: _types_pb2.Refusal | None = ...,
+        progress: Global___PrefillProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "rejected", b"rejected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "progress", b"progress", "rejected", b"rejected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "event", b"event", "failed", b"failed", "first_token", b"first_token", "handed_off", b"handed_off", "progress", b"progress", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "first_token", "handed_off", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "first_token", "handed_off", "failed", "progress"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

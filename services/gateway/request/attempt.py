@@ -27,6 +27,7 @@ not open any more.
     DECODE     tokens behind the next position         MOVED      Cancel, Move: token_gap
     DECODE     the last tokens                         DONE       Deliver those that are new, Forget
     PRE.-DEC.  refused or failed                       MOVED      Cancel, Move: <side>_failed
+    PRE., HAN. progress                                same       wait for another `prefill_s`
     PRE., HAN. nothing for `prefill_s`                 MOVED      Cancel, Move: <state>_stalled
     DECODE     nothing for `stall_s`                   MOVED      Cancel, Move: decode_stalled
     PRE.-DEC.  a token that cannot be generated        BROKEN     Cancel, Break
@@ -62,11 +63,10 @@ from collections.abc import Iterator, Sequence
 from kvmesh.core.types import Candidate, FinishReason, Placement, Refusal, RefusalReason
 from services.gateway.request import actions as act
 from services.gateway.request.actions import Action, Actions, Kind, Limits, Outcome, Side, State
-from services.gateway.request.candidates import PERMANENT, Candidates
+from services.gateway.request.candidates import Candidates
 from services.gateway.request.questions import Questions
 from services.gateway.wire.worker_events import FirstToken, Tokens
 
-_UNANSWERED = frozenset({RefusalReason.LOST, RefusalReason.DEADLINE})
 _GENERATING = frozenset({State.PREFILL, State.HANDOFF, State.DECODE})
 
 
@@ -129,11 +129,8 @@ class Attempt:
             until: the search's deadline.
         """
         assert self.state is State.IDLE, f"asks when {self.state.value}"
-        blocks, planned = self._open.blocks, {each.worker_id for each in decode}
-        is_planned = blocks is not None and blocks.worker_id in planned
-        given_up = () if is_planned else self._open.cancel()
         self._candidates.replace(prefill, decode, until)
-        return [*given_up, self._ask_next(now)]
+        return [*self._open.cancel_unplanned(decode), self._ask_next(now)]
 
     def reserved(self, number: int, lease_ms: int, now: float, *, starts: bool = False) -> Actions:
         """A worker holds blocks.
@@ -141,39 +138,31 @@ class Attempt:
         Args:
             starts: it computes the prompt as well.
         """
-        asked = self._unanswered(number)
+        asked = self._last(number, State.ASKING)
         if asked is None or asked.kind is Kind.OFFER:
             return ()
-        self._candidates.restart_decode()
         hold = act.Hold(number, asked.worker_id, lease_ms)
         return [hold, self._taken(now) if starts else self._ask_next(now)]
 
     def accepted(self, number: int, now: float) -> Actions:
         """A prefill worker computes the prompt."""
-        asked = self._unanswered(number)
+        asked = self._last(number, State.ASKING)
         if asked is None or asked.kind is not Kind.OFFER:
             return ()
         return [self._taken(now)]
 
-    def ended(
-        self, number: int, refusal: Refusal, now: float, *, by_prefill: bool = False
-    ) -> Actions:
-        """A worker refused or failed, or its stream broke.
-
-        Args:
-            by_prefill: for a question to both sides of a worker (START): the side that ended it.
-        """
+    def ended(self, number: int, side: Side, refusal: Refusal, now: float) -> Actions:
+        """A side of a worker refused or failed, or its stream broke."""
         asked = self._open.of(number)
         if asked is None:
             return ()
-        side = Side.PREFILL if by_prefill else asked.side
         if self.state in _GENERATING:
             return self._moved(asked, f"{side.value}_failed", refusal.message)
         return self._refused(asked, side, refusal, now)
 
-    def _unanswered(self, number: int) -> act.Ask | None:
-        """The question that waits for its answer, if it has this number."""
-        is_it = self.state is State.ASKING and self._open.last.number == number
+    def _last(self, number: int, *states: State) -> act.Ask | None:
+        """The latest question, if it has this number and the attempt is in one of these states."""
+        is_it = self.state in states and self._open.last.number == number
         return self._open.last if is_it else None
 
     def _ask_next(self, now: float) -> Action:
@@ -186,14 +175,8 @@ class Attempt:
 
     def _refused(self, by: act.Ask, side: Side, refusal: Refusal, now: float) -> Actions:
         """A worker did not take what it was asked, or lost the blocks that it held."""
-        blocks, reason = self._open.decoder, refusal.reason
-        if reason in PERMANENT:
-            self._candidates.exclude(by.worker_id)
-        # A silent prefill worker may be writing into the blocks; chained, both are one worker.
-        if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:
-            given_up = self._open.cancel()
-        else:
-            given_up = self._open.cancel_offer()
+        self._candidates.refused(by.worker_id, refusal.reason)
+        given_up = self._open.refused(by, refusal.reason)
         return [*given_up, act.Refuse(side, refusal, by.worker_id), self._ask_next(now)]
 
     def _taken(self, now: float) -> act.Taken:
@@ -205,16 +188,22 @@ class Attempt:
 
     # -- Generating -------------------------------------------------------------------------------
 
+    def progress(self, number: int, now: float) -> Actions:
+        """The prefill worker has computed or sent more."""
+        if self._last(number, State.PREFILL, State.HANDOFF) is not None:
+            self._progress_at = now
+        return ()
+
     def first_token(self, number: int, event: FirstToken, now: float) -> Actions:
         """The prompt was computed."""
-        if self.state is not State.PREFILL or self._open.last.number != number:
+        if self._last(number, State.PREFILL) is None:
             return ()
         self.state, self._progress_at = State.HANDOFF, now
         out = self._deliver(event.at(self.position), event)
         if self.outcome is not None:
             return out
         if self._open.offer is None:
-            out += self._start_decoding()
+            out += self._start_decoding(now)
         early, self._early = self._early, []
         for asked, tokens in early:
             out += self.tokens(asked, tokens, now)
@@ -222,10 +211,7 @@ class Attempt:
 
     def handed_off(self, number: int, now: float) -> Actions:
         """The KV is complete at the decode worker."""
-        if self.state is not State.HANDOFF or self._open.last.number != number:
-            return ()
-        self._progress_at = now
-        return self._start_decoding()
+        return () if self._last(number, State.HANDOFF) is None else self._start_decoding(now)
 
     def tokens(self, number: int, event: Tokens, now: float) -> Actions:
         """A decode worker generated tokens."""
@@ -243,7 +229,7 @@ class Attempt:
         self._progress_at = now
         if num_known:
             event = event.without(num_known)
-        out = self._start_decoding() if state is State.HANDOFF else []
+        out = self._start_decoding(now) if state is State.HANDOFF else []
         if event.token_ids or event.finish_reason is not None:
             out += self._deliver(event)
         return out
@@ -260,8 +246,9 @@ class Attempt:
         done = self._open.forget_blocks() if first is None else self._open.forget_offer()
         return [deliver, *done, *self._end(Outcome.DONE)]
 
-    def _start_decoding(self) -> list[Action]:
-        decode, self.state = self._open.decoder, State.DECODE
+    def _start_decoding(self, now: float) -> list[Action]:
+        decode = self._open.decoder
+        self.state, self._progress_at = State.DECODE, now
         return [*self._open.forget_offer(), act.Decoding(decode.number, decode.worker_id)]
 
     # -- Ends -------------------------------------------------------------------------------------

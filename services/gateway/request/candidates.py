@@ -41,18 +41,12 @@ class Candidates:
         self.until = until
         self._decode = decode
         self._to_offer = deque(prefill)
-        self.restart_decode()
+        self._to_reserve = deque(decode)
 
-    def restart_decode(self) -> None:
-        """Lets every decode worker of the plan be asked, also those that had no room.
-
-        Call it when a worker holds blocks. If they are given up, the others may have room by then.
-        """
-        self._to_reserve = deque(self._decode)
-
-    def exclude(self, worker_id: WorkerId) -> None:
-        """Excludes a worker from this plan and from later plans."""
-        self._excluded.add(worker_id)
+    def refused(self, worker_id: WorkerId, reason: RefusalReason) -> None:
+        """Excludes a worker from this plan and from later ones, if it would refuse again."""
+        if reason in PERMANENT:
+            self._excluded.add(worker_id)
 
     def next(self, now: float, blocks: Ask | None) -> tuple[Kind, Candidate] | None:
         """The next question and its worker; None if no worker or no time is left.
@@ -68,6 +62,8 @@ class Candidates:
             return Kind.OFFER, blocks.candidate
         else:
             kind = Kind.OFFER
+            # If these blocks are given up, decode workers that had no room may have some by then.
+            self._to_reserve = deque(self._decode)
         line = self._to_reserve if kind is Kind.RESERVE else self._to_offer
         while line and self._to_offer:  # without a prefill worker, reserved blocks are of no use
             candidate = line.popleft()

@@ -39,13 +39,14 @@ from services.gateway.request.attempt import Attempt
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.request.prefetch import Prefetch
-from services.gateway.request.search import Search
+from services.gateway.request.search import Search, as_ms
 from services.gateway.tenants.admission import Ticket
 from services.gateway.wire.worker_events import (
     Accepted,
     Failed,
     FirstToken,
     HandedOff,
+    Progress,
     Refused,
     Reserved,
     Started,
@@ -53,6 +54,9 @@ from services.gateway.wire.worker_events import (
     WorkerEvent,
 )
 from services.gateway.wire.worker_sessions import AttemptKey, Link, WorkerSession
+
+REPORTS = 4
+"""Reports of a prefill worker's progress within `limits.prefill_timeout_s`."""
 
 
 class Receiver(Protocol):
@@ -102,6 +106,7 @@ class Life:
         self._loop = asyncio.get_running_loop()
         self._arrived_at = arrived_at = request.arrived_at
         self._deadline = arrived_at + mesh.limits.request_timeout_s
+        self._report_ms = as_ms(mesh.limits.prefill_timeout_s / REPORTS)
         self.ledger = Ledger(mesh, request, ticket, arrived_at)
         self._request = self.ledger.request
         self.receiver: Receiver | None = None
@@ -253,14 +258,16 @@ class Life:
                 actions = attempt.first_token(number, event, now)
             case HandedOff():
                 actions = attempt.handed_off(number, now)
+            case Progress():
+                actions = attempt.progress(number, now)
             case Reserved():
                 self._reservation = event
                 actions = attempt.reserved(number, event.reservation.lease_ms, now)
             case Accepted():
                 actions = attempt.accepted(number, now)
             case Refused() | Failed():
-                refusal, by_prefill = event.refusal, event.by_prefill
-                actions = attempt.ended(number, refusal, now, by_prefill=by_prefill)
+                side = Side.PREFILL if event.by_prefill else Side.DECODE
+                actions = attempt.ended(number, side, event.refusal, now)
         self._perform_timed(actions)
 
     # --- the attempt's actions ---
@@ -316,8 +323,7 @@ class Life:
 
     def _not_asked(self, ask: act.Ask, error: LostError) -> Actions:
         refusal = Refusal(RefusalReason.LOST, str(error))
-        by_prefill = ask.kind is Kind.OFFER
-        return self._attempt.ended(ask.number, refusal, self._loop.time(), by_prefill=by_prefill)
+        return self._attempt.ended(ask.number, ask.side, refusal, self._loop.time())
 
     def _send(self, ask: act.Ask, session: WorkerSession) -> None:
         key, search, source = self._key(ask.number), self._search, ask.candidate.source
@@ -329,6 +335,7 @@ class Life:
             self._write_sequence(offer.sequence)
             offer.reservation.CopyFrom(reservation_to_proto(self._reservation.reservation))
             offer.ttft_budget_ms = search.remaining_ms
+            offer.progress_ms = self._report_ms
             offer.traceparent = traceparent
             if source is not None:
                 offer.source.CopyFrom(prefix_source_to_proto(source))
@@ -342,6 +349,7 @@ class Life:
             reserve.itl_ms = limit_to_ms(self.ledger.request.itl_s)
             if ask.kind is Kind.START:
                 reserve.start_within_ms = search.remaining_ms
+                reserve.progress_ms = self._report_ms
                 if source is not None:
                     reserve.source.CopyFrom(prefix_source_to_proto(source))
             session.reserve(key, request, self)

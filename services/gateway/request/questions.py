@@ -7,10 +7,12 @@ Pure. Tests: tests/property/test_attempt_machine.py, tests/property/test_attempt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from kvmesh.core.types import Candidate
+from kvmesh.core.types import Candidate, RefusalReason
 from services.gateway.request.actions import Actions, Ask, Cancel, Forget, Kind, Side
+
+_UNANSWERED = frozenset({RefusalReason.LOST, RefusalReason.DEADLINE})
 
 
 class Questions:
@@ -68,13 +70,25 @@ class Questions:
         asked, self.blocks = self.blocks, None
         return () if asked is None else (Forget(Side.DECODE, asked.number),)
 
-    def cancel_offer(self) -> Actions:
-        """Closes the offer and stops the prefill worker."""
+    def cancel_unplanned(self, decode: Collection[Candidate]) -> Actions:
+        """Gives up blocks of a worker that is not among these."""
+        names = {each.worker_id for each in decode}
+        return () if self.blocks is None or self.blocks.worker_id in names else self.cancel()
+
+    def refused(self, by: Ask, reason: RefusalReason) -> Actions:
+        """Closes what a refusal ends: the offer, or the question for blocks as well."""
+        blocks = self.decoder
+        # A silent prefill worker may be writing into the blocks; chained, both are one worker.
+        if by is blocks or reason in _UNANSWERED or blocks.kind is Kind.START:
+            return self.cancel()
+        return self._cancel_offer()
+
+    def _cancel_offer(self) -> Actions:
         asked, self.offer = self.offer, None
         return () if asked is None else (Cancel(Side.PREFILL, asked.number),)
 
     def cancel(self) -> Actions:
         """Closes everything that is open: first the writer into the blocks, then the blocks."""
-        offer = self.cancel_offer()
+        offer = self._cancel_offer()
         asked, self.blocks = self.blocks, None
         return offer if asked is None else (*offer, Cancel(Side.DECODE, asked.number))

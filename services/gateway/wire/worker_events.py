@@ -40,7 +40,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The attempt is over: the worker lost the request, or the connection to the worker broke."""
+    """The attempt is over: the worker lost the request, or the connection to the worker broke.
+
+    `by_prefill` tells which of its services it was, or whose connection.
+    """
 
     refusal: Refusal
     by_prefill: bool = False
@@ -68,6 +71,11 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class HandedOff:
     """The KV is complete at the decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The prefill worker has come further with the prompt, or with sending its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,9 @@ class Tokens(NamedTuple):
         )
 
 
-WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Started | Tokens
+WorkerEvent = (
+    Accepted | Refused | Failed | FirstToken | HandedOff | Progress | Reserved | Started | Tokens
+)
 
 
 def prefill_event(message: PrefillEvent) -> WorkerEvent:
@@ -137,6 +147,8 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
             )
         case "handed_off":
             return HandedOff()
+        case "progress":
+            return Progress()
         case "failed":
             return Failed(refusal_from_proto(message.failed), by_prefill=True)
         case _:

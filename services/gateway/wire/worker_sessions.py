@@ -86,7 +86,7 @@ class Link:
         name: for logs.
         open_call: the stub's method.
         parse: turns one event message into a value.
-        has_tokens: the messages may carry tokens.
+        is_prefill: it leads to the worker's prefill service; else to decode, which sends tokens.
         direct: connects to the socket that the worker offers beside gRPC.
         times: answer times of all workers.
 
@@ -101,14 +101,14 @@ class Link:
         open_call: Callable[..., Any],
         parse: Callable[[Any], WorkerEvent],
         *,
-        has_tokens: bool = False,
+        is_prefill: bool,
         direct: DirectClient | None = None,
         times: AnswerTimes,
     ) -> None:
         self.answers = WorkerAnswers()
         self._times = times
         self._parse = parse
-        self._has_tokens = has_tokens
+        self._is_prefill = is_prefill
         self._takers: dict[AttemptKey, Taker] = {}
         self._waiting: dict[AttemptKey, tuple[int, list[int]]] = {}
         self._loop = asyncio.get_running_loop()
@@ -148,14 +148,15 @@ class Link:
             if key not in self._takers:
                 self._answered(key)  # its attempt ended here before the worker knew
                 continue
-            if self._has_tokens and self._waits(key, message.tokens):
+            if not self._is_prefill and self._waits(key, message.tokens):
                 continue
             self._answered(key)
             try:
                 event = self._parse(message)
             except ProtocolError as error:
                 log.warning("bad_worker_event", peer=self.stream.name, error=str(error))
-                event = Failed(Refusal(RefusalReason.LOST, str(error), work_done=True))
+                refusal = Refusal(RefusalReason.LOST, str(error), work_done=True)
+                event = Failed(refusal, self._is_prefill)
             self._deliver(key)
             taker = self._takers.get(key)
             if taker is not None:
@@ -205,7 +206,7 @@ class Link:
         )
         ended, self._takers = self._takers, {}
         for (_, attempt), taker in ended.items():
-            taker.put(attempt, Failed(refusal))
+            taker.put(attempt, Failed(refusal, self._is_prefill))
 
 
 class WorkerSession:
@@ -231,6 +232,7 @@ class WorkerSession:
             f"{worker_id} (prefill)",
             PrefillServiceStub(channel).Prefill,
             prefill_event,
+            is_prefill=True,
             direct=DirectClient(endpoint.host, PrefillResponse, access.tls),
             times=times,
         )
@@ -238,7 +240,7 @@ class WorkerSession:
             f"{worker_id} (decode)",
             DecodeServiceStub(channel).Decode,
             lambda message: decode_event(message, worker_id),
-            has_tokens=True,
+            is_prefill=False,
             direct=DirectClient(endpoint.host, DecodeResponse, access.tls),
             times=times,
         )

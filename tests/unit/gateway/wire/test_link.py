@@ -75,7 +75,7 @@ async def link() -> Link:
         "worker",
         _never_called,
         lambda message: decode_event(message, WorkerId("d1")),
-        has_tokens=True,
+        is_prefill=False,
         times=AnswerTimes(),
     )
 
