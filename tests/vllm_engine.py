@@ -22,7 +22,7 @@ BLOCK_SIZE = 32
 _PROBLEMS = installation_problems()
 
 needs_vllm = pytest.mark.skipif(bool(_PROBLEMS), reason="; ".join(_PROBLEMS))
-"""For tests that load vLLM; `make test-vllm` runs them where it is."""
+"""For tests that load vLLM; `make e2e-vllm` runs them where it is."""
 
 
 def write_vllm_checkpoint(folder: Path, **config: Any) -> Path:
