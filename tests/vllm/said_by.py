@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvmesh.core.process_end import end_process
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.adapters import read_adapter
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk
@@ -34,9 +35,12 @@ _SCORED = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=2)
 def said_by(
     num_ranks: int, wait: str = "sockets", *, stages: int = 1, adapters: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Runs it in a process of its own."""
+    """Runs it in a process of its own, which leaves nothing behind."""
     argv = [sys.executable, "-m", __name__, str(num_ranks), str(stages), wait, *map(str, adapters)]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, check=True, text=True)
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    sys.stderr.write(done.stderr)
+    done.check_returncode()
+    assert "leaked" not in done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -57,6 +61,7 @@ def main() -> None:
     said = _by_adapters(runner, Path(adapters[1])) if adapters else _by_model(runner)
     runner.close()
     print(json.dumps(said))
+    end_process(0)  # as a worker ends
 
 
 def _by_model(runner: ModelRunner) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmSampling
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import destroy_model_parallel, get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -298,6 +298,9 @@ class VllmExecutor:
         if self._ranks is not None:
             self._ranks.close()
         self._executor.shutdown()
+        if self._ranks is not None:
+            # A service ends without deleting its objects, and this frees the ranks' shared memory.
+            destroy_model_parallel()
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         if self._ranks is not None:
