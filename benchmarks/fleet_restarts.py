@@ -22,7 +22,7 @@ MOST_PAUSE_MS = 2000
 async def rolling(folder: Path, _scale: float, engine: FleetEngine) -> list[Row]:
     """Everything is restarted once."""
     async with rolling_mesh(folder, engine=engine.kind, shows_logs=False) as mesh:
-        found, wrong = await restarts(mesh, any_order(SEED), SEED)
+        found, wrong = await restarts(mesh, any_order(SEED), SEED, engine.tokens)
     rows: list[Row] = [
         {
             "part": "restart",
