@@ -286,6 +286,23 @@ def test_secrets_come_as_files_or_references(manifests: list[Manifest]) -> None:
             assert not variable.endswith(("PASSWORD", "TOKEN")) or value == "from elsewhere"
 
 
+@pytest.mark.parametrize(
+    ("values", "sharing"), [("adapters", {"prefill", "decode"}), ("vllm", set()), ("gpus", set())]
+)
+def test_pods_of_several_ranks_have_shared_memory_up_to_their_limit(
+    values: str, sharing: set[str]
+) -> None:
+    found: set[str] = set()
+    for name, pod, container in ours(rendered(values)):
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        if "/dev/shm" in mounted:
+            (volume,) = (each for each in pod["volumes"] if each["name"] == mounted["/dev/shm"])
+            # Without a limit of its own, it counts to that of the container.
+            assert volume["emptyDir"] == {"medium": "Memory"}
+            found.add(name)
+    assert found == sharing
+
+
 def test_gateways_count_what_tenants_used_together(manifests: list[Manifest]) -> None:
     urls = {
         name: load_config(CONFIGS[service_of(name)], environ=environment(container)).redis

@@ -182,6 +182,9 @@
             {{- if .model }}
             - { name: models, mountPath: /models, readOnly: true }
             {{- end }}
+            {{- if hasKey . "ranks" }}
+            - { name: shm, mountPath: /dev/shm }
+            {{- end }}
 {{- end }}
 
 {{- define "kvmesh.volumes" }}
@@ -207,6 +210,10 @@
         {{- end }}
         {{- if .model }}
         - { name: models, persistentVolumeClaim: { claimName: {{ .model }}, readOnly: true } }
+        {{- end }}
+        {{- if hasKey . "ranks" }}
+        # vLLM's ranks exchange values here, 4 MiB per rank and thread; pods have 64 MiB by default.
+        - { name: shm, emptyDir: { medium: Memory } }
         {{- end }}
 {{- end }}
 
