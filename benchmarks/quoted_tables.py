@@ -7,7 +7,8 @@ Tests: tests/unit/benchmarks/test_quoted_tables.py.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import policies_ablation, policies_grid, policies_joint
@@ -75,6 +76,80 @@ def _grid(result: Result) -> list[Row]:
     return shown
 
 
+def _fleet(result: Result) -> list[Row]:
+    """An event, and what it did to the fleet with each engine."""
+    engines = {row["engine"]: None for row in result["rows"]}
+    told = {
+        engine: _fleet_events([row for row in result["rows"] if row["engine"] == engine])
+        for engine in engines
+    }
+    events = {event: None for of_engine in told.values() for event in of_engine}
+    return [
+        {
+            "event under load": event,
+            **{
+                f"{engine} engine": of_engine.get(event, "not run")
+                for engine, of_engine in told.items()
+            },
+        }
+        for event in events
+    ]
+
+
+def _fleet_events(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    parts: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        parts[row["part"]][row["case"]] = row
+    events = {}
+    if calm := parts["isolation"]:
+        ratios = [row["ratio"] for row in calm.values()]
+        events["ten times the load in another group"] = (
+            f"p99 of this one {min(ratios):.2f} to {max(ratios):.2f} of alone"
+        )
+    if changes := parts["upgrade"]:
+        answers, failed, wrong = (
+            sum(row[key] for row in changes.values()) for key in ("answers", "failed", "wrong")
+        )
+        events[
+            "three groups set up, scaled, upgraded; the scheduler killed in each of "
+            f"{len(changes)} states"
+        ] = f"{answers} requests, {failed} failed, {wrong} answered by two checkpoints"
+    for case, row in parts["substitute"].items():
+        events[f"one worker killed; {_PLACES[case]}"] = (
+            f"full capacity after {row['full capacity s']:.2f} s; {row['failed']} requests lost"
+        )
+    for case, row in parts["ejection"].items():
+        events[f"a worker {_FAULTS[case]}"] = (
+            f"ejected after {row['ejected s']:.2f} s; requests that met it: {row['met it']}; "
+            f"p99 of the others {row['ratio']:.2f} of before"
+        )
+    if whole := parts["restart"].pop("all", None):
+        pause_ms = max(row["longest pause ms"] for row in parts["restart"].values())
+        events["two of each service, all workers, Redis and its replica restarted in turn"] = (
+            f"{whole['answers']} streams, {whole['failed or wrong']} failed or wrong; "
+            f"longest pause {pause_ms / 1000:.1f} s"
+        )
+    return events
+
+
+_PLACES = {
+    "spare": "a spare takes its place",
+    "empty": "an empty spare",
+    "return": "its own restart",
+    "flip": "a worker of the other role",
+    "slack": "a worker of another group",
+    "process": "a new process",
+}
+
+_FAULTS = {
+    "hang": "hangs",
+    "slow 10": "is ten times slower",
+    "nan": "computes NaN",
+    "killed": "is killed",
+    "cut off": "is cut off from the scheduler",
+}
+
+
 def _variants(experiment: str) -> Callable[[Result], list[Row]]:
     def rows(result: Result) -> list[Row]:
         names = ("experiment", "run")
@@ -98,11 +173,16 @@ def _variants(experiment: str) -> Callable[[Result], list[Row]]:
 
 _TABLES: Mapping[str, tuple[str, Callable[[Result], list[Row]]]] = {
     "joint dispatch": ("policies", _joint),
+    "fleet": ("fleet", _fleet),
     "grid": ("policies_grid", _grid),
     "hybrids": ("policies_hybrids", _grid),
     "ablation": ("policies_ablation", _variants("Ablation")),
     "sensitivity": ("policies_ablation", _variants("Sensitivity")),
 }
 
-DOCUMENTS = (ROOT / "docs/adr/0018-joint-dispatch.md", ROOT / "docs/evaluation.md")
+DOCUMENTS = (
+    ROOT / "docs/adr/0018-joint-dispatch.md",
+    ROOT / "docs/evaluation.md",
+    ROOT / "docs/groups.md",
+)
 """Where the tables are."""

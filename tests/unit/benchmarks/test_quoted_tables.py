@@ -60,3 +60,35 @@ def test_a_table_is_replaced_and_the_text_around_it_stays() -> None:
     assert fresh.endswith(f"{END}after\n")
     assert "old" not in fresh
     assert with_tables(text, {}) == text
+
+
+def test_a_row_tells_of_one_event_with_each_engine() -> None:
+    isolated = {"part": "isolation", "case": "policy kvmesh", "ratio": 1.014}
+    rows = [
+        {"engine": "fake", **isolated},
+        {"engine": "fake", **isolated, "case": "policy joint", "ratio": 0.9},
+        {"engine": "kvmesh", **isolated},
+        {
+            "engine": "kvmesh",
+            "part": "ejection",
+            "case": "nan",
+            "ejected s": 1.2,
+            "met it": 2,
+            "ratio": 0.95,
+        },
+        {"engine": "fake", "part": "restart", "case": "gateway", "longest pause ms": 1096},
+        {"engine": "fake", "part": "restart", "case": "redis master", "longest pause ms": 25},
+        {"engine": "fake", "part": "restart", "case": "all", "answers": 148, "failed or wrong": 0},
+    ]
+    text = f"<!-- measured: fleet -->\n{END}"
+    fresh = with_tables(text, {"fleet": {"rows": rows}}).splitlines()
+    head, _, *events = ([cell.strip() for cell in line.split("|")[1:-1]] for line in fresh[1:-1])
+    assert head == ["event under load", "fake engine", "kvmesh engine"]
+    assert [told[1:] for told in events] == [
+        ["p99 of this one 0.90 to 1.01 of alone", "p99 of this one 1.01 to 1.01 of alone"],
+        ["148 streams, 0 failed or wrong; longest pause 1.1 s", "not run"],
+        [
+            "not run",
+            "ejected after 1.20 s; requests that met it: 2; p99 of the others 0.95 of before",
+        ],
+    ]
