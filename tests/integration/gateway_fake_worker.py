@@ -100,6 +100,7 @@ class Behaviour:
     transfer_reports: int = 0  # likewise, between first token and handoff
     stall_prefill: bool = False  # after those of the prompt
     decode_first: bool = False  # decode speaks before the first token
+    silent_handoff: bool = False  # prefill never says that the KV is complete
     lease_ms: int = 60_000
     starts: bool = True  # reserve and offer in one; older workers only reserve
 
@@ -344,7 +345,8 @@ class FakeWorker:
         self.prefilling.discard(key)
         if finish is None:
             decode.commit(reservation.reservation_id)
-            say(handed_off=PrefillHandedOff(bytes=1, calls=1))
+            if not self.does.silent_handoff:
+                say(handed_off=PrefillHandedOff(bytes=1, calls=1))
 
 
 @dataclass

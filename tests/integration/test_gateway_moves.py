@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from kvmesh.core.types import Placement, Role
+from kvmesh.policy.answer_times import MAX_WAIT_S
 from tests.integration.gateway_fake_worker import LAYOUT, MODEL, Behaviour
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
 
@@ -58,6 +59,23 @@ async def test_stream_moves(
         assert finish == "stop"
         assert await moves(stack, reason) == 1
         assert stack.mesh.queries[-1].avoid == {worker}
+        await stack.idle()
+
+
+async def test_a_decode_worker_stalls_whose_tokens_overtook_the_handoff(tmp_path: Path) -> None:
+    """It is lost after `stall_s`, as any other, and not after the longer wait for a handoff."""
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
+        prefill, decode = stack.mesh.workers["p1"], stack.mesh.workers["d1"]
+        prefill.does = Behaviour(first_waits=True, silent_handoff=True)
+        decode.does.stall_decode_after = 3
+        stack.mesh.go.clear()
+        asked = asyncio.create_task(stream_text(stack))
+        await stack.mesh.until(lambda: len(prefill.prefilling) == 1)
+        await asyncio.sleep(MAX_WAIT_S + 0.5)  # the timer of the question has passed
+        stack.mesh.go.set()
+        async with asyncio.timeout(30):
+            assert (await asked)[0] == SAYS
+        assert await moves(stack, "decode_stalled") == 1
         await stack.idle()
 
 

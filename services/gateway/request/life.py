@@ -273,8 +273,11 @@ class Life:
     # --- the attempt's actions ---
 
     def _perform_timed(self, actions: Actions) -> None:
-        """Performs actions, then sets the timer to the attempt's next due time."""
         self._perform(actions)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Sets the timer to the attempt's next due time, unless it is set to an earlier one."""
         due = self._attempt.due
         if due < self._ticks_at:
             if self._timer is not None:
@@ -416,6 +419,7 @@ class Life:
     def _decoding(self, decoding: act.Decoding) -> None:
         self._sessions[decoding.number].release(self._key(decoding.number))
         self.ledger.decoding(decoding.worker_id, self._loop.time())
+        self._set_timer()  # tokens may come before the handoff's end, and `takes` sets none
 
     def _forgotten(self, forget: act.Forget) -> None:
         session, key = self._sessions.pop(forget.number), self._key(forget.number)
