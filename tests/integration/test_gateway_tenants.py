@@ -13,12 +13,13 @@ import aiohttp
 import grpc
 import pytest
 
+from kvmesh.client.messages import GenerateOptions, request_message
 from kvmesh.kv.hashing import root_hash
 from kvmesh.metadata.tenant_store import FileTenantStore
 from kvmesh.metadata.tenants import Directory, KeyRecord, digest_of, directory_to_json
 from kvmesh.policy.quota import TenantLimits
 from kvmesh.rpc.channels import open_channel
-from kvmesh.v1.inference_service_pb2 import GenerateRequest
+from kvmesh.v1.inference_service_pb2 import GenerateRequest, ResumePoint
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from services.gateway.config import AccessConfig, HttpConfig, QuotaConfig, SharedRedisConfig
 from tests.integration.gateway_fake_worker import LAYOUT, MODEL
@@ -220,6 +221,38 @@ async def test_a_flood_of_one_tenant_does_not_starve_another(tmp_path: Path) -> 
         # Not after the 60; a few are out of order, since heads race and their number grows.
         assert max(at for at, name in enumerate(order) if name == "polite") < 20
         assert stack.gateway.lanes.num_queued == 0
+
+
+async def test_a_flood_of_resumed_streams_does_not_starve_another_tenant(tmp_path: Path) -> None:
+    """A client can say that it has tokens, whether it has some or not."""
+    limits = {"flood": TenantLimits(), "polite": TenantLimits()}
+    async with tenants(tmp_path, limits, limits={"ttft_deadline_ms": 30_000}) as stack:
+        worker = stack.mesh.workers["p1"]
+
+        async def resumed(channel: grpc.aio.Channel, **point: Any) -> list[Any]:
+            options: GenerateOptions = {"max_tokens": 4, "request_id": "flood"}
+            request = request_message("one two three", options, MODEL)
+            if point:
+                request.resume.CopyFrom(ResumePoint(**point))
+            metadata = (("authorization", "Bearer key-flood"),)
+            call = InferenceServiceStub(channel).Generate(request, metadata=metadata)
+            return [piece async for piece in call]
+
+        async with open_channel(f"127.0.0.1:{stack.context.port}") as channel:
+            first = (await resumed(channel))[0].resume
+            point = {"seed": 5, "prompt_sum": first.prompt_sum, "token_ids": [7]}
+            worker.does.reject_offers = -1
+            flood = [asyncio.create_task(resumed(channel, **point)) for _ in range(60)]
+            await stack.mesh.until(lambda: stack.gateway.lanes.num_queued == 60)
+            polite = [asyncio.create_task(ask(stack, "polite")) for _ in range(3)]
+            await stack.mesh.until(lambda: stack.gateway.lanes.num_queued == 63)
+            del worker.offers[:]
+            worker.does.reject_offers = 0
+            await asyncio.gather(*flood)
+            assert {(await each)[0] for each in polite} == {200}
+        order = [request_id.partition("-")[0] for request_id, _ in worker.offers]
+        assert order.count("flood") == 60
+        assert max(at for at, name in enumerate(order) if name == "polite") < 20
 
 
 async def test_tenants_of_the_configuration_are_held_to_the_defaults(tmp_path: Path) -> None:

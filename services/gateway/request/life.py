@@ -104,7 +104,7 @@ class Life:
     ) -> None:
         self._mesh = mesh
         self._loop = asyncio.get_running_loop()
-        self._arrived_at = arrived_at = request.arrived_at
+        arrived_at = request.arrived_at
         self._deadline = arrived_at + mesh.limits.request_timeout_s
         self._report_ms = as_ms(mesh.limits.prefill_timeout_s / REPORTS)
         self.ledger = Ledger(mesh, request, ticket, arrived_at)
@@ -112,6 +112,7 @@ class Life:
         self.receiver: Receiver | None = None
         self.is_read = False
         self._tokens: list[int] = list(delivered or ())
+        self._is_resumed = bool(delivered)
         self._wants_more = True
         self._avoid: frozenset[WorkerId] = frozenset()
         self._checkpoint = self._request.checkpoint
@@ -149,8 +150,8 @@ class Life:
             self.ledger,
             self,
             token_ids,
-            arrived_at=self._arrived_at,
             again_until=again_until,
+            is_resumed=self._is_resumed,
             avoid=self._avoid,
             fingerprint=self._checkpoint,
         )
@@ -215,6 +216,7 @@ class Life:
         if self._num_moves > limits.max_moves:
             raise LostError(f"the request was lost {self._num_moves} times; last: {move.text}")
         self._move = self._answer = None
+        self._is_resumed = False  # workers have taken it here
         self._new_attempt()
 
     # --- for the search, which calls this object as its `search.Asker` ---

@@ -43,6 +43,9 @@ from services.gateway.request.refusals import Refusals
 from services.gateway.request.routing import Served
 from services.gateway.request.turnstile import Turn
 
+FIRST_RANK = -(2**31)
+"""The lowest rank that a request can have: the first of its tenant."""
+
 
 class Asker(Protocol):
     """Asks the workers of a plan; `Life` does."""
@@ -70,11 +73,12 @@ def as_ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def claim_of(request: GenerationRequest) -> Claim:
+def claim_of(request: GenerationRequest, *, is_resumed: bool = False) -> Claim:
     """A request's claim in the fair queue."""
     tenant, limits = request.tenant, request.tenant.limits
     num_tokens = len(request.prompt_ids)
-    return Claim(tenant.name, num_tokens, limits.weight, limits.priority, request.rank)
+    rank = FIRST_RANK if is_resumed else request.rank
+    return Claim(tenant.name, num_tokens, limits.weight, limits.priority, rank)
 
 
 class Search:
@@ -83,8 +87,8 @@ class Search:
     Args:
         asker: asks the workers of a plan.
         token_ids: the prompt, and the tokens generated so far.
-        arrived_at: when the request came, in seconds on the loop's clock.
         again_until: the deadline if the client is already reading; None for a first search.
+        is_resumed: its client says that another gateway began the stream.
         avoid: workers that lost this request before.
         fingerprint: the checkpoint to use. If it has generated tokens, no other checkpoint may
             continue them; otherwise another one may replace it when it has no workers left.
@@ -101,8 +105,8 @@ class Search:
         asker: Asker,
         token_ids: tuple[int, ...],
         *,
-        arrived_at: float,
         again_until: float | None = None,
+        is_resumed: bool = False,
         avoid: frozenset[WorkerId] = frozenset(),
         fingerprint: str = "",
     ) -> None:
@@ -111,8 +115,8 @@ class Search:
         self._asker = asker
         self._request: GenerationRequest = ledger.request
         self._token_ids = token_ids
-        self._arrived_at = arrived_at
         self._again_until = again_until
+        self._is_resumed = is_resumed
         self._failed = avoid
         self._refusals = Refusals()
         self._num_rounds = 0
@@ -137,8 +141,11 @@ class Search:
             StageRefusedError: no worker took the request in time.
             InvalidRequestError: no worker can ever take it.
         """
-        # A request whose client is already reading does not queue.
-        claim = None if self._again_until is not None else claim_of(self._request)
+        # A request whose client is already reading does not queue. If the client alone says so, it
+        # queues as the first of its tenant: no more than it could ask for with a priority.
+        claim = None
+        if self._again_until is None or self._is_resumed:
+            claim = claim_of(self._request, is_resumed=self._is_resumed)
         with self._lane.turns.enter(claim) as turn:
             self._waiting.queued += 1
             try:
@@ -303,7 +310,7 @@ class Search:
         # This process may pass on the first token late, by its event-loop lag.
         late_s = min(lag.peak_s, patience_s / 2)
         longest_s = mesh.limits.request_timeout_s
-        return self._arrived_at + min(longest_s, patience_s - late_s)
+        return request.arrived_at + min(longest_s, patience_s - late_s)
 
     def _remaining_s(self) -> float:
         """Seconds left, more than zero.

@@ -121,6 +121,7 @@ def test_priority_is_a_place_in_the_tenants_queue() -> None:
     )
     claim = claim_of(request)
     assert (claim.rank, claim.cost) == (-3, 2)
+    assert claim_of(request, is_resumed=True).rank < -3
 
 
 def test_newer_name_of_max_tokens_wins() -> None:
