@@ -17,6 +17,7 @@ from kvmesh.engine.runner import TorchRunner
 from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import blocks_at_most, num_blocks_of
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.prompt_time import PromptTime
 from tests.integration.crowd_requests import LONGEST
 from tests.integration.families import BLOCK_SIZE, random_model
 from tests.integration.family_configs import CONFIGS
@@ -51,7 +52,7 @@ class Engine:
             runner.kv, spec.layout.block_bytes, draw.choice((num_blocks // 2, 2 * num_blocks))
         )
         # On a clock that stands still copies are free, so all that fits is kept.
-        swap = SwapSpace(self.arena, ManualClock(), self.copier)
+        swap = SwapSpace(self.arena, PromptTime(chunk), ManualClock(), self.copier)
         self.core = EngineCore(
             spec,
             num_blocks,

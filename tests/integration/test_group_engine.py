@@ -19,6 +19,7 @@ from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import blocks_at_most
 from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.prompt_time import PromptTime
 from tests.integration.families import BLOCK_SIZE, GREEDY, NEW_TOKENS, OF_EACH_KIND, Checkpoint
 
 CHUNK = 40
@@ -42,7 +43,8 @@ class Worker:
             self.runner.use_static_steps(4)
         block_bytes = self.runner.spec.layout.block_bytes
         # On a clock that stands still copies are free.
-        space = SwapSpace(HostArena(self.runner.kv, block_bytes, num_blocks), ManualClock())
+        arena = HostArena(self.runner.kv, block_bytes, num_blocks)
+        space = SwapSpace(arena, PromptTime(chunk), ManualClock())
         self.core = EngineCore(
             self.runner.spec,
             num_blocks,

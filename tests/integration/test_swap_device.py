@@ -19,6 +19,7 @@ from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import blocks_at_most
 from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.prompt_time import PromptTime
 from tests.device_twin import TwinPool
 from tests.integration.families import BLOCK_SIZE, Checkpoint
 from tests.late_copier import LateCopier
@@ -54,7 +55,7 @@ class DeviceWorker:
         # Three blocks at once: what leaves or comes back takes several copies.
         self.arena = HostArena(pool, block_bytes, num_blocks, copy_bytes=3 * block_bytes)
         self.copier = LateCopier()
-        self.swap = SwapSpace(self.arena, SystemClock(), self.copier)
+        self.swap = SwapSpace(self.arena, PromptTime(CHUNK), SystemClock(), self.copier)
         self.core = EngineCore(
             self.runner.spec,
             num_blocks,

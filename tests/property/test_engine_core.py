@@ -21,6 +21,7 @@ from kvmesh.engine.tier_stores import HostStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.tiers import Tier
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.policy.step_rules import StepRules
 from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens
@@ -54,7 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_bytes = self.runner.spec.layout.block_bytes
         # On a clock that stands still copies are free, so all that fits is kept.
         arena = HostArena(self.runner.kv, block_bytes, self.swap_places)
-        return SwapSpace(arena, ManualClock(), self.copier())
+        return SwapSpace(arena, PromptTime(64), ManualClock(), self.copier())
 
     def copier(self) -> Copier:
         return InlineCopier()
@@ -249,6 +250,7 @@ class TierMachine(EngineMachine):
             self.core.fills,
             [Tier("host", self.num_places)],
             [HostStore(arena, self.late)],
+            PromptTime(64),
             ManualClock(),
         )
         self.loading: list[Sequence] = []

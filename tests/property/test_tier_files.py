@@ -35,6 +35,7 @@ from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.tier_stores import HostStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.tiers import Copy, Tier
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.policy.slot_index import SlotIndex
 from tests.late_copier import LateCopier, LateTimers
 
@@ -141,7 +142,7 @@ class TierFileMachine(RuleBasedStateMachine):
         self.tiers = TieredCache(
             *(self.pool, self.core.fills, [host, disk]),
             [HostStore(self.arena, self.copier), store],
-            *(ManualClock(), store),
+            *(PromptTime(64), ManualClock(), store),
         )
         self.sequences: list[list[tuple[int, BlockHash]]] = []
         self.num_loading = 0

@@ -17,7 +17,8 @@ from kvmesh.engine.copier import Copier, InlineCopier
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.sequence_blocks import BlockSpot, GroupCache, SequenceBlocks
-from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample, without_copy
+from kvmesh.policy.preemption import choose_preemption, with_sample, without_copy
+from kvmesh.policy.prompt_time import PromptTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +52,26 @@ class SwapSpace:
     """KV of preempted sequences in host memory.
 
     Args:
+        prompt_time: to compute a sequence's KV again.
         clock: measures the copies, in the copying thread.
         copier: makes the copies.
     """
 
-    def __init__(self, arena: HostArena, clock: Clock, copier: Copier | None = None) -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        prompt_time: PromptTime,
+        clock: Clock,
+        copier: Copier | None = None,
+    ) -> None:
         self._arena = arena
+        self._prompt_time = prompt_time
         self._clock = clock
         self._copier = copier or InlineCopier()
         self._kept: dict[Sequence, _Kept] = {}
         self._forgotten = 0
-        self._speeds = Speeds()
+        self._byte_s = 0.0
         self._out = self._in = 0
-
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step with prompts, to estimate the cost of recomputing."""
-        token_s = with_sample(self._speeds.token_s, seconds / num_tokens)
-        self._speeds = Speeds(token_s, self._speeds.byte_s)
 
     def keep(
         self, sequence: Sequence, kv: SequenceBlocks, cache: GroupCache, left: Callable[[], None]
@@ -85,9 +89,10 @@ class SwapSpace:
         if not spots:
             return False
         num_bytes = len(spots) * self._arena.block_bytes
-        decision = choose_preemption(sequence.num_computed, num_bytes, self._speeds)
+        compute_s = self._prompt_time.of(sequence.num_computed)
+        decision = choose_preemption(compute_s, num_bytes, self._byte_s)
         if not decision.swap:
-            self._speeds = without_copy(self._speeds)
+            self._byte_s = without_copy(self._byte_s)
         if len(spots) > self._arena.num_free or not decision.swap:
             return False
         places = self._arena.take(len(spots))
@@ -179,8 +184,7 @@ class SwapSpace:
             seconds = self._clock.now() - started
 
         def observed() -> None:
-            byte_s = with_sample(self._speeds.byte_s, seconds / num_bytes)
-            self._speeds = Speeds(self._speeds.token_s, byte_s)
+            self._byte_s = with_sample(self._byte_s, seconds / num_bytes)
             done()
 
         self._copier.start(timed, observed)

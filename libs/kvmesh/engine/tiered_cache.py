@@ -21,8 +21,8 @@ from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.lower_copies import UnsavedBlock
 from kvmesh.kv.tiers import EMPTY_SHARE, Copy, Tier, Tiers, TierStatistics, is_nearly_full
 from kvmesh.policy.linear_time import LinearTime
-from kvmesh.policy.preemption import with_sample
 from kvmesh.policy.prefix_source import Way, cheapest_way
+from kvmesh.policy.prompt_time import PromptTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class TieredCache:
 
     Args:
         stores: stores of the tiers, the fastest first.
+        prompt_time: to compute a prefix instead of loading it.
         clock: measures the durations of loads.
         spill: store of the second tier, if the first one is host memory and has a tier below.
     """
@@ -68,6 +69,7 @@ class TieredCache:
         fills: PrefixFills,
         tiers: Sequence[Tier],
         stores: Sequence[TierStore],
+        prompt_time: PromptTime,
         clock: Clock,
         spill: DiskStore | None = None,
     ) -> None:
@@ -75,12 +77,12 @@ class TieredCache:
         self._pool = pool
         self._fills = fills
         self._stores = tuple(stores)
+        self._prompt_time = prompt_time
         self._clock = clock
         self._tiers = Tiers(tiers, pool.lost_below)
         self._spill = spill
         self._is_saving = self._is_spilling = False
         self._num_loads = 0
-        self._token_s = 0.0
         self._speeds: list[LinearTime | None] = [None] * len(stores)  # None: not measured yet
         self.outside: OutsideCache | None = None
         """The store below the tiers, if the first tier is host memory and there is one."""
@@ -153,13 +155,9 @@ class TieredCache:
 
     # --- up ----------------------------------------------------------------------------------
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step with prompts, to estimate the cost of computing."""
-        self._token_s = with_sample(self._token_s, seconds / num_tokens)
-
     def compute_s(self, num_blocks: int) -> float:
         """Returns the estimated seconds to compute so many blocks of a prompt; 0 if unknown."""
-        return num_blocks * self._pool.block_size * self._token_s
+        return self._prompt_time.of(num_blocks * self._pool.block_size)
 
     def pays(self, hashes: Sequence[BlockHash], num_held: int) -> bool:
         """Returns whether bringing up more of a prefix makes the first token come sooner.

@@ -13,31 +13,18 @@ FADING = 0.05
 """Fraction by which the estimated cost of a copy falls after each decision not to copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Measured speeds of this worker; 0 while unknown.
-
-    Attributes:
-        token_s: seconds per token in steps with prompts.
-        byte_s: seconds per byte copied between the pool and host memory.
-    """
-
-    token_s: float = 0.0
-    byte_s: float = 0.0
-
-
 def with_sample(mean: float, sample: float) -> float:
     """Returns the exponential moving mean after one more sample; the first sample is the mean."""
     return sample if mean == 0 else mean + SAMPLE_WEIGHT * (sample - mean)
 
 
-def without_copy(speeds: Speeds) -> Speeds:
-    """Returns the speeds after a decision not to copy.
+def without_copy(byte_s: float) -> float:
+    """Returns the seconds per copied byte after a decision not to copy.
 
     No copy means no new measurement, and one slow copy would otherwise decide forever. Its estimate
     fades until a copy is tried again.
     """
-    return Speeds(speeds.token_s, speeds.byte_s * (1 - FADING))
+    return byte_s * (1 - FADING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +40,20 @@ class PreemptionDecision:
     reason: str
 
 
-def choose_preemption(num_tokens: int, num_bytes: int, speeds: Speeds) -> PreemptionDecision:
+def choose_preemption(compute_s: float, num_bytes: int, byte_s: float) -> PreemptionDecision:
     """Chooses the cheaper of copying out and back in, and recomputing.
 
     The prefix cache counts for neither: how much of the sequence it will still hold is not known,
     and at a preemption it is short of room by definition.
 
     Args:
-        num_tokens: positions whose KV would be lost.
+        compute_s: seconds to compute the KV that would be lost; 0 while unknown.
         num_bytes: bytes of the blocks that hold it.
+        byte_s: seconds per byte copied between the pool and host memory; 0 while unknown.
     """
-    if not (speeds.token_s and speeds.byte_s):
+    if not (compute_s and byte_s):
         return PreemptionDecision(swap=True, reason="copied to learn what that costs")
-    copy_s, compute_s = 2 * num_bytes * speeds.byte_s, num_tokens * speeds.token_s
+    copy_s = 2 * num_bytes * byte_s
     swap = copy_s < compute_s
     return PreemptionDecision(
         swap, f"copying twice takes {copy_s:.4f} s, computing again {compute_s:.4f} s"

@@ -66,18 +66,17 @@ class QueryDecision:
 
 
 def choose_query(
-    task: QueryTask, speed: LinearTime, *, compute_token_s: float, fetch_s: float | None = None
+    task: QueryTask, speed: LinearTime, *, compute_s: float, fetch_s: float | None = None
 ) -> QueryDecision:
     """Chooses the cheapest of querying, recomputing and, if possible, fetching.
 
     Args:
-        compute_token_s: seconds per prompt token on this worker; 0 is not known yet.
+        compute_s: seconds to compute the prefix on this worker; 0 is not known yet.
         fetch_s: seconds until a fetched prefix would be here; None: it cannot be fetched.
     """
     query_s = speed.estimate_s(task.num_questions, task.num_units)
-    if compute_token_s == 0:
+    if compute_s == 0:
         return QueryDecision(False, "what a prompt token costs here is not known yet")
-    compute_s = task.remote_tokens * compute_token_s
     text = f"asking {query_s * 1e3:.1f} ms, computing {compute_s * 1e3:.1f} ms"
     if fetch_s is not None:
         text += f", fetching {fetch_s * 1e3:.1f} ms"

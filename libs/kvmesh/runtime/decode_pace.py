@@ -30,19 +30,26 @@ class DecodePace:
         self._answers = AnswerLength()
         self._mixed = MixedSteps()
 
-    def observe(self, seconds: float, num_computed: int = 0) -> None:
+    def observe(self, seconds: float, num_computed: int = 0) -> tuple[int, float] | None:
         """Adds a step that has just ended.
 
         Args:
             num_computed: tokens of the step, including decoded ones, if it computed a part of a
                 prompt; else 0.
+
+        Returns:
+            Its prompt tokens, and the seconds that they took beyond decoding; None without any.
         """
         decoding = self._decoding()
         context = sum(map(_context, decoding))
         if num_computed > len(decoding):
-            self._mixed.add(num_computed - len(decoding), seconds - self._decode_s(context))
-        elif context:
+            num_tokens = num_computed - len(decoding)
+            prompts_s = max(seconds - self._decode_s(context), 0.0)
+            self._mixed.add(num_tokens, prompts_s)
+            return num_tokens, prompts_s
+        if context:
             self._fit.add(context, seconds)
+        return None
 
     def rules(self, role: Role) -> StepRules:
         """Rules that divide the next step between prompts and decoding sequences.

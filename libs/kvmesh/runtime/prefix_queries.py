@@ -17,7 +17,7 @@ from kvmesh.engine.protocol import PartialAttention, RemotePrefix
 from kvmesh.engine.remote import leave_remote
 from kvmesh.engine.sequence import Sequence
 from kvmesh.policy.link import LinkView
-from kvmesh.policy.preemption import with_sample
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.policy.query_cost import QueryDecision, QueryTask, choose_query
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
@@ -26,8 +26,6 @@ from kvmesh.transfer.greeting import PeerKey
 from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.meters import TransferStatistics
 from kvmesh.transfer.remote_blocks import RemoteBlocks
-
-_FULL_STEPS = 4
 
 
 class QueryMode(enum.Enum):
@@ -57,6 +55,7 @@ class PrefixQueries:
     Args:
         partial: the attention of this worker's model, whose shape the holder's model shares.
         asker: closed by its owner.
+        prompt_time: to compute a prefix instead of querying it.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class PrefixQueries:
         partial: PartialAttention,
         asker: Asker,
         mode: QueryMode,
+        prompt_time: PromptTime,
         metrics: QueryMetrics,
     ) -> None:
         self._core = core
@@ -72,7 +72,7 @@ class PrefixQueries:
         self._asker = asker
         self._mode = mode
         self._metrics = metrics
-        self._token_s = 0.0
+        self._prompt_time = prompt_time
         self._asked = 0
         metrics.watch(lambda: (asker.asked, asker.lost))
 
@@ -85,15 +85,10 @@ class PrefixQueries:
         """Statistics of queries and answers, by holder."""
         return self._asker.statistics()
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Adds a step with prompts. Only nearly full steps tell the cost of a long prefix.
-
-        Steps that waited for answers do not count.
-        """
+    def has_asked(self) -> bool:
+        """Returns whether the engine waited for answers since the last call."""
         asked, self._asked = self._asked, self._asker.asked
-        is_full = num_tokens * _FULL_STEPS >= self._core.max_step_tokens
-        if is_full and asked == self._asked:
-            self._token_s = with_sample(self._token_s, seconds / num_tokens)
+        return asked != self._asked
 
     def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> bool:
         """Leaves the blocks of a prompt that the reserving worker holds there, if that pays.
@@ -185,4 +180,5 @@ class PrefixQueries:
         if self._mode is not QueryMode.AUTO:
             return QueryDecision(self._mode is QueryMode.ALWAYS, f"fetch.query={self._mode.value}")
         speed = self._asker.speed(peer)
-        return choose_query(task, speed, compute_token_s=self._token_s, fetch_s=fetch_s)
+        compute_s = self._prompt_time.of(task.remote_tokens)
+        return choose_query(task, speed, compute_s=compute_s, fetch_s=fetch_s)

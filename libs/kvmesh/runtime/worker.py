@@ -25,6 +25,7 @@ from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, PeerHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
@@ -91,7 +92,10 @@ class Worker:
         self.incarnation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
         self._copier = ThreadCopier()
-        self._swap = make_swap_space(config.engine, runner, self._clock, self._copier)
+        self._prompts = PromptTime(config.engine.max_batch_tokens)
+        self._swap = make_swap_space(
+            config.engine, runner, self._prompts, self._clock, self._copier
+        )
         self.core = EngineCore(
             runner.spec,
             runner.kv.num_blocks,
@@ -101,14 +105,11 @@ class Worker:
             structures.constraint if structures is not None else None,
             self._swap,
         )
-        self._disk_copier = ThreadCopier("disk")
-        self.tiers = make_tiers(
-            config.tiers,
-            TierParts(
-                self.worker_id, self.core, runner, self._clock, self._copier, self._disk_copier
-            ),
-            make_outside(config.outside, runner.spec),
+        self._disk = ThreadCopier("disk")
+        tier_parts = TierParts(
+            self.worker_id, self.core, runner, self._prompts, self._clock, self._copier, self._disk
         )
+        self.tiers = make_tiers(config.tiers, tier_parts, make_outside(config.outside, runner.spec))
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
         self._copier.on_done = self._loop.wake
@@ -187,6 +188,7 @@ class Worker:
             on_change=self._notify,
             metrics=self._metrics,
             direct=self._context.direct,
+            prompt_time=self._prompts,
         )
 
     def _spawn_loops(self) -> None:
@@ -199,7 +201,7 @@ class Worker:
         if self._swap is not None:
             context.stack.callback(self._swap.close)
         if self.tiers is not None:
-            start_tiers(context, self.tiers, self._disk_copier)
+            start_tiers(context, self.tiers, self._disk)
             collector = TierCollector(self.tiers.statistics, self.prefill.prefetches)
             self._metrics.registry.register(collector)
         context.spawn(self.decode.watch_leases(), "leases")
@@ -322,14 +324,10 @@ class Worker:
         self._metrics.step_seconds.observe(seconds)
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
-        self.decode.pace.observe(seconds, self._steps.last_prompt_tokens)
+        prompts = self.decode.pace.observe(seconds, self._steps.last_prompt_tokens)
         self.core.set_rules(self.decode.pace.rules(self.role))
-        if self.queries is not None and self._steps.last_prompt_tokens:
-            self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
-        if num_tokens := self._steps.last_prompt_tokens:
-            for learner in (self._swap, self.tiers):
-                if learner is not None:
-                    learner.observe_step(num_tokens, seconds)
+        if prompts is not None and (self.queries is None or not self.queries.has_asked()):
+            self._prompts.add(*prompts)
         self._publish()
         if self._kv_events is not None:
             self._kv_events.notify()
@@ -386,8 +384,7 @@ class Worker:
             await self.prefill.drain()
             await self.decode.drain()
             if self._publisher is not None and self._publisher.connected:
-                # Blocks that only this worker holds are copied elsewhere meanwhile, if they are
-                # read.
+                # Blocks that are read and that only this worker holds are copied meanwhile.
                 await asyncio.sleep(self._config.fetch.leave_s)
             await self._readers_out()
             reason = "drained"

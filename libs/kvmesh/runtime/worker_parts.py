@@ -9,6 +9,7 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.types import WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import KvMemory
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 
@@ -29,6 +30,7 @@ class WorkerParts:
         wake_engine: tells the engine that it has new work.
         on_change: tells the registration that the load changed.
         direct: listener for gateways' direct streams.
+        prompt_time: measured by the engine's steps.
     """
 
     identity: WorkerIdentity
@@ -39,3 +41,4 @@ class WorkerParts:
     on_change: Callable[[], None]
     metrics: WorkerMetrics
     direct: DirectListener
+    prompt_time: PromptTime

@@ -55,7 +55,7 @@ def start_queries(
         await asyncio.to_thread(asker.close)  # it waits until the engine's thread has left a link
 
     context.stack.push_async_callback(close)
-    return PrefixQueries(parts.core, partial, asker, mode, metrics)
+    return PrefixQueries(parts.core, partial, asker, mode, parts.prompt_time, metrics)
 
 
 def answer_queries(

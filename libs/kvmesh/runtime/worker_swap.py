@@ -11,6 +11,7 @@ from kvmesh.engine.copier import Copier
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.swap_space import SwapSpace
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.runtime.worker_config import EngineSection
 
 _GIB = 1 << 30
@@ -18,7 +19,11 @@ _DEVICE_GIB = 4.0
 
 
 def make_swap_space(
-    config: EngineSection, runner: ModelRunner, clock: Clock, copier: Copier
+    config: EngineSection,
+    runner: ModelRunner,
+    prompt_time: PromptTime,
+    clock: Clock,
+    copier: Copier,
 ) -> SwapSpace | None:
     """Makes the space for preempted sequences' KV; None if their KV is computed again.
 
@@ -39,4 +44,4 @@ def make_swap_space(
         raise ConfigError(
             f"engine.swap_gib {gib:g} holds no block of {block_bytes} bytes: give more, or 0"
         )
-    return SwapSpace(HostArena(runner.kv, block_bytes, num_places), clock, copier)
+    return SwapSpace(HostArena(runner.kv, block_bytes, num_places), prompt_time, clock, copier)

@@ -26,6 +26,7 @@ from kvmesh.engine.protocol import ModelRunner, ModelSpec
 from kvmesh.engine.tier_stores import HostStore, TierStore
 from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.tiers import Tier
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.worker_config import OutsideSection, TiersSection
 from kvmesh.telemetry.logs import event_logger
@@ -47,6 +48,7 @@ class TierParts:
     worker_id: WorkerId
     core: EngineCore
     runner: ModelRunner
+    prompt_time: PromptTime
     clock: Clock
     copier: Copier
     disk: Copier
@@ -95,7 +97,7 @@ def make_tiers(
         log.info("tier_on_disk", path=str(path), num_blocks=len(kept), num_places=num_disk)
         stores.append(disk)
     spill = disk if num_host else None
-    cache = TieredCache(core.pool, core.fills, tiers, stores, parts.clock, spill)
+    cache = TieredCache(core.pool, core.fills, tiers, stores, parts.prompt_time, parts.clock, spill)
     if outside is not None:
         cache.outside = OutsideCache(
             outside,

@@ -16,6 +16,7 @@ from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.swap_space import SwapSpace
+from kvmesh.policy.prompt_time import PromptTime
 from tests.worker_driver import make_spec, reference_tokens
 
 NEW_TOKENS = 30
@@ -48,9 +49,8 @@ async def test_the_loop_and_the_steps_go_on_while_a_copy_is_made() -> None:
     # Room for three prompts and for one of them to grow.
     runner = FakeRunner(num_blocks=13)
     arena, copier = GatedArena(runner, 12), ThreadCopier()
-    core = EngineCore(
-        runner.spec, 13, growth_tokens=0, swap=SwapSpace(arena, SystemClock(), copier)
-    )
+    swap = SwapSpace(arena, PromptTime(64), SystemClock(), copier)
+    core = EngineCore(runner.spec, 13, growth_tokens=0, swap=swap)
     loop = EngineLoop(core, runner)
     copier.on_done = loop.wake
     specs = [

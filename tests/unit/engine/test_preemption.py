@@ -12,6 +12,7 @@ from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.engine.swap_space import SwapSpace, SwapStatistics
+from kvmesh.policy.prompt_time import PromptTime
 from tests.worker_driver import make_spec, reference_tokens
 
 PROMPTS = [[100 * number + position % 90 for position in range(60)] for number in range(1, 4)]
@@ -37,7 +38,8 @@ class Bench:
         block_bytes = self.runner.spec.layout.block_bytes
         self.arena = SlowArena(self.runner.kv, block_bytes, places or 1)
         self.arena.clock = self.clock
-        self.swap = SwapSpace(self.arena, self.clock)
+        self.prompt_time = PromptTime(1000)
+        self.swap = SwapSpace(self.arena, self.prompt_time, self.clock)
         self.core = EngineCore(
             self.runner.spec, 12, growth_tokens=0, swap=self.swap if places else None
         )
@@ -83,7 +85,7 @@ def test_the_same_tokens_with_and_without_room(places: int, swaps: bool) -> None
 
 def test_copies_that_cost_more_than_computing_are_left() -> None:
     bench = Bench(12)
-    bench.swap.observe_step(num_tokens=1000, seconds=1e-6)
+    bench.prompt_time.add(1000, 1e-6)
     bench.run()
     bench.run()
     now = bench.core.statistics()
@@ -110,7 +112,7 @@ def test_a_sequence_that_ends_while_it_waits_leaves_nothing() -> None:
 
 def test_a_sequence_that_loses_nothing_makes_copies_no_cheaper() -> None:
     bench = Bench(12)
-    bench.swap.observe_step(num_tokens=1000, seconds=1e-6)
+    bench.prompt_time.add(1000, 1e-6)
     bench.run()
     fresh = bench.core.admit_decode(make_spec([1, 2, 3], NEW_TOKENS))
     assert isinstance(fresh, Sequence), fresh

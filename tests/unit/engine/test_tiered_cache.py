@@ -23,6 +23,7 @@ from kvmesh.engine.tiered_cache import LoadResult, TieredCache
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.kv.tiers import Tier
 from kvmesh.policy.linear_time import LinearTime
+from kvmesh.policy.prompt_time import PromptTime
 from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens
 
@@ -66,7 +67,10 @@ class Bench:
             file = BlockFile(folder / "w.kv", "model", block_bytes, places)
             passage = range(self.arena.num_places)
             store = DiskStore(file, self.arena, passage, copier, InlineCopier())
-        self.tiers = TieredCache(self.core.pool, self.core.fills, [self.tier], [store], self.clock)
+        self.prompt_time = PromptTime(1000)
+        self.tiers = TieredCache(
+            self.core.pool, self.core.fills, [self.tier], [store], self.prompt_time, self.clock
+        )
 
     def spec(self, stem: int) -> SequenceSpec:
         return make_spec([stem * 200 + position % 190 for position in range(LENGTH)], max_tokens=4)
@@ -245,7 +249,7 @@ def test_loading_is_left_alone_where_computing_is_sooner() -> None:
     hashes = bench.admit(bench.spec(0)).chain.hashes[:9]
     assert bench.tiers.pays(hashes, 0)  # nothing is known yet
     bench.tiers._speeds[0] = LinearTime(0.0, 1.0)
-    bench.tiers.observe_step(100, 1.0)
+    bench.prompt_time.add(100, 1.0)
     assert not bench.tiers.pays(hashes, 0)
     bench.tiers._speeds[0] = LinearTime(0.0, 0.01)
     assert bench.tiers.pays(hashes, 0)
@@ -257,7 +261,7 @@ def test_a_slow_load_of_one_block_says_little_about_nine() -> None:
     for stem in range(3):
         bench.ask(stem)
         late.catch_up()
-    bench.tiers.observe_step(100, 0.01)
+    bench.prompt_time.add(100, 0.01)
     hashes = bench.admit(bench.spec(0)).chain.hashes
     bench.tiers.load(bench.core.fills.begin(hashes[:1]), lambda _: None)
     bench.clock.advance(0.005)
@@ -279,7 +283,9 @@ def test_host_memory_that_holds_less_than_a_burst_loses_nothing_while_the_pool_c
     tiers = [Tier("host", num_host), Tier("disk", PLACES)]
     core = bench.core
     stores: list[TierStore] = [HostStore(arena, InlineCopier()), spill]
-    bench.tiers = TieredCache(core.pool, core.fills, tiers, stores, bench.clock, spill)
+    bench.tiers = TieredCache(
+        core.pool, core.fills, tiers, stores, bench.prompt_time, bench.clock, spill
+    )
     for stem in (0, 1):
         bench.finish(bench.admit(bench.spec(stem)))
     # Copies to disk begin now, one after the other.

@@ -14,7 +14,7 @@ FAST = LinearTime(call_s=0.0005, unit_s=1e-11)
 
 
 def test_few_new_tokens_behind_a_long_prefix_are_asked() -> None:
-    made = choose_query(TASK, FAST, compute_token_s=1e-3)
+    made = choose_query(TASK, FAST, compute_s=4.096)
     assert made.query
     assert "asking" in made.reason
     assert "computing 4096.0 ms" in made.reason
@@ -23,22 +23,22 @@ def test_few_new_tokens_behind_a_long_prefix_are_asked() -> None:
 def test_a_short_prefix_is_computed() -> None:
     """Its round trips alone take longer."""
     short = replace(TASK, remote_tokens=4)
-    assert not choose_query(short, FAST, compute_token_s=1e-3).query
+    assert not choose_query(short, FAST, compute_s=0.004).query
 
 
 def test_many_new_tokens_are_not_asked() -> None:
     """Attention at the holder and a round trip for each chunk cost more than the prefix."""
     many = replace(TASK, new_tokens=16384, num_chunks=32)
-    assert not choose_query(many, FAST, compute_token_s=1e-4).query
+    assert not choose_query(many, FAST, compute_s=0.4096).query
 
 
 def test_a_fast_link_fetches() -> None:
-    assert not choose_query(TASK, FAST, compute_token_s=1e-3, fetch_s=0.001).query
-    assert choose_query(TASK, FAST, compute_token_s=1e-3, fetch_s=0.5).query
+    assert not choose_query(TASK, FAST, compute_s=4.096, fetch_s=0.001).query
+    assert choose_query(TASK, FAST, compute_s=4.096, fetch_s=0.5).query
 
 
 def test_without_a_measured_step_nothing_is_asked() -> None:
-    assert not choose_query(TASK, FAST, compute_token_s=0.0).query
+    assert not choose_query(TASK, FAST, compute_s=0.0).query
 
 
 def test_the_papers_segment_is_where_attention_takes_as_long_as_the_way() -> None:

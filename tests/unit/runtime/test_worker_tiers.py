@@ -8,6 +8,7 @@ from kvmesh.core.types import WorkerId
 from kvmesh.engine.copier import InlineCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
+from kvmesh.policy.prompt_time import PromptTime
 from kvmesh.runtime.worker_config import OutsideSection, TiersSection
 from kvmesh.runtime.worker_tiers import TierParts, make_outside, make_tiers
 
@@ -19,7 +20,9 @@ def test_host_memory_holds_as_many_blocks_as_fit(gib: float, num_places: int | N
 
     def make() -> int | None:
         inline = InlineCopier()
-        parts = TierParts(WorkerId("w"), core, runner, ManualClock(), inline, inline)
+        parts = TierParts(
+            WorkerId("w"), core, runner, PromptTime(64), ManualClock(), inline, inline
+        )
         tiers = make_tiers(TiersSection(gib), parts)
         return None if tiers is None else tiers.statistics()[0].num_places
 
@@ -33,7 +36,7 @@ def test_host_memory_holds_as_many_blocks_as_fit(gib: float, num_places: int | N
 async def test_a_store_outside_needs_host_memory_and_a_url_that_can_be_read() -> None:
     runner, inline = FakeRunner(), InlineCopier()
     core = EngineCore(runner.spec, 4)
-    parts = TierParts(WorkerId("w"), core, runner, ManualClock(), inline, inline)
+    parts = TierParts(WorkerId("w"), core, runner, PromptTime(64), ManualClock(), inline, inline)
     assert make_outside(OutsideSection(), runner.spec) is None
     outside = make_outside(OutsideSection("redis://127.0.0.1:1/0"), runner.spec)
     assert outside is not None
