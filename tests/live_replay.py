@@ -133,14 +133,14 @@ class LiveMesh:
                         await self._settled(accepted, sent)
                     self.gate.set()
                 await until_idle(*self.workers)
-                await until(self._view_is_exact, "the scheduler knows that all are idle")
+                await until(self.view_is_exact, "the scheduler knows that all are idle")
                 for request in requests:
                     await until(self._match_is_exact(request), "the kvmanager knows all blocks")
 
     async def _settled(self, accepted: int, sent: Round) -> None:
         await until(lambda: self._num_accepted() == accepted, "the requests are accepted")
         await until(self._fetches_are_over, "what is fetched is there")
-        await until(self._view_is_exact, "the scheduler knows all loads")
+        await until(self.view_is_exact, "the scheduler knows all loads")
         for request in sent:
             await until(self._match_is_exact(request), "and who holds what")
 
@@ -150,7 +150,7 @@ class LiveMesh:
     def _fetches_are_over(self) -> bool:
         return all(worker.fetcher.is_idle and worker.pool.is_idle for worker in self.workers)
 
-    def _view_is_exact(self) -> bool:
+    def view_is_exact(self) -> bool:
         """The fleet shows what is there, and nothing that was routed counts twice."""
         now = SystemClock().now()
         seen = {each.worker_id: each for each in self.scheduler.fleet.view(now).workers}
@@ -280,6 +280,8 @@ async def live_mesh(
         await until(
             lambda: gateways[0].sessions.num_connected == len(plans), "the gateway is connected"
         )
+        # Until their peers are connected, workers count as draining.
+        await until(mesh.view_is_exact, "the scheduler takes all workers")
         yield mesh
 
 
