@@ -166,11 +166,34 @@ async def test_tokens_are_those_of_vllm_alone_and_of_both_placements(
     assert whole.spec.layout.model_fingerprint != runner.spec.layout.model_fingerprint
     assert [generated(whole, [prompt], GREEDY)[0] for prompt in prompts] != expected
     whole.close()
+    await mesh_says(tmp_path, quantised, prompts, expected)
+
+
+async def test_tokens_of_two_ranks_are_those_of_two_ranks_of_vllm_alone(
+    quantised: Path, tmp_path: Path
+) -> None:
+    """Each rank scales its part of the activations, so one rank may say something else."""
+    prompts = some_prompts(6, 300, seed=6)
+    alone = VllmAlone(quantised, DTYPE, tensor_parallel_size=2)
+    expected = [alone.greedy([prompt], GREEDY.max_tokens)[0] for prompt in prompts]
+    await mesh_says(tmp_path, quantised, prompts, expected, ranks=2)
+
+
+async def mesh_says(
+    tmp_path: Path,
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    *,
+    ranks: int = 1,
+) -> None:
+    """Checks the tokens of one worker and of two."""
     engine = {
-        "engine.model": quantised,
+        "engine.model": folder,
         "engine.dtype": DTYPE,
         "engine.block-size": BLOCK_SIZE,
         "engine.num-blocks": 200,
+        "engine.tensor-parallel": ranks,
     }
     flags = {"prefill": engine, "decode": engine}
     async with running_mesh(tmp_path, 1, 1, engine="vllm", flags=flags) as mesh:
