@@ -1,4 +1,4 @@
-"""What the workers of the fleet's benchmark compute with, and what one such engine alone answers.
+"""Engines of the workers in the fleet's benchmark, and the tokens that their answers must have.
 
 Workers are processes on one machine. A fake engine sleeps for the time of a step. KVMesh's own
 engine computes the step and sleeps for what is left of the same time, so that workers do not wait
@@ -73,7 +73,7 @@ class FleetEngine:
     def tokens(
         self, prompt: Sequence[int], count: int, seed: int, folder: Path = MODEL_FOLDER
     ) -> list[int]:
-        """What one engine alone generates after a prompt, at temperature 1, behind any end."""
+        """Tokens of a single engine at temperature 1, which end tokens do not stop."""
         if folder not in self._alone:
             section = EngineSection(
                 kind=self.kind,

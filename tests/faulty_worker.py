@@ -74,7 +74,7 @@ def fall_ill(file: Path, *, kind: str = "fake", step_s: float = 0.0) -> None:
 
 
 def _own_runner(words: Callable[[], list[str]]) -> Any:
-    """The class of KVMesh's own engine, whose model gives no numbers when it is told to."""
+    """KVMesh's runner class, changed so that its logits are NaN while the file says `nan`."""
     # Workers with other engines never import torch.
     import torch
 

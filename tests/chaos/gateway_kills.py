@@ -296,7 +296,7 @@ def serves(child: Child) -> bool:
 
 
 Alone = Callable[[Sequence[int], int, int], list[int]]
-"""What one engine alone generates after a prompt: so many tokens, with this seed."""
+"""Returns the tokens of a single engine, given a prompt, their number and the seed."""
 
 
 def fake_alone(prompt: Sequence[int], count: int, seed: int) -> list[int]:

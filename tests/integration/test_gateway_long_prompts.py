@@ -86,7 +86,7 @@ async def test_a_worker_that_stalls_loses_its_prompt(
 
 @pytest.mark.parametrize("timeout_s", [2.5])
 async def test_progress_does_not_outlast_the_deadline(stack: Stack) -> None:
-    """The request ends once, when it is late, and the worker is told."""
+    """At its deadline the request ends with one error, and the worker gets a cancel."""
     worker = stack.mesh.workers["p1"]
     worker.does.prompt_reports = -1
     began = time.monotonic()
