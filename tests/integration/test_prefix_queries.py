@@ -283,7 +283,7 @@ async def test_by_cost_a_prefix_is_asked_for_once_steps_are_known_to_be_slow(
         assert asked(p0) == 0, "nothing is known yet"
         await driver.generate(d0, d0, Key("b"), spec_of(prompt(60, seed=3)))
         for num_tokens in (1, CHUNK):
-            p0._prompts.add(num_tokens, 10.0 * num_tokens)
+            p0._prompt_time.add(num_tokens, 10.0 * num_tokens)
         cheap = spec_of([*prompt(60, seed=3), *prompt(4, seed=1)])
         assert await driver.generate(p0, d0, Key("c"), cheap) == reference(folder, cheap)
         assert asked(p0) == NUM_LAYERS
@@ -402,11 +402,11 @@ async def test_damaged_arguments_are_answered_or_refused_and_the_worker_goes_on(
 async def test_steps_that_wait_for_answers_tell_nothing_about_computing(folder: Path) -> None:
     async with workers(folder) as (p0, d0, driver):
         await driver.generate(d0, d0, Key("first"), spec_of(prompt(30)))
-        assert d0._prompts.of(100) > 0.0
+        assert d0._prompt_time.of(100) > 0.0
         second = spec_of([*prompt(30), *prompt(20, seed=2)])
         await driver.generate(p0, d0, Key("second"), second)
         assert asked(p0) > 0
-        assert p0._prompts.of(100) == 0.0
+        assert p0._prompt_time.of(100) == 0.0
         await until_idle(p0, d0)
 
 

@@ -214,7 +214,7 @@ async def test_a_request_that_ends_while_its_lease_comes_leaves_nothing(
 async def test_by_cost_a_long_prefix_is_asked_for_when_the_answer_is_short(folder: Path) -> None:
     async with workers(folder, "auto") as (holder, worker, driver):
         for num_tokens in (1, CHUNK):
-            worker._prompts.add(num_tokens, 1.0 * num_tokens)
+            worker._prompt_time.add(num_tokens, 1.0 * num_tokens)
         fetched = turn(seed=1)
         tokens, _ = await driver.start_from(source_of(holder), worker, fetched)
         assert tokens == reference(folder, fetched)

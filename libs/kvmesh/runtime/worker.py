@@ -92,9 +92,9 @@ class Worker:
         self.incarnation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
         self._copier = ThreadCopier()
-        self._prompts = PromptTime(config.engine.max_batch_tokens)
+        self._prompt_time = PromptTime(config.engine.max_batch_tokens)
         self._swap = make_swap_space(
-            config.engine, runner, self._prompts, self._clock, self._copier
+            config.engine, runner, self._prompt_time, self._clock, self._copier
         )
         self.core = EngineCore(
             runner.spec,
@@ -107,7 +107,13 @@ class Worker:
         )
         self._disk = ThreadCopier("disk")
         tier_parts = TierParts(
-            self.worker_id, self.core, runner, self._prompts, self._clock, self._copier, self._disk
+            self.worker_id,
+            self.core,
+            runner,
+            self._prompt_time,
+            self._clock,
+            self._copier,
+            self._disk,
         )
         self.tiers = make_tiers(config.tiers, tier_parts, make_outside(config.outside, runner.spec))
         self._structures = structures
@@ -188,7 +194,7 @@ class Worker:
             on_change=self._notify,
             metrics=self._metrics,
             direct=self._context.direct,
-            prompt_time=self._prompts,
+            prompt_time=self._prompt_time,
         )
 
     def _spawn_loops(self) -> None:
@@ -327,7 +333,7 @@ class Worker:
         prompts = self.decode.pace.observe(seconds, self._steps.last_prompt_tokens)
         self.core.set_rules(self.decode.pace.rules(self.role))
         if prompts is not None and (self.queries is None or not self.queries.has_asked()):
-            self._prompts.add(*prompts)
+            self._prompt_time.add(*prompts)
         self._publish()
         if self._kv_events is not None:
             self._kv_events.notify()
