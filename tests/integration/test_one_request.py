@@ -193,6 +193,6 @@ async def test_the_page_tells_what_a_request_runs(tmp_path: Path) -> None:
     num_gateway = sum(file.startswith("services/gateway/") for file in files)
     told = re.search(r"about (\d+) files of this repository, about (\d+) of them", PAGE)
     assert told is not None
-    # What runs beside it (a heartbeat, a report of load) differs from run to run.
-    assert abs(len(files) - int(told[1])) <= 14, len(files)
+    # What runs beside it (a heartbeat, a report of load, another channel) differs between runs.
+    assert abs(len(files) - int(told[1])) <= 25, len(files)
     assert abs(num_gateway - int(told[2])) <= 6, num_gateway

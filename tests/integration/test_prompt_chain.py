@@ -366,7 +366,7 @@ async def test_a_part_that_stops_coming_is_computed_here_when_its_lease_ends(
 ) -> None:
     """The worker hangs in a layer: it says nothing, and its stream stays open."""
     (tokens,), (expected,) = llama.prompts, llama.expected
-    async with mesh(llama, lease_s=0.5) as ((p0, p1), decode, driver):
+    async with mesh(llama, lease_s=0.5, transfer_mode="layered") as ((p0, p1), decode, driver):
         layer_by_layer(p0)
         goes_on = asyncio.Event()
         plain, seen = p0.prefill._channels.put, 0
@@ -411,20 +411,31 @@ async def test_an_upstream_worker_whose_stream_ends_is_not_waited_for(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tokens,), (expected,) = llama.prompts, llama.expected
-    async with mesh(llama) as ((p0, p1), decode, driver):
+    async with mesh(llama, transfer_mode="layered") as ((p0, p1), decode, driver):
         layer_by_layer(p0)
-        came = asyncio.Event()
-        plain = p1.decode.arriving.end_write
+        came, is_lost = asyncio.Event(), asyncio.Event()
+        end_write, put = p1.decode.arriving.end_write, p0.prefill._channels.put
+        seen = 0
 
-        def end_write(grant: WriteGrant, ok: bool) -> None:
-            plain(grant, ok)
+        def end_first_write(grant: WriteGrant, ok: bool) -> None:
+            end_write(grant, ok)
             came.set()
+
+        async def put_one_layer(*arguments: Any) -> None:
+            nonlocal seen
+            seen += 1
+            if seen > 1:
+                await is_lost.wait()
+            await put(*arguments)
 
         async def handed_off(self: PartOffer) -> None:
             await came.wait()
+            # Set when the loss has been seen, which is in this step of the task.
+            asyncio.get_running_loop().call_soon(is_lost.set)
             raise LostError("the stream ended")
 
-        monkeypatch.setattr(p1.decode.arriving, "end_write", end_write)
+        monkeypatch.setattr(p1.decode.arriving, "end_write", end_first_write)
+        monkeypatch.setattr(p0.prefill._channels, "put", put_one_layer)
         monkeypatch.setattr(PartOffer, "handed_off", handed_off)
         found, _ = await driver.generate_from(part(p0, 2), p1, decode, spec_of(tokens))
         assert found == expected
