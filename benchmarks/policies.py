@@ -21,6 +21,7 @@ from benchmarks.policies_capacity import capacity
 from benchmarks.policies_case_study import case_study
 from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
+from benchmarks.policies_forwarding import forwarding
 from benchmarks.policies_grid import TPOT_MS, Limits, Load, draw, grid, loads
 from benchmarks.policies_hybrids import hybrids
 from benchmarks.policies_joint import joint_dispatch
@@ -175,6 +176,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, list[Experiment]]:
         cells, *variants = whole_grid(traces, size, arguments.seeds)
         return ("policies_grid", [cells]) if arguments.grid else ("policies_ablation", variants)
     found = [
+        forwarding(size, SEED),
         *experiments(size, SEED),
         next_turns(size, SEED),
         case_study(size),

@@ -1,4 +1,4 @@
-"""The experiments on made workloads: forwarding, ratio, offload, phases.
+"""The experiments on made workloads: groups, ratio, offload, phases.
 
 Tests: tests/unit/benchmarks/test_policies.py.
 """
@@ -18,16 +18,15 @@ from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio, decode_time_s
 from kvmesh.sim.fleet import WorkerGroup, parse_fleet
 from kvmesh.sim.plots import Series
-from kvmesh.sim.profile import Device, Profile
+from kvmesh.sim.profile import Device
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import Summary, summarize
 from kvmesh.sim.scenario import Scenario, parse_failures
 from kvmesh.sim.simulation import simulate
-from kvmesh.sim.steps import ChunkTokens
-from kvmesh.sim.systems import SYSTEMS, System
+from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import matched_blocks
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
-from kvmesh.sim.workload import Workload, closed_loop, make_requests
+from kvmesh.sim.workload import Workload, make_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,6 @@ def job_of_seeds(experiment: str, label: str, scenarios: Sequence[Scenario]) -> 
 def experiments(size: float, seed: int) -> list[Experiment]:
     """All of this file."""
     return [
-        forwarding(size, seed),
         groups(size, seed),
         ratio(size, seed),
         offload(size, seed),
@@ -147,131 +145,6 @@ def experiments(size: float, seed: int) -> list[Experiment]:
 
 
 # --- P/D-Serve -----------------------------------------------------------------------------------
-
-
-_BASELINE, _QUEUES = "pdserve_baseline", "local_queues"
-_PAPERS, _OFFERS, _OURS = "pdserve_forwarding", "forwarding", "kvmesh"
-_ONE_SLOT = ", 1 slot"
-_WARM_S = 10.0
-"""Users begin within three seconds; by then their requests no longer arrive together."""
-
-_FORWARDING_NOTES = (
-    f"""\
-`{_BASELINE}` is the paper's baseline: workers queue prompts, the gateway picks the worker with the
- fewest connections, and a prompt is given up when its limit has passed before its turn.
- `{_PAPERS}` offers prompts to idle workers and gives them up as soon as their first token would be
- late. All other systems do the same, also in queues, and refuse at arrival if too many wait, as
- live gateways do. `{_QUEUES}` counts prompts instead of connections
-- rows count the requests that ended while as many as there are users were in flight, as in the
- paper: from {_WARM_S:g} s on, until the first user has no further request. A user whose request is
- refused at arrival waits for as long as the gateway tells it. Workers with 1 slot accept a prompt
- only when idle. They compute chunks of the live default, so KV leaves meanwhile
-- `capacity` is the time of all prefill workers in that window, divided by the time that the prompts
- of all ended requests would take them. It bounds the success of a system that serves long and short
- prompts alike. A system that serves more of the short ones can exceed it. Early refusals fall on
- short prompts, whose limit is 5 s, so `{_OFFERS}` serves more of the long ones. With four slots the
- time of a prompt depends on the prompts beside it, so gateways keep up to half of its limit for it
- and give it up sooner
-""".strip()
-    .replace("\n ", " ")
-    .split("\n- ")
-)
-
-
-def _run_at_constant_load(label: str, scenario: Scenario) -> Outcome:
-    """Simulates a closed loop; its row is of the time in which every user has a request in flight,
-    and has the share of the prompts that prefill can compute.
-    """
-    result = simulate(scenario)
-    last: dict[str, float] = {}
-    for each in result.requests:
-        user = each.trace.session
-        last[user] = max(last.get(user, 0.0), each.arrival_s)
-    until_s = min(last.values())
-    assert until_s > _WARM_S, "the load lasts longer than its beginning"
-    ended = [each for each in result.requests if _WARM_S < (each.finished_s or 0.0) <= until_s]
-    found = dataclasses.replace(result, requests=ended, finished_s=until_s)
-    row = summary_row(summarize(found))
-    prefill = [each for each in scenario.fleet if each.role is Role.PREFILL]
-    [device] = {scenario.profile.devices[each.device] for each in prefill}
-    # No prompts share a prefix, so nothing is cached.
-    needed_s = sum(device.prefill_s(each.trace.input_tokens) for each in ended)
-    there_s = (until_s - _WARM_S) * sum(each.count for each in prefill)
-    row["capacity"] = round(min(there_s / needed_s, 1.0), 4)
-    return Outcome(row, Series.of(label, result))
-
-
-def _forwarding_runs(profile: Profile) -> dict[str, tuple[Profile, System, ChunkTokens]]:
-    """Returns costs, system and chunk sizes of each row: workers with four prefill slots, then with
-    one slot and the chunks that live workers compute.
-    """
-    one_slot = dataclasses.replace(
-        profile,
-        devices={
-            key: dataclasses.replace(device, prefill_slots=1)
-            for key, device in profile.devices.items()
-        },
-    )
-    as_live = ChunkTokens(alone=512)
-    runs = {
-        each: (profile, SYSTEMS[each], ChunkTokens())
-        for each in (_BASELINE, _QUEUES, "pending_tokens", _OFFERS, _OURS)
-    }
-    for each in (_BASELINE, _QUEUES, _PAPERS, _OFFERS):
-        runs[each + _ONE_SLOT] = (one_slot, SYSTEMS[each], as_live)
-    return runs
-
-
-def forwarding(size: float, seed: int) -> Experiment:
-    """A constant number of requests, each end adding one, up to four times as many, with prompts of
-    mixed lengths (P/D-Serve 4).
-    """
-    name = "P/D-Serve: forwarding"
-    profile = load_profile("flowkv")
-    fleet = parse_fleet("home:a100:prefill:6,home:a100:decode:6")
-    lengths = LengthDistribution.log_normal(7.5, 1.2, 64, 32_768)
-    jobs: list[Job] = []
-    for factor in (1, 2, 3, 4):
-        num_users, turns = max(int(30 * size), 1) * factor, 24
-        workload = Workload(
-            num_users * turns, 1.0, lengths, output_tokens=128, turns=turns, think_s=0.0
-        )
-        requests = closed_loop(workload, seed)
-        for kind, (costs, system, chunks) in _forwarding_runs(profile).items():
-            scenario = Scenario(costs, fleet, system, requests, chunks=chunks, closed_loop=True)
-            label = f"{factor}x {kind}"
-            run = partial(_run_at_constant_load, label, scenario)
-            jobs.append(Job(name, label, run, len(requests)))
-
-    def judge(rows: Rows) -> Verdict:
-        success = {label: row["success"] for label, row in rows.items()}
-        least = min(success[f"{n}x {_OURS}"] for n in (1, 2, 3, 4))
-        idle_only = f"4x {_PAPERS}{_ONE_SLOT}"
-        capacity = rows[idle_only]["capacity"]
-        note = (
-            f"at 4x the paper's baseline keeps {success[f'4x {_BASELINE}']:.1%}, with one slot "
-            f"{success[f'4x {_BASELINE}{_ONE_SLOT}']:.1%}; local queues with the live rule for "
-            f"deadlines {success[f'4x {_QUEUES}']:.1%} and "
-            f"{success[f'4x {_QUEUES}{_ONE_SLOT}']:.1%}; the paper's forwarding to idle workers "
-            f"{success[idle_only]:.1%} of the {capacity:.1%} that six prefill workers can compute, "
-            f"with refusals at arrival {success[f'4x {_OFFERS}{_ONE_SLOT}']:.1%}, to workers of "
-            f"four slots {success[f'4x {_OFFERS}']:.1%}; the default {success[f'4x {_OURS}']:.1%}: "
-            "no order of offers serves more than the capacity of prefill; decode workers that help "
-            "do"
-        )
-        return Verdict(
-            [
-                Target("forwarding: success of the default, worst of 1x..4x", least, 0.99),
-                Target("forwarding: success of the paper's baseline at 4x",
-                       success[f"4x {_BASELINE}"], 0.6, at_most=True),
-                Target("forwarding to idle workers: success at 4x, of the capacity",
-                       success[idle_only] / capacity, 0.99),
-            ],
-            [note, *_FORWARDING_NOTES],
-        )  # fmt: skip
-
-    return Experiment(name, jobs, judge)
-
 
 _CHAT, _DOCUMENTS = "chat", "documents"
 _GROUPED = ("forwarding", "pdserve", "kvmesh")

@@ -9,6 +9,7 @@ from benchmarks import policies_scale
 from benchmarks.policies import main
 from benchmarks.policies_case_study import case_study
 from benchmarks.policies_experiments import Verdict, divided, group_fleet, ratio
+from benchmarks.policies_forwarding import forwarding
 from benchmarks.policies_turns import next_turns
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
@@ -23,6 +24,23 @@ def judged(experiment_size: float) -> Verdict:
 def test_eq_1_chooses_the_best_split() -> None:
     """P/D-Serve 10 (a): the choice of eq. 1 against every other split of eight instances."""
     assert [target.met for target in judged(0.5).targets] == [True, True]
+
+
+def test_answered_prompts_fill_the_time_of_prefill_at_overload_only() -> None:
+    jobs = {job.label: job for job in forwarding(0.8, seed=1).jobs}
+    calm, queues, live = (
+        jobs[label].run().row
+        for label in (
+            "1x forwarding, 1 slot",
+            "4x local_queues, 1 slot",
+            "4x forwarding, 1 slot",
+        )
+    )
+    assert calm["served"] < 0.8
+    assert calm["success"] == 1.0
+    assert live["success"] < live["capacity"] < 1.0
+    assert 0.9 < live["served"] < queues["served"] < 1.0
+    assert "served" not in jobs["1x forwarding"].run().row
 
 
 def test_groups_have_instances_by_their_work() -> None:
