@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Sequence
@@ -365,6 +366,28 @@ async def test_tenants_go_on_with_their_own_streams_alone(tmp_path: Path) -> Non
             assert (await post(other, "completions", None, last_id, **yours))[0] == 410
             assert (await post(other, "completions", None, last_id))[0] == 401
             assert (await post(other, "completions", None, last_id, **mine))[0] == 200
+
+
+async def test_a_prompt_is_paid_once_if_its_stream_is_resumed_once(tmp_path: Path) -> None:
+    """Resuming from the same place again computes the prompt again, which is not free."""
+    keys, key = AccessConfig(api_keys="mine"), {"Authorization": "Bearer mine"}
+    with redis_process(tmp_path) as redis:
+        async with stacks(tmp_path, redis, access=keys) as (one, other):
+            charged = "kvmesh_gateway_tenant_tokens_total"
+            _, raw, _ = await post(one, "completions", {**TEXT, "prompt": "p" * 40}, **key)
+            await written(one)
+            whole, last_id = (
+                one.gateway.metrics.value(charged, tenant=""),
+                events_of(raw)[4].last_id,
+            )
+            found = [0.0]
+            for _ in range(3):
+                assert (await post(other, "completions", None, last_id, **key))[0] == 200
+                found.append(other.gateway.metrics.value(charged, tenant=""))
+            rest, again, third = (after - before for before, after in itertools.pairwise(found))
+            assert again == third
+            num_prompt = again - rest
+            assert 0 < whole - num_prompt - rest <= 5, "five events came before"
 
 
 @pytest.mark.parametrize(

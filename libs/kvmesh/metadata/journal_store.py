@@ -38,7 +38,12 @@ end
 return told
 """
 
-_READ = "return redis.call('LRANGE', ARGV[1] .. 'stream:' .. ARGV[2], 0, -1)"
+_READ = """
+local key = ARGV[1] .. 'stream:' .. ARGV[2]
+local parts = redis.call('LRANGE', key, 0, -1)
+redis.call('RPUSHX', key, ARGV[3])
+return parts
+"""
 
 MAX_WRITES = 128
 """Maximum number of lines per script call, because a script blocks Redis."""
@@ -91,10 +96,13 @@ class RedisJournalStore:
                 found += [int(length) > 0 for length in told]
         return found
 
-    async def read(self, key: str) -> list[bytes]:
+    async def read(self, key: str, mark: bytes) -> list[bytes]:
         """Returns a stream's head and the parts that follow it; empty if there is none.
+
+        Args:
+            mark: records that the next reader finds behind them.
 
         Raises:
             StoreUnavailableError: Redis did not answer.
         """
-        return strings_of(await self._client.ask(_READ, key))
+        return strings_of(await self._client.ask(_READ, key, mark))

@@ -25,7 +25,7 @@ from kvmesh.telemetry.logs import event_logger
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.choice import Choice
 from services.gateway.request.event_ids import MAX_CHOICES, MAX_TAIL, GivenId, Place, id_line
-from services.gateway.request.kept_stream import Kept, cached_bytes, kept_of, record_bytes
+from services.gateway.request.kept_stream import RESUMED, Kept, cached_bytes, kept_of, record_bytes
 from services.gateway.request.stream_head import Head, head_bytes, start_text
 
 log = event_logger(__name__)
@@ -54,8 +54,8 @@ class JournalStore(Protocol):
         """Writes lines in order; returns for each whether its stream is stored."""
         ...
 
-    async def read(self, key: str) -> list[bytes]:
-        """Head and records of a stream; empty if there is none."""
+    async def read(self, key: str, mark: bytes) -> list[bytes]:
+        """Head and records of a stream, then adds `mark` to them; empty if there is none."""
         ...
 
 
@@ -246,14 +246,14 @@ class Journal:
             self.mark(entry)
 
     async def read(self, key: str) -> Kept | None:
-        """A stream of any gateway; None if there is none.
+        """A stream of any gateway, to be resumed; None if there is none.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                parts = await self._store.read(key)
+                parts = await self._store.read(key, RESUMED)
         except TimeoutError as error:
             raise StoreUnavailableError("the journal does not answer") from error
         try:

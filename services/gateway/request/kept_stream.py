@@ -21,6 +21,8 @@ _RECORD = struct.Struct("<HII")
 """Layout of a record's head: choice, position, number of tokens that follow."""
 _CACHED = 0x8000
 """Flag in a record's choice: its position is the number of cached prompt tokens instead."""
+RESUMED = _RECORD.pack(0, 0, 0)
+"""Record that says that the stream was resumed: the only one without tokens."""
 
 
 @dataclass(slots=True)
@@ -30,11 +32,13 @@ class Kept:
     Attributes:
         token_ids: tokens of each choice.
         cached_tokens: cached prompt tokens of each choice, as in its usage.
+        is_resumed: it was resumed before from here.
     """
 
     head: Head
     token_ids: list[list[int]]
     cached_tokens: list[int]
+    is_resumed: bool = False
 
 
 def owner_of(ticket: Ticket | None) -> str:
@@ -73,6 +77,8 @@ def kept_of(parts: Sequence[bytes]) -> Kept:
             begin = end + 4 * count
             if choice & _CACHED:
                 kept.cached_tokens[choice ^ _CACHED] = first
+            elif not count:
+                kept.is_resumed = True
             elif begin > len(part):
                 raise ValueError("a record is too short")
             else:
@@ -110,5 +116,8 @@ def delivered_of(given: GivenId, kept: Kept) -> Delivered:
         cached = kept.cached_tokens[choice] if place.cached is None else place.cached
         behind = Behind(so_far, cached, place.is_complete)
         choices.append(behind if place.is_opened else None)
-    head, is_paid = kept.head, not given.start  # a client may say so
+    head = kept.head
+    # A start comes from the client, who may have made it up. Whoever resumes from one place again
+    # and again has the prompt computed each time.
+    is_paid = not given.start and not kept.is_resumed
     return Delivered(head.seed, head.prompt_sum, is_paid, head.checkpoints, tuple(choices))

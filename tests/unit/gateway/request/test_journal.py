@@ -91,8 +91,11 @@ class FakeStore:
             raise StoreUnavailableError("lost")
         return found
 
-    async def read(self, key: str) -> list[bytes]:
-        return self.streams.get(key, [])
+    async def read(self, key: str, mark: bytes) -> list[bytes]:
+        found = list(self.streams.get(key, []))
+        if found:
+            self.streams[key].append(mark)
+        return found
 
 
 def _journal(store: FakeStore, max_bytes: int = 10_000, timeout_s: float = 5.0) -> Journal:
@@ -205,6 +208,23 @@ async def test_until_its_head_is_written_an_id_tells_the_start() -> None:
     assert _given(entry).start == ""
     assert kept_of(store.streams[entry.key]).token_ids == [[10], []]
     assert delivered_of(_given(entry), kept_of(store.streams[entry.key])).is_paid
+
+
+async def test_whoever_resumes_from_one_place_again_pays_for_the_prompt() -> None:
+    journal = _journal(store := FakeStore())
+    entry = await _opened(journal)
+    entry.after(0, [10])
+    await journal.flush()
+    first, again = [await journal.read(entry.key) for _ in range(2)]
+    assert first is not None
+    assert again is not None
+    given = _given(entry)
+    assert delivered_of(given, first).is_paid
+    assert delivered_of(given, again) == delivered_of(given, first)._replace(is_paid=False)
+    entry.after(0, [11])
+    await journal.flush()
+    assert kept_of(store.streams[entry.key]).token_ids == [[10, 11], []]
+    assert await journal.read("another") is None
 
 
 async def test_a_stream_that_goes_on_is_the_old_one_until_it_is_written() -> None:
