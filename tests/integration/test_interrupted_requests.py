@@ -149,11 +149,11 @@ class Scene:
 
     # --- after -------------------------------------------------------------------------------
 
-    async def settled(self) -> None:
+    async def settled(self, told: str) -> None:
         """Waits until nothing is held, then looks at the books."""
         deadline = asyncio.get_running_loop().time() + FACT_S
         while not all(worker.is_idle for worker in self.workers):
-            assert asyncio.get_running_loop().time() < deadline, "something is held"
+            assert asyncio.get_running_loop().time() < deadline, f"{told}: {self.held()}"
             await asyncio.sleep(_POLL_S)
         for worker in self.workers:
             worker.core.check_integrity()
@@ -164,6 +164,18 @@ class Scene:
             assert worker.prefill.num_attempts == worker.prefill.num_sending == 0
             assert worker.channels.sending_bytes == 0
             assert not worker.core.fills.num_open
+
+    def held(self) -> str:
+        """What each worker holds, for the message of a failure."""
+        return "; ".join(
+            f"{worker.worker_id}: sequences {worker.core.statistics()}, decode "
+            f"{worker.decode.num_tasks} tasks, {worker.decode.num_reserved} reserved, arriving "
+            f"{'idle' if worker.decode.arriving.is_idle else 'not idle'}, prefill "
+            f"{worker.prefill.num_attempts} attempts, {worker.prefill.num_sending} sending, leases "
+            f"{worker.pool.statistics()}, fetches {worker.fetcher.is_idle}"
+            for worker in self.workers
+            if not worker.is_idle
+        )
 
 
 @asynccontextmanager
@@ -220,7 +232,7 @@ async def interrupt(scene: Scene, number: int, deed: Deed, *, late: bool) -> boo
     assert scene.victim.tokens == expected, told
     scene.victim.cancel()  # as a gateway does that goes elsewhere
     scene.neighbour.cancel()
-    await scene.settled()
+    await scene.settled(told)
     assert scene.num_expired == expired or deed is Scene.read_lease_ends, told
     return points.was_reached
 

@@ -68,9 +68,8 @@ async def test_who_asks_hears_of_progress(
     key = await asked(driver, prefill, decode, "a", pace_ms)
     heard: list[str | None] = []
     await hear(driver, key, heard)
-    *reports, first, handed = heard
-    assert (first, handed) == ("first_token", "handed_off")
-    assert set(reports) <= {"progress"}
+    reports = [kind for kind in heard if kind == "progress"]  # also while the KV is sent
+    assert [kind for kind in heard if kind != "progress"] == ["first_token", "handed_off"]
     most = STEPS * STEP_S * 1000 / PACE_MS
     assert 3 <= len(reports) <= 3 * most if pace_ms else not reports
 
