@@ -16,7 +16,7 @@ from services.kvmanager.guard import StoreGuard
 WAIT_S = 1.0
 """Seconds to wait for a change, before checking whether the log still has the position."""
 
-GATHER_S = 0.005
+GATHER_S = 0.02
 """Seconds in which changes share a message."""
 
 

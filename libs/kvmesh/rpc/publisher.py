@@ -45,8 +45,8 @@ arrived.
 REPORT_S = 0.5
 """Seconds between two checks of the worker's report to the pool."""
 
-FLUSH_DELAY_S = 0.005
-"""Seconds that the first change waits for others to share its message."""
+FLUSH_DELAY_S = 0.02
+"""Seconds that the first change waits for others to share its message, as in a report of load."""
 
 
 class BlockEvents(Protocol):
@@ -151,7 +151,7 @@ class BlockPublisher:
         return self._acked == self._sequence and not self._snapshot_due
 
     def notify(self) -> None:
-        """Notes that blocks changed; the changes are published within some milliseconds."""
+        """Notes that blocks changed; the changes are published 20 ms later."""
         self._wake.set()
 
     async def run(self) -> None:
