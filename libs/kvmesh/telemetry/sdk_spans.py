@@ -52,7 +52,11 @@ class JsonLinesExporter(SpanExporter):
                 "end_ns": span.end_time,
                 "attributes": dict(span.attributes or {}),
                 "events": [
-                    {"name": event.name, "attributes": dict(event.attributes or {})}
+                    {
+                        "name": event.name,
+                        "time_ns": event.timestamp,
+                        "attributes": dict(event.attributes or {}),
+                    }
                     for event in span.events
                 ],
             }

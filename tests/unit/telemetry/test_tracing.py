@@ -26,7 +26,9 @@ def test_a_trace_travels_in_a_traceparent_and_lands_in_a_file(tmp_path: Path) ->
     line = json.loads(file.read_text())
     assert line["name"] == "root"
     assert line["attributes"] == {"request_id": "r1"}
-    assert line["events"] == [{"name": "refused", "attributes": {"reason": "busy"}}]
+    (event,) = line["events"]
+    assert (event["name"], event["attributes"]) == ("refused", {"reason": "busy"})
+    assert line["start_ns"] <= event["time_ns"] <= line["end_ns"]
     assert line["end_ns"] > line["start_ns"]
 
 
