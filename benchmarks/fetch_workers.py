@@ -97,8 +97,13 @@ def worker_process(
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a prompt came to."""
+    """What a prompt came to.
 
+    Attributes:
+        request_id: by which the worker's spans name it.
+    """
+
+    request_id: str
     token_id: int
     milliseconds: float
     cached_tokens: int
@@ -147,7 +152,7 @@ class Asker:
                 spent_ms = (time.perf_counter() - started) * 1e3
                 cancel = pb.DecodeCancel(request_id=name, attempt=1)
                 self._stream.send(pb.DecodeRequest(cancel=cancel))
-                return FirstToken(first.token_id, spent_ms, first.cached_tokens)
+                return FirstToken(name, first.token_id, spent_ms, first.cached_tokens)
             assert kind == "accepted", event
 
 

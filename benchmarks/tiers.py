@@ -16,16 +16,23 @@ import asyncio
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.fetch_workers import Address, Asker, asking, prefetching, worker_process
-from benchmarks.prefix_fetch import BLOCK, PREFIXES, make_prompt
+from benchmarks.fetch_workers import (
+    Address,
+    Asker,
+    FirstToken,
+    asking,
+    prefetching,
+    worker_process,
+)
+from benchmarks.prefix_fetch import BLOCK, PREFIXES, TAIL, make_prompt
 from benchmarks.random_llama import SHAPES
 from benchmarks.result import Row, Target, spread
 from benchmarks.tier_copies import Blocks, copy_rows, drop_pages
 from benchmarks.tier_hits import hit_rate
+from benchmarks.tier_split import Split, splits
 from benchmarks.worker_bench import checkpoint, parser_of, publish
 from kvmesh.sim.trace import read_trace
 
@@ -51,15 +58,15 @@ NUM_WORKERS = (1, 4)
 
 
 async def measure(
-    tier: str, worker: Address, folder: Path, prefix: int, repeats: int, seed: int
-) -> Row:
-    """Milliseconds to first tokens of one worker.
+    worker: Address, folder: Path, prefix: int, repeats: int, seed: int
+) -> dict[str, list[FirstToken]]:
+    """First tokens of one worker, by way.
 
     Args:
         folder: of its files on disk.
     """
     draw = random.Random(seed)
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    tokens: dict[str, list[FirstToken]] = {name: [] for name in WAYS}
     async with asking(worker) as asker, prefetching(worker) as prefetcher:
         await asker.first_token(make_prompt(draw, 512))
         for _ in range(repeats):
@@ -77,9 +84,26 @@ async def measure(
             assert first[0].token_id == again.token_id == last.token_id, "the same token"
             assert first[1].token_id == ahead.token_id, "the same token"
             for name, found in zip(WAYS, (first[0], again, ahead, last), strict=True):
-                times[name].append(found.milliseconds)
+                tokens[name].append(found)
+    return tokens
+
+
+def first_row(
+    tier: str, prefix: int, tokens: Mapping[str, Sequence[FirstToken]], by_id: Mapping[str, Split]
+) -> Row:
+    """Milliseconds to first tokens, and on what they are spent behind a prefix that was loaded."""
     row: Row = {"what": "first token", "tier": tier, "prefix": prefix}
-    return row | {f"{name}_ms": spread(found, 1) for name, found in times.items()}
+    row |= {
+        f"{name}_ms": spread([each.milliseconds for each in found], 1)
+        for name, found in tokens.items()
+    }
+    parts = [(each.milliseconds, by_id[each.request_id]) for each in tokens["loaded"]]
+    row["loading_ms"] = spread([split.loading_ms for _, split in parts], 1)
+    row["computing_ms"] = spread([split.computing_ms for _, split in parts], 1)
+    row["rest_ms"] = spread(
+        [total - split.loading_ms - split.computing_ms for total, split in parts], 1
+    )
+    return row
 
 
 async def push_out(asker: Asker, draw: random.Random, prefix: int) -> None:
@@ -98,19 +122,21 @@ def first_tokens(options: argparse.Namespace) -> list[Row]:
     """A row for each tier."""
     rows: list[Row] = []
     for tier in GOALS_MS:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            spans = folder / "spans.jsonl"
             model = checkpoint(options.shape, folder, options.seed, 2 * max(PREFIXES))
             flags: dict[str, object] = {f"tiers.{tier}-gib": 1}
+            flags |= {"telemetry.trace.exporter": "jsonl", "telemetry.trace.target": spans}
             if tier == "disk":
                 flags["tiers.disk-path"] = folder / "tier"
             num_blocks = int(options.prefix // BLOCK * POOL_PROMPTS)
-            worker = stack.enter_context(
-                worker_process(tier, model, num_blocks, "shm,tcp", options.dtype, flags)
-            )
             prompts = options.prefix, options.repeats, options.seed
-            run = measure(tier, worker, folder / "tier", *prompts)
-            rows.append(_told(asyncio.run(run)))
+            started = worker_process(tier, model, num_blocks, "shm,tcp", options.dtype, flags)
+            with started as worker:
+                tokens = asyncio.run(measure(worker, folder / "tier", *prompts))
+            by_id = splits(spans.read_text())
+            rows.append(_told(first_row(tier, options.prefix, tokens, by_id)))
     return rows
 
 
@@ -190,6 +216,10 @@ def main() -> None:
         "loaded: asked for again, its prefix comes up from the tier",
         f"prefetched: likewise, named to the worker {AHEAD_S * 1000:.0f} ms before it is asked for",
         "cached: there again, which is the least that it can take",
+        "loading, computing and rest are the parts of loaded, the first two by the worker's spans",
+        "loading: until the prefix is in the pool",
+        f"computing: from there to the first token, a step of {TAIL} tokens behind the prefix",
+        "rest: the request's way to the worker, its other work, and the token's way back",
         "disk: nothing of its file is in the page cache",
         "speed: of the KV of one prompt",
         "hits: cached prompt tokens of all; bookkeeping of pool and tier, nothing is computed",

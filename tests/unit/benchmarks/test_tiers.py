@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.fetch_workers import FirstToken
 from benchmarks.tier_copies import Blocks, copy_rows
-from benchmarks.tiers import hits, targets
+from benchmarks.tier_split import Split, splits
+from benchmarks.tiers import WAYS, first_row, hits, targets
 
 BLOCKS = Blocks(num_blocks=70, block_bytes=8192, repeats=2, seed=0)
 FIO = """#!/bin/sh
@@ -60,3 +64,33 @@ def test_targets_take_the_least(tmp_path: Path) -> None:
     found[-1]["of_infinite"] = 0.5
     told = [target.as_row() for target in targets(found)]
     assert [each["met"] for each in told] == [None] * 4 + [False]
+
+
+Event = tuple[str, float, dict[str, Any]]
+"""Name, time in milliseconds, attributes."""
+
+
+def span(request_id: str, name: str, *events: Event) -> str:
+    """A line of a worker's file."""
+    told = [
+        {"name": event, "time_ns": 10**18 + int(1e6 * at_ms), "attributes": attributes}
+        for event, at_ms, attributes in events
+    ]
+    return json.dumps({"name": name, "attributes": {"request_id": request_id}, "events": told})
+
+
+def test_the_time_of_a_loaded_prefix_is_split_by_the_worker_s_spans() -> None:
+    accepted: Event = ("accepted", 1.0, {})
+    loaded: Event = ("prefix_load", 9.0, {"seconds": 0.0075})
+    lines = [
+        span("r1", "prefill.request", accepted, ("first_token", 90.0, {})),
+        span("r2", "prefill.request", accepted, loaded, ("first_token", 60.0, {})),
+        span("r2", "decode.request", ("reserved", 0.5, {})),
+    ]
+    found = splits("\n".join(lines))
+    assert found == {"r2": Split(loading_ms=7.5, computing_ms=51.0)}
+    tokens = {name: [FirstToken("r1", 7, 95.0, 0)] for name in WAYS}
+    tokens["loaded"] = [FirstToken("r2", 7, 62.5, 4096)]
+    row = first_row("host", 4096, tokens, found)
+    parts = [row[f"{name}_ms"]["median"] for name in ("loaded", "loading", "computing", "rest")]
+    assert parts == [62.5, 7.5, 51.0, 4.0]
