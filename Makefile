@@ -278,8 +278,9 @@ bench-tiers: setup ## first tokens behind prefixes that a worker has evicted, fr
 	$(PY) -m benchmarks.tiers $(ARGS)
 
 .PHONY: bench-tier-load
-bench-tier-load: setup ## hits, first tokens and goodput of a loaded mesh with pools alone, host memory, disk, a second cluster; writes bench/results/tier_load.*
+bench-tier-load: setup ## hits, first tokens and goodput of a loaded mesh with pools alone, host memory, disk, a second cluster, then routers compared in rounds; writes bench/results/tier_load.* and tier_rounds.*
 	$(PY) -m benchmarks.tier_load $(ARGS)
+	$(PY) -m benchmarks.tier_rounds
 
 .PHONY: bench-chain
 bench-chain: setup ## first tokens of prompts that one worker computes, or several together, live and simulated; writes bench/results/prompt_chain*

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.policies_bound import most_goodput
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict
-from benchmarks.result import Row, Target
+from benchmarks.result import Row, Target, interval
 from kvmesh.core.summary_statistics import percentile
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import TimeoutTier
@@ -37,9 +37,6 @@ OURS = "kvmesh"
 TPOT_MS = (100, 50, 30, 25)
 NUM_WORKERS = 10
 DEVICE = "a100"
-
-# Student's t at 95 % by the number of seeds less one.
-_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +170,6 @@ def loads(traces: Sequence[Path], size: float, seeds: Sequence[int]) -> list[Loa
 
 
 # --- a cell --------------------------------------------------------------------------------------
-
-
-def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean; 0 for one value."""
-    if len(values) < 2:
-        return 0.0
-    scale = _T95.get(len(values) - 1, 2.0)
-    return scale * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def run_cell(entrant: Entrant, load: Load, limits: Limits) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,20 @@ def spread(values: Sequence[float], digits: int = 3) -> Row:
         "median": round(statistics.median(values), digits),
         "max": round(max(values), digits),
     }
+
+
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
+_T95 |= {12: 2.18, 15: 2.13, 20: 2.09, 30: 2.04, 60: 2.00}
+"""Student's t for a two-sided 95 % interval, by degrees of freedom."""
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean; 0 for one value."""
+    freedom = len(values) - 1
+    if not freedom:
+        return 0.0
+    scale = _T95[max(known for known in _T95 if known <= freedom)]
+    return scale * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def document(

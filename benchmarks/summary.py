@@ -43,6 +43,7 @@ VERBS = {
     "prompt_chain_simulated": "bench-chain",
     "prompt_chain_ways": "bench-chain",
     "route_path": "bench-routing",
+    "tier_rounds": "bench-tier-load",
     "vllm_serve": "bench-vllm",
 }
 """Verbs of the Makefile that are not named as their results are."""

@@ -4,11 +4,13 @@
     python -m benchmarks.tier_load --scale 0.5 --out /tmp/tier_load.json      # a quick look
 
 Real processes: Redis, kvmanager, scheduler, gateway and workers that compute with a Llama of 110M
-random weights, one engine thread each. Every form gets the same two loads: agents' sessions whose
-prompts grow from turn to turn, and prompts of many tenants with a system prompt each. Both need
-several times the memory of the pools. Every form and policy has the same pools; those with tiers
-have the same tiers. Rates and the limit of a first token are multiples of the time of one prompt,
-which is measured first, so that the load asks the same of a fast machine and of a slow one.
+random weights, one engine thread each. Every form gets the same loads: agents' sessions whose
+prompts grow from turn to turn, prompts of many tenants with a system prompt each, and prompts that
+fit. The first two need several times the memory of the pools. Every form has the same pools; those
+with tiers have the same tiers. Rates and the limit of a first token are multiples of the time of
+one prompt, which is measured first, so that the load asks the same of a fast machine and of a slow
+one. One run tells forms apart that differ by a factor; routers, which differ by a few percent, are
+compared in rounds by `benchmarks.tier_rounds`.
 Tests: tests/unit/benchmarks/test_tier_load.py.
 """
 
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.live_mesh import say
 from benchmarks.one_box import TOKENIZER
 from benchmarks.our_mesh import CHECKPOINT
 from benchmarks.poisson import poisson_times
@@ -115,14 +118,13 @@ ALONE, TIERED = "pools alone", "+ host memory"
 FORMS = (
     Form("pools alone, cache_aware", "cache_aware"),
     Form(ALONE),
-    Form("+ host memory, cache_aware", "cache_aware", host=TIERS_OF_POOL),
     Form(TIERED, host=TIERS_OF_POOL),
     Form("+ disk", host=1, disk=TIERS_OF_POOL),
     Form("+ disk, second cluster", host=1, disk=TIERS_OF_POOL, has_far=True),
 )
 BINDS, TIED = 2.0, 0.98
 """Least goodput with host memory of ten pools over that of the pools alone where memory binds; and
-least goodput over another form that has the same to work with."""
+where it does not, of any form."""
 
 LOADS = ("sessions", "tenants", "fits")
 
@@ -146,18 +148,24 @@ class Asked:
 
 
 class Load:
-    """Sends prompts and notes what became of them."""
+    """Sends prompts and notes what became of them.
 
-    def __init__(self, client: ApiClient, seed: int, unit_s: float) -> None:
+    Args:
+        unit_s: seconds of a unit.
+        part: all prompts are shorter by this factor.
+    """
+
+    def __init__(self, client: ApiClient, seed: str, unit_s: float, part: int = 1) -> None:
         self._client = client
         self._unit_s = unit_s
+        self._part = part
         self._draw = random.Random(seed)
         self.asked: list[Asked] = []
         self.seconds = 0.0
 
     def tokens(self, count: int) -> Prompt:
-        """Tokens that nobody had before."""
-        return tuple(self._draw.randrange(*VOCAB) for _ in range(count))
+        """Tokens that nobody had before, `count` of them at full length."""
+        return tuple(self._draw.randrange(*VOCAB) for _ in range(count // self._part))
 
     async def ask(self, prompt: Prompt) -> None:
         """One request, to its end."""
@@ -195,8 +203,9 @@ class Load:
         for at_s in times:
             chosen = prefixes[bisect.bisect(shares, self._draw.random() * shares[-1])]
             asked.append((at_s, chosen + self.tokens(TAIL_TOKENS)))
-        for prefix in prefixes:
-            await self.ask(prefix + self.tokens(TAIL_TOKENS))
+        for first in range(0, TENANTS, NUM_PREFILL):
+            before = prefixes[first : first + NUM_PREFILL]
+            await asyncio.gather(*(self.ask(each + self.tokens(TAIL_TOKENS)) for each in before))
         self.asked.clear()
 
         async def one(at_s: float, prompt: Prompt) -> None:
@@ -263,7 +272,7 @@ async def unit(model: Path, seed: int) -> float:
     form = Form(ALONE)
     with tempfile.TemporaryDirectory(prefix="kvmesh-tiers-") as folder:
         async with mesh_of(form, model, Path(folder)) as mesh, ApiClient(mesh.url) as client:
-            load = Load(client, seed, 0.0)
+            load = Load(client, f"{seed} unit", 0.0)
             for _ in range(2):
                 load.asked.clear()
                 prompts = [load.tokens(UNIT_TOKENS) for _ in range(NUM_PREFILL)]
@@ -278,10 +287,10 @@ async def measure(form: Form, model: Path, scale: float, seed: int, unit_s: floa
     with tempfile.TemporaryDirectory(prefix="kvmesh-tiers-") as folder:
         async with mesh_of(form, model, Path(folder)) as mesh, ApiClient(mesh.url) as client:
             for name in LOADS:
-                load = Load(client, seed, unit_s)
+                load = Load(client, f"{seed} {name}", unit_s)
                 await getattr(load, name)(scale)
                 rows.append(row_of(form.name, name, load.asked, load.seconds, unit_s))
-                sys.stderr.write(f"{rows[-1]}\n")
+                say(f"  {rows[-1]}")
     return rows
 
 
@@ -294,7 +303,7 @@ def checkpoint(folder: Path, seed: int) -> Path:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Host memory of ten pools over the pools alone, and our policy over the router's."""
+    """Host memory of ten pools over the pools alone, and tiers where everything fits."""
     found = {(row["load"], row["form"]): row for row in rows}
 
     def over(load: str, one: str, other: str) -> float | None:
@@ -308,15 +317,6 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         )
         for load in LOADS[:2]
     ]
-    routed = [
-        Target(
-            f"{load}: goodput over cache_aware, {form}",
-            over(load, form, f"{form}, cache_aware"),
-            TIED,
-        )
-        for load in LOADS[:2]
-        for form in (ALONE, TIERED)
-    ]
     lost = [
         Target(
             f"{LOADS[2]}: goodput over pools alone, {form.name}",
@@ -326,7 +326,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         for form in FORMS
         if form.policy == "kvmesh" and form.name != ALONE
     ]
-    return [*binding, *routed, *lost]
+    return [*binding, *lost]
 
 
 def notes(unit_s: float) -> list[str]:
@@ -356,13 +356,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "tier_load.json")
     options = parser.parse_args()
     rows: list[Row] = []
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvmesh-tiers-") as folder:
         model = checkpoint(Path(folder), options.seed)
         unit_s = asyncio.run(unit(model, options.seed))
-        sys.stderr.write(f"unit: {unit_s:.3f} s\n")
-        for form in FORMS:
-            if not options.form or form.name in options.form:
-                rows += asyncio.run(measure(form, model, options.scale, options.seed, unit_s))
+        forms = [form for form in FORMS if not options.form or form.name in options.form]
+        for number, form in enumerate(forms, start=1):
+            spent_s = time.perf_counter() - began
+            say(f"[{number}/{len(forms)}] {spent_s:4.0f} s  {form.name}, unit {unit_s:.2f} s")
+            rows += asyncio.run(measure(form, model, options.scale, options.seed, unit_s))
     result = document(rows, targets(rows), options.seed, notes(unit_s))
     save(result, options.out)
     sys.stdout.write(markdown(result))

@@ -17,7 +17,6 @@ from benchmarks.policies_grid import (
     code_completion,
     compare,
     entrants,
-    interval,
     judge,
     run_cell,
     split,
@@ -80,11 +79,6 @@ def test_a_cell_has_the_numbers_of_all_seeds() -> None:
     assert found["goodput/s"] == pytest.approx(5.0, rel=0.1)
     assert len(found["by seed"]) == 2
     assert 0.005 < found["ITL p99"] < 0.1
-
-
-def test_the_interval_is_students() -> None:
-    assert interval([1.0]) == 0.0
-    assert interval([1.0, 2.0, 3.0]) == pytest.approx(4.30 / 3**0.5, rel=1e-3)
 
 
 def test_noise_is_that_of_equal_seeds() -> None:

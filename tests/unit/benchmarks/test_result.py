@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import joined, save
+import pytest
+
+from benchmarks.result import interval, joined, save
 
 
 def part(command: str, commit: str, *rows: tuple[str, int]) -> dict[str, Any]:
@@ -35,3 +37,10 @@ def test_rows_that_were_measured_again_or_with_other_code_go(tmp_path: Path) -> 
     save(part("first", "abc", ("a", 1)), path)
     for again in (part("second", "abc", ("a", 2)), part("second", "def", ("b", 3))):
         assert joined(again, path, "kind") == again
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([1.0]) == 0.0
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx(4.30 / 3**0.5, rel=1e-3)
+    # Of 13 degrees of freedom no t is known: that of 12 is a little wider.
+    assert interval([0.0, 2.0] * 7) == pytest.approx(2.18 / 13**0.5, rel=1e-3)
