@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvmesh.core.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
 from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
@@ -254,12 +255,17 @@ def _resumable(look: Callable[[int], int], levels: Levels, tellers: int) -> Leve
     return cut
 
 
+def _split(joined: bytes) -> list[BlockHash]:
+    starts = range(0, len(joined), BLOCK_HASH_BYTES)
+    # One cast for all: calling `BlockHash` for each takes longer than to cut it out.
+    return cast("list[BlockHash]", [joined[at : at + BLOCK_HASH_BYTES] for at in starts])
+
+
 def _add(space: _Space, joined: bytes, bit: int) -> None:
     # Blocks that arrive together mostly have equal holders, so they share one integer again.
     before, after = 0, bit
     get = space.get
-    for start in range(0, len(joined), BLOCK_HASH_BYTES):
-        block_hash = BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+    for block_hash in _split(joined):
         holders = get(block_hash, 0)
         if holders is not before:
             before, after = holders, holders | bit
@@ -268,8 +274,7 @@ def _add(space: _Space, joined: bytes, bit: int) -> None:
 
 def _remove(space: _Space, joined: bytes, bit: int) -> None:
     before, after = 0, 0
-    for start in range(0, len(joined), BLOCK_HASH_BYTES):
-        block_hash = BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+    for block_hash in _split(joined):
         holders = space.get(block_hash, 0)
         if holders is not before:
             before, after = holders, holders & ~bit
