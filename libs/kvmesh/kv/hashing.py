@@ -143,9 +143,12 @@ class JoinedHashes(Sequence[BlockHash]):
     def __getitem__(self, index: slice) -> Sequence[BlockHash]: ...
 
     def __getitem__(self, index: int | slice) -> BlockHash | Sequence[BlockHash]:
-        if isinstance(index, slice):
-            return split_hashes(self.joined)[index]
         size = len(self)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(size)
+            if step == 1:  # stays joined, as a message will carry it
+                return JoinedHashes(self.joined[BLOCK_HASH_BYTES * start : BLOCK_HASH_BYTES * stop])
+            return [self[at] for at in range(start, stop, step)]
         if not -size <= index < size:
             raise IndexError(index)
         start = index % size * BLOCK_HASH_BYTES

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
-from kvmesh.kv.hashing import HashChain, chain_hashes, join_hashes, root_hash, split_hashes
+from kvmesh.kv.hashing import (
+    HashChain,
+    JoinedHashes,
+    chain_hashes,
+    join_hashes,
+    root_hash,
+    split_hashes,
+)
 
 ROOT = root_hash("model")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -78,6 +85,19 @@ def test_incremental_chain_equals_whole_chain(
 def test_split_inverts_join(raw: list[bytes]) -> None:
     hashes = [BlockHash(item) for item in raw]
     assert split_hashes(join_hashes(hashes)) == hashes
+
+
+BOUNDS = st.none() | st.integers(-7, 7)
+
+
+@given(st.integers(0, 5), BOUNDS, BOUNDS, st.sampled_from([None, 1, 2, -1, -3]))
+def test_joined_hashes_are_sliced_as_a_list_is(
+    count: int, start: int | None, stop: int | None, step: int | None
+) -> None:
+    hashes = chain_hashes(ROOT, range(4 * count), 4)
+    joined, part = JoinedHashes(join_hashes(hashes)), slice(start, stop, step)
+    assert list(joined[part]) == hashes[part]
+    assert join_hashes(joined[part]) == join_hashes(hashes[part])
 
 
 def test_split_refuses_a_cut_hash() -> None:
