@@ -45,7 +45,7 @@ from benchmarks.gateway_systems import (
     router,
 )
 from benchmarks.gateway_targets import targets_of
-from benchmarks.gateway_traffic import NUM_CHATS
+from benchmarks.gateway_traffic import MEAN_TOKENS, NUM_CHATS
 from benchmarks.peer_versions import peer_versions
 from benchmarks.result import RESULTS, Row, document, markdown, save
 from kvmesh.cli.stack import TRACES_PER_SECOND
@@ -53,8 +53,10 @@ from kvmesh.cli.stack import TRACES_PER_SECOND
 _PEERS = ("dynamo", "sglang-router", "vllm-router")
 
 NOTES = (
-    "each request has a chat of its own, of 200 to 2,000 tokens: prose, code, typographic quotes,"
-    " seven languages; turns of chats: users go on, so most of a chat was sent before. In a round"
+    "each request has a chat of its own, of 800 to 8,000 characters (a third of that in Chinese"
+    f" and Japanese), on average {MEAN_TOKENS:,} tokens of a small vocabulary: prose, code,"
+    " typographic quotes, seven languages; turns of chats: users go on, so most of a chat was sent"
+    " before. In a round"
     f" all systems get the same; who answers more than {NUM_CHATS} in a round begins anew\n"
     f"- requests: whole answers of {SHORT_TOKENS} tokens; tokens and first token: streams of"
     f" {STREAM_TOKENS}; workers send token by token, for requests and tokens without a pause\n"

@@ -1,9 +1,9 @@
 """Measures the processor time that each shortcut of the gateway saves, on traffic as users send it.
 
 One mesh serves several gateways: the shipped one, and for each shortcut one without it. They take
-turns with the same chats of 200 to 2,000 tokens, all different. Workers publish their prefixes, and
-telemetry is as `kvmesh up` ships it. The measure is a gateway's processor time per request, which
-other processes disturb less than its throughput.
+turns with the same chats of 800 to 8,000 characters, all different. Workers publish their prefixes,
+and telemetry is as `kvmesh up` ships it. The measure is a gateway's processor time per request,
+which other processes disturb less than its throughput.
 
     python -m benchmarks.gateway_ablation
     python -m benchmarks.gateway_ablation --only direct-http --rounds 9

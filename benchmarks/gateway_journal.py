@@ -1,9 +1,9 @@
 """Cost of the stream journal for a gateway: tokens per second lost, processor time added.
 
 A gateway with a journal and one without take turns before the same workers, a prefill and a decode
-worker, with the same chats of 200 to 2,000 tokens. A turn of each is a pair, and the cost is the
-median of the pairs: a host does not run at one speed for minutes. A second gateway with a journal
-shows the error of the method.
+worker, with the same chats of 800 to 8,000 characters. A turn of each is a pair, and the cost is
+the median of the pairs: a host does not run at one speed for minutes. A second gateway with a
+journal shows the error of the method.
 
     python -m benchmarks.gateway_journal
     python -m benchmarks.gateway_journal --only "128 tokens"    # other rows of this commit stay

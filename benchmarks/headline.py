@@ -148,7 +148,7 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     ),
     (
         "gateway",
-        "requests per second (chats of 200 to 2,000 tokens, answers of 16), 32 in flight",
+        "requests per second (chats of 800 to 8,000 characters, answers of 16), 32 in flight",
         _gateways("requests, 32 in flight", lambda row: f"{row['per s']:,}"),
     ),
     ("engine", "CPU engine, tokens per second, prefill and decode", _engine),

@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 from itertools import islice
 
-from benchmarks.gateway_traffic import NUM_CHATS, Request, fresh_chats, grown_chats, payloads
+import pytest
+import tokenizers
+
+from benchmarks.gateway_traffic import (
+    MEAN_TOKENS,
+    NUM_CHATS,
+    Request,
+    fresh_chats,
+    grown_chats,
+    payloads,
+)
+from benchmarks.our_mesh import CHECKPOINT
 from kvmesh.core.types import Endpoint
 
 ENDPOINT = Endpoint("127.0.0.1", 80)
@@ -45,3 +56,10 @@ def test_most_of_a_grown_chat_was_sent_before() -> None:
             num_known += size * (json.dumps(messages[:count]) in known)
         known.update(json.dumps(messages[:count]) for count in range(len(messages) + 1))
     assert 0.7 < num_known / num_all < 0.95
+
+
+def test_chats_have_as_many_tokens_as_the_notes_say() -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    contents = [message["content"] for chat in fresh_chats(1)[::10] for message in chat]
+    num_tokens = sum(len(each.ids) for each in tokenizer.encode_batch(contents))
+    assert num_tokens / len(fresh_chats(1)[::10]) == pytest.approx(MEAN_TOKENS, rel=0.1)
