@@ -33,6 +33,7 @@ from services.kvmanager.guard import StoreGuard
 from services.kvmanager.lookup import PrefixLookups
 from services.kvmanager.pool import Pool
 from services.kvmanager.pool_seat import PoolSeat
+from services.kvmanager.renewals import Renewals
 from services.kvmanager.session import PublisherSession, check_hashes, publisher_from_hello
 from services.kvmanager.watch import PrefixWatch
 
@@ -56,6 +57,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         self.pool = Pool(config.pool, pool_store, self.guard, SystemClock(), uuid.uuid4().hex)
         self._lookups = PrefixLookups(self.guard, config.limits, self.pool.heat.note)
         self._writes = asyncio.Semaphore(MAX_WRITES)
+        self.renewals = Renewals(self.guard, self._writes)
         self._sessions: set[PublisherSession] = set()
         self._direct: DirectWay[pb.MatchPrefixResponse] = DirectWay(
             direct, pb.MatchPrefixRequest, iter, at_once=True
@@ -148,7 +150,9 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                         await session.handle(message)
                     continue
                 publisher = publisher_from_hello(message)
-                session = PublisherSession(publisher, self.guard, outbox, self._writes)
+                session = PublisherSession(
+                    publisher, self.guard, outbox, self._writes, self.renewals
+                )
                 self._sessions.add(session)
                 seat = PoolSeat(publisher, outbox)
                 self.pool.join(seat)
@@ -221,6 +225,7 @@ async def build(config: KvManagerConfig, context: ServiceContext) -> None:
     await servicer.guard.start()
     context.add_servicer(pb_grpc.add_KvManagerServiceServicer_to_server, servicer)
     context.spawn(servicer.guard.run(), "store-guard")
+    context.spawn(servicer.renewals.run(), "renewals")
     context.spawn(sweep_forever(servicer.guard, config.index), "store-sweep")
     context.spawn(servicer.pool.run(), "pool")
     context.show("/debug/segments", servicer.pool.shown)

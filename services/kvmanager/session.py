@@ -18,6 +18,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager import metrics
 from services.kvmanager.guard import StoreGuard
+from services.kvmanager.renewals import Renewals
 
 log = event_logger(__name__)
 
@@ -52,6 +53,7 @@ class PublisherSession:
 
     Args:
         writes: limits the number of sessions that change the store at once.
+        renewals: renews the leases of all sessions.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class PublisherSession:
         guard: StoreGuard,
         outbox: PublishOutbox,
         writes: asyncio.Semaphore,
+        renewals: Renewals,
     ) -> None:
         self.publisher = publisher
         self._guard = guard
         self._outbox = outbox
         self._writes = writes
+        self._renewals = renewals
         # Messages and the store's recovery come from different tasks.
         self._turn = asyncio.Lock()
         self._slot: Slot | None = None
@@ -89,13 +93,15 @@ class PublisherSession:
         Raises:
             ProtocolError: the message breaks the contract.
         """
-        async with self._turn, self._writes:
+        async with self._turn:
             try:
                 match message.WhichOneof("message"):
                     case "events":
-                        await self._apply_events(message.events)
+                        async with self._writes:
+                            await self._apply_events(message.events)
                     case "snapshot":
-                        await self._apply_snapshot_part(message.snapshot)
+                        async with self._writes:
+                            await self._apply_snapshot_part(message.snapshot)
                     case "heartbeat":
                         await self._check(message.heartbeat.sequence)
                     case None:
@@ -107,7 +113,7 @@ class PublisherSession:
 
     async def store_recovered(self) -> None:
         """Repairs the index after the store was down."""
-        async with self._turn, self._writes:
+        async with self._turn:
             try:
                 if self._lost:
                     self._order_snapshot("store_recovered")
@@ -161,7 +167,7 @@ class PublisherSession:
         slot = self._slot
         if self._awaiting or self._lost or slot is None:
             return
-        if not await self._guard.call(lambda store: store.renew(slot, sequence)):
+        if not await self._renewals.renew(slot, sequence):
             self._order_snapshot("unknown")
 
     async def _drop_loading(self) -> None:

@@ -54,6 +54,11 @@ async def lengths(store: MetadataStore, hashes: bytes, namespace: str = NAMESPAC
     return [(m.worker_id, m.num_blocks) for m in await store.match(namespace, hashes)]
 
 
+async def renews(store: MetadataStore, slot: Slot, sequence: int) -> bool:
+    [is_renewed] = await store.renew([(slot, sequence)])
+    return is_renewed
+
+
 async def test_match_is_the_longest_run_from_the_start_per_worker(store: MetadataStore) -> None:
     a = (await store.register(publisher("a"))).slot
     b = (await store.register(publisher("b", incarnation=7))).slot
@@ -177,7 +182,7 @@ async def test_snapshot_replaces_everything_in_one_step(home: Home) -> None:
     assert await lengths(store, blocks(0, 1, 2)) == [("a", 3)]
     assert await lengths(store, blocks(10)) == []
     assert await store.apply_events(slot, 1, blocks(5), b"") is ApplyResult.UNKNOWN
-    assert not await store.renew(slot, 0)
+    assert not await renews(store, slot, 0)
     part = await store.apply_snapshot_part(slot, 8, blocks(1), last=True)
     assert part is ApplyResult.APPLIED
     assert await lengths(store, blocks(0, 1, 2)) == [("a", 2)]
@@ -198,7 +203,7 @@ async def test_empty_snapshot_means_no_blocks(store: MetadataStore) -> None:
     slot = await store.begin_snapshot(publisher("a"))
     assert await store.apply_snapshot_part(slot, 2, b"", last=True) is ApplyResult.APPLIED
     assert await lengths(store, blocks(0)) == []
-    assert await store.renew(slot, 2)
+    assert await renews(store, slot, 2)
 
 
 async def test_same_life_goes_on_where_it_was(store: MetadataStore) -> None:
@@ -228,7 +233,7 @@ async def test_ended_lease_is_ignored_at_once_and_swept(home: Home) -> None:
     await home.expire(slot)
     assert await lengths(store, blocks(0)) == []
     assert await store.statistics() == StoreStatistics(0, 0)
-    assert not await store.renew(slot, 1)
+    assert not await renews(store, slot, 1)
     assert await store.apply_events(slot, 2, blocks(2), b"") is ApplyResult.UNKNOWN
     again = await store.register(publisher("a"))
     assert again.slot != slot
@@ -244,15 +249,15 @@ async def test_each_renewal_starts_the_lease_anew() -> None:
     store = memory.store
     slot = (await store.register(publisher("a"))).slot
     memory.clock.advance(LEASE_S - 1)
-    assert await store.renew(slot, 0)
+    assert await renews(store, slot, 0)
     memory.clock.advance(LEASE_S - 1)
     assert await store.apply_events(slot, 1, b"", b"") is ApplyResult.APPLIED
     memory.clock.advance(LEASE_S - 1)
     assert (await store.register(publisher("a"))).slot == slot
     memory.clock.advance(LEASE_S - 1)
-    assert await store.renew(slot, 1)
+    assert await renews(store, slot, 1)
     memory.clock.advance(LEASE_S)
-    assert not await store.renew(slot, 1)
+    assert not await renews(store, slot, 1)
 
 
 async def test_each_renewal_sets_the_time_to_live_in_redis(url: str) -> None:
@@ -267,7 +272,7 @@ async def test_each_renewal_sets_the_time_to_live_in_redis(url: str) -> None:
     slot = (await store.register(publisher("a"))).slot
     assert await renewed(slot)
     assert not await renewed(slot), "the check itself must be able to fail"
-    assert await store.renew(slot, 0)
+    assert await renews(store, slot, 0)
     assert await renewed(slot)
     await store.apply_events(slot, 1, b"", b"")
     assert await renewed(slot)
@@ -281,10 +286,20 @@ async def test_each_renewal_sets_the_time_to_live_in_redis(url: str) -> None:
 
 
 async def test_renew_notices_a_batch_that_never_came(store: MetadataStore) -> None:
-    slot = (await store.register(publisher("a"))).slot
-    assert await store.renew(slot, 0)
-    assert not await store.renew(slot, 1)
-    assert not await store.renew(Slot("f" * 14), 0)
+    slots = [(await store.register(publisher(name))).slot for name in "abc"]
+    await store.apply_events(slots[1], 1, blocks(0), b"")
+    unknown = Slot("f" * 14)
+    told = await store.renew([(slots[0], 0), (slots[1], 0), (unknown, 0), (slots[1], 1)])
+    assert told == [True, False, False, True]
+    assert await store.renew([(slots[2], 1)]) == [False]
+    assert await store.renew([]) == []
+
+
+async def test_a_fleet_renews_its_leases_in_one_call(store: MetadataStore) -> None:
+    slots = [(await store.register(publisher(f"w{number}"))).slot for number in range(300)]
+    await store.forget(slots[7])
+    told = await store.renew([(slot, 0) for slot in slots])
+    assert [index for index, is_renewed in enumerate(told) if not is_renewed] == [7]
 
 
 async def test_forget_ends_a_slot(store: MetadataStore) -> None:
@@ -293,7 +308,7 @@ async def test_forget_ends_a_slot(store: MetadataStore) -> None:
     await store.forget(slot)
     await store.forget(slot)
     assert await lengths(store, blocks(0)) == []
-    assert not await store.renew(slot, 1)
+    assert not await renews(store, slot, 1)
 
 
 async def test_namespaces_are_apart(store: MetadataStore) -> None:
@@ -367,7 +382,7 @@ async def test_emptied_redis_hands_out_new_slots(url: str) -> None:
     home = Redis(url)
     before = (await home.store.register(publisher("a"))).slot
     await home.raw.delete(*await home.raw.keys(home.prefix + "*"))
-    assert not await home.store.renew(before, 0)
+    assert not await renews(home.store, before, 0)
     after = (await home.store.register(publisher("b"))).slot
     assert after > before
     await home.close()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -135,8 +135,11 @@ class MemoryMetadataStore:
         record.lease_end = self._lease_end()
         return ApplyResult.APPLIED
 
-    async def renew(self, slot: Slot, sequence: int) -> bool:
+    async def renew(self, known: Sequence[tuple[Slot, int]]) -> list[bool]:
         """See `MetadataStore.renew`."""
+        return [self._renew(slot, sequence) for slot, sequence in known]
+
+    def _renew(self, slot: Slot, sequence: int) -> bool:
         record = self._alive(slot)
         if record is None or not record.live or record.sequence != sequence:
             return False

@@ -7,7 +7,7 @@ Tests: tests/contract/test_metadata_store.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvmesh.core.slots import PrefixMatch, Publisher, Slot, SlotChange, SlotChanges, SlotState
@@ -20,6 +20,9 @@ from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 APPLY_SLICE_BLOCKS = 256
 """Maximum number of blocks changed by one script call, which blocks Redis for about 1 ms."""
+
+RENEWED_AT_ONCE = 256
+"""Maximum number of leases that one script call renews, for the same reason."""
 
 HELD_PAGE_BLOCKS = 1024
 """Approximate number of blocks in a page of a slot's blocks."""
@@ -140,9 +143,15 @@ class RedisMetadataStore:
         with understanding():
             return ApplyResult(result.decode())
 
-    async def renew(self, slot: Slot, sequence: int) -> bool:
+    async def renew(self, known: Sequence[tuple[Slot, int]]) -> list[bool]:
         """See `MetadataStore.renew`."""
-        return bool(await self._client.ask(scripts.RENEW, slot, self._lease_ms, sequence))
+        found: list[bool] = []
+        for start in range(0, len(known), RENEWED_AT_ONCE):
+            words = [word for each in known[start : start + RENEWED_AT_ONCE] for word in each]
+            told = await self._client.ask(scripts.RENEW, self._lease_ms, *words)
+            with understanding():
+                found += [int(each) > 0 for each in told]
+        return found
 
     async def forget(self, slot: Slot) -> None:
         """See `MetadataStore.forget`."""

@@ -141,12 +141,17 @@ return 'applied'
 batch is complete), stored, removed. Returns a value of ApplyResult."""
 
 RENEW = """
-local prefix, slot, lease_ms, sequence = unpack(ARGV)
-local facts = redis.call('HMGET', prefix .. 'slot:' .. slot, 'live', 'sequence')
-if facts[1] ~= '1' or tonumber(facts[2]) ~= tonumber(sequence) then return 0 end
-return redis.call('PEXPIRE', prefix .. 'lease:' .. slot, lease_ms)
+local prefix, lease_ms = ARGV[1], ARGV[2]
+local told = {}
+for i = 3, #ARGV, 2 do
+  local slot, sequence = ARGV[i], ARGV[i + 1]
+  local facts = redis.call('HMGET', prefix .. 'slot:' .. slot, 'live', 'sequence')
+  local is_known = facts[1] == '1' and tonumber(facts[2]) == tonumber(sequence)
+  told[#told + 1] = is_known and redis.call('PEXPIRE', prefix .. 'lease:' .. slot, lease_ms) or 0
+end
+return told
 """
-"""ARGV: prefix, slot, lease ms, sequence. Returns 1 if renewed."""
+"""ARGV: prefix, lease ms, then slot and sequence of each. Returns 1 for each that is renewed."""
 
 FORGET = (
     _LOG

@@ -8,6 +8,7 @@ Tests: tests/contract/test_metadata_store.py runs against all of them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,8 +90,15 @@ class MetadataStore(Protocol):
         """
         ...
 
-    async def renew(self, slot: Slot, sequence: int) -> bool:
-        """Renews a live slot's lease; False if it has none or is at another sequence."""
+    async def renew(self, known: Sequence[tuple[Slot, int]]) -> list[bool]:
+        """Renews the leases of live slots.
+
+        Args:
+            known: slots, each with the sequence that its worker is at.
+
+        Returns:
+            For each, whether it is renewed: it has a lease, and is at that sequence.
+        """
         ...
 
     async def forget(self, slot: Slot) -> None:

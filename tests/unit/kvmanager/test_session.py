@@ -15,6 +15,7 @@ from kvmesh.metadata.store import ApplyResult, StoreUnavailableError
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.guard import StoreGuard
+from services.kvmanager.renewals import Renewals
 from services.kvmanager.session import PublisherSession, publisher_from_hello
 
 PUBLISHER = Publisher(WorkerId("w"), 1, "east", "n")
@@ -43,7 +44,10 @@ class Stage:
         self.store = FaultyStore()
         self.guard = StoreGuard(self.store, 0.0, self._recovered)
         self.outbox: Outbox[pb.PublishResponse] = Outbox()
-        self.session = PublisherSession(PUBLISHER, self.guard, self.outbox, asyncio.Semaphore(1))
+        writes = asyncio.Semaphore(1)
+        renewals = Renewals(self.guard, writes)
+        self.renewing = asyncio.ensure_future(renewals.run())
+        self.session = PublisherSession(PUBLISHER, self.guard, self.outbox, writes, renewals)
 
     async def _recovered(self) -> None:
         await self.session.store_recovered()
