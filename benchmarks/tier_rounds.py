@@ -149,7 +149,8 @@ async def run(memory: str, host: int, rounds: int, seed: int) -> list[Row]:
                     await getattr(load, name)(1.0)
                     await mesh.idle()
                     found = row_of(memory, name, load.asked, load.seconds, UNIT_S)
-                    rows.append({"router": router, "round": number + 1, **found})
+                    about = {"router": router, "round": number + 1, "seconds": load.seconds}
+                    rows.append({**about, **found})
             spent = time.perf_counter() - began
             told = (f"{name} {ratios(rows, name, memory)[-1]:.3f}" for name in LOADS[:2])
             say(f"[{number + 1}/{rounds}] {spent:4.0f} s  {memory}: {', '.join(told)}")
@@ -159,10 +160,10 @@ async def run(memory: str, host: int, rounds: int, seed: int) -> list[Row]:
 def ratios(rows: Sequence[Row], load: str, form: str) -> list[float]:
     """Our goodput over the router's in each round.
 
-    A system without any good request counts as if it had half of one a minute.
+    A system without any good request in a load counts as if it had half of one.
     """
     goodput = {
-        (row["router"], row["round"]): max(float(row["goodput/s"]), 0.5 / 60)
+        (row["router"], row["round"]): max(float(row["goodput/s"]), 0.5 / row["seconds"])
         for row in rows
         if (row["load"], row["form"]) == (load, form)
     }
