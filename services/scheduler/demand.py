@@ -6,11 +6,12 @@ Tests: tests/unit/scheduler/test_demand.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmesh.core.types import RequestId, RouteQuery
+from kvmesh.policy.waiting import Demand, Looking
 
 STALE_S = 0.75
 """Seconds after which a report is dropped.
@@ -35,50 +36,12 @@ class _Told:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Looking:
-    """Number of requests that look for workers.
-
-    Attributes:
-        reserved: those with a reservation; they wait for prefill.
-        unreserved: those without a reservation.
-    """
-
-    reserved: int = 0
-    unreserved: int = 0
-
-
 @dataclass(slots=True)
 class _Asked:
     model: str
     remote: bool
     times: int
     at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Requests of one model that look for workers.
-
-    Attributes:
-        scenarios: by the scenario that they name.
-        remote, local: number of requests that wait for prefill in that cluster. It is estimated
-            from the requests that asked again: most waiting requests wait for their turn to ask.
-    """
-
-    scenarios: Mapping[str, Looking] = field(default_factory=dict)
-    remote: float = 0.0
-    local: float = 0.0
-
-    @property
-    def reserved(self) -> int:
-        """Number of requests with a reservation."""
-        return sum(each.reserved for each in self.scenarios.values())
-
-    @property
-    def unreserved(self) -> int:
-        """Number of requests without a reservation."""
-        return sum(each.unreserved for each in self.scenarios.values())
 
 
 class DemandBoard:

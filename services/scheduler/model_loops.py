@@ -8,55 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from operator import mul
 
 from kvmesh.core.details import ANSWER, COPY, GET, TCP, FleetWorker
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.turns import Parts
 from kvmesh.core.types import Role, RouteQuery, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload
 from kvmesh.policy.congestion import CongestionMeter, LinkCounts, LinkName
-from kvmesh.policy.groups import GroupKey
+from kvmesh.policy.group_loops import GroupLoops, GroupStep, RoleLoops, RoleWork, sole_giver
 from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import OffloadState, Threshold
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.profiled_ratio import MeanLengths
-from kvmesh.policy.reallocation import choose_giver
-from kvmesh.policy.role_loop import RoleCycle, RoleLoop, WorkerReading
 from kvmesh.policy.sending import Life, SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
-from kvmesh.policy.waiting import Waiting, split_waiting
+from kvmesh.policy.waiting import Demand, Waiting, split_waiting
 from services.scheduler.config import PlanningConfig
-from services.scheduler.demand import Demand
-from services.scheduler.group_loops import GroupLoops, GroupStep, by_group, waiting_by_group
 
 _USUAL_TOKENS = 512
 """Tokens of the typical prompt from which an expected prefill speed is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleWork:
-    """One cycle of one group's role loop. Nothing else uses the loop meanwhile.
-
-    Attributes:
-        share: waiting requests per worker of the side for which they wait.
-    """
-
-    group: GroupKey
-    loop: RoleLoop
-    members: tuple[FleetWorker, ...]
-    share: Waiting
-
-    def cycle(self, now: float) -> Parts[RoleCycle]:
-        """Runs the cycle in parts."""
-        readings: list[WorkerReading] = []
-        for each in self.members:
-            readings.append(self.loop.read(each.info, each.load, self.share))
-            if len(readings) % WORKERS_IN_A_TURN == 0:
-                yield
-        return (yield from self.loop.cycle(readings, now))
 
 
 class ModelLoops:
@@ -79,7 +53,7 @@ class ModelLoops:
         self._meter = ServingMeter(self._remote, expected)
         self._expected = expected
         self._allocation = AllocationLoop()
-        self._roles: dict[GroupKey, RoleLoop] = {}
+        self._roles = RoleLoops()
         self._sent: dict[Life, int] = {}
         self._sending = SendingMeter()
         self._signs = CongestionMeter()
@@ -145,7 +119,9 @@ class ModelLoops:
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
         """The steps of P/D-Serve's monitor for each local group, once per `planning.monitor_s`."""
-        return list(self._groups.end_window(self._home(workers), self._prompt_token_s()))
+        token_s = self._prompt_token_s()
+        prompt_s = None if token_s is None else partial(mul, token_s)
+        return list(self._groups.end_window(self._home(workers), prompt_s))
 
     def carried_out(self, step: GroupStep) -> None:
         """Notes that the monitor's step was ordered."""
@@ -215,24 +191,8 @@ class ModelLoops:
         return read, reading
 
     def role_work(self, workers: Sequence[FleetWorker], demand: Demand) -> list[RoleWork]:
-        """The work of FlowKV's cycle for every local group.
-
-        A worker can only help its own group: no other group can use it.
-        """
-        movable = [w for w in self._home(workers) if w.info.role is not Role.HYBRID]
-        groups = by_group(movable)
-        for key in self._roles.keys() - groups.keys():
-            del self._roles[key]
-        waiting = waiting_by_group(groups, demand)
-        return [
-            RoleWork(
-                key,
-                self._roles.setdefault(key, RoleLoop()),
-                tuple(members),
-                _per_worker(waiting[key], members),
-            )
-            for key, members in sorted(groups.items())
-        ]
+        """The work of FlowKV's cycle for every local group."""
+        return self._roles.work(self._home(workers), demand)
 
     def _waiting(self, workers: Sequence[FleetWorker], demand: Demand) -> Waiting:
         loads = [each.load for each in self._home(workers)]
@@ -251,8 +211,7 @@ class ModelLoops:
         num_prefill = sum(each.info.role is Role.PREFILL for each in home)
         queues = self._allocation.take_queues(num_prefill, len(home) - num_prefill)
         serving = self._meter.serving or self._expected
-        helping = any(loop.is_helping for loop in self._roles.values())
-        if serving is None or helping or not self._allocation.has_lengths:
+        if serving is None or self._roles.is_helping or not self._allocation.has_lengths:
             return None
         num_far = sum(each.info.cluster == self._remote for each in workers)
         egress = self._offload.take_capacity()
@@ -266,20 +225,7 @@ class ModelLoops:
         Lengths and queues are known only for all groups together, so they do not tell which group
         can spare a worker. With several local groups, no worker moves.
         """
-        home = self._home(workers)
-        if to_role is None or len(by_group(home)) > 1:
-            return None
-        return choose_giver([(each.info, each.load) for each in home], to_role)
-
-    def givers(
-        self, to_role: Role | None, members: Sequence[FleetWorker], count: int
-    ) -> list[WorkerId]:
-        """The least loaded workers of a group's side that gives some up; it keeps its last one."""
-        left, found = list(members), list[WorkerId]()
-        while len(found) < count and (name := self.giver(to_role, left)) is not None:
-            found.append(name)
-            left = [each for each in left if each.info.worker_id != name]
-        return found
+        return sole_giver(to_role, self._home(workers))
 
     def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
         """Takes over the threshold of an evaluation, for the split of roles from now on.
@@ -295,12 +241,6 @@ class ModelLoops:
         if moved:
             num_prefill += 1 if found.move.to_role is Role.PREFILL else -1
         self._offload.threshold = found.threshold(self.threshold, num_prefill)
-
-
-def _per_worker(waiting: Waiting, members: Sequence[FleetWorker]) -> Waiting:
-    num_prefill = sum(each.info.role is Role.PREFILL for each in members)
-    num_decode = len(members) - num_prefill
-    return Waiting(waiting.prefill / max(num_prefill, 1), waiting.decode / max(num_decode, 1))
 
 
 def _life(worker: FleetWorker) -> Life:

@@ -18,6 +18,7 @@ from kvmesh.core.types import Role, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
 from kvmesh.policy.composition import Composition
+from kvmesh.policy.group_loops import givers
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.prefix_source import FetchPace
@@ -219,15 +220,15 @@ class Planner:
         """Changes the roles of a group's workers permanently, if the monitor says so."""
         for found in loops.end_window(workers):
             role, reason = found.step.grow, found.step.reason
-            givers = loops.givers(role, found.members, found.step.count)
-            if role is None or not givers:
+            giving = givers(role, found.members, found.step.count)
+            if role is None or not giving:
                 self._decisions.add_fleet(
                     "ratio", reason.name.lower(), model=model, group=found.group.name
                 )
                 continue
             ordered = [
                 self.role_orders.change("ratio", giver, role, reason, may_order=may_order)
-                for giver in givers
+                for giver in giving
             ]
             if any(ordered):
                 loops.carried_out(found)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import Role, WorkerId
+from kvmesh.policy.group_loops import RoleWork
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.role_loop import RoleCycle
 from kvmesh.policy.role_switch import ScaleSignal, scale_signal
@@ -16,7 +17,6 @@ from kvmesh.policy.slot_use import SlotMeter, slot_signal
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
-from services.scheduler.model_loops import RoleWork
 from services.scheduler.role_orders import RoleChanges
 
 log = event_logger(__name__)

@@ -1,6 +1,7 @@
 """The control loops of a simulation: threshold, role switches, reallocation.
 
-Each collects its policy's inputs and carries out the policy's decision.
+They are the scheduler's own. This module reports to them what live workers and gateways would, and
+carries out their decisions.
 Tests: tests/unit/sim/test_control.py.
 """
 
@@ -8,48 +9,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import StepPace
+from kvmesh.core.summary_statistics import mean
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, RoutePlan, WorkerId, WorkerLoad
 from kvmesh.core.values import changed
 from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
-from kvmesh.policy.groups import GroupKey, shares_of_groups
+from kvmesh.policy.group_loops import GroupLoops, RoleLoops, givers, sole_giver
 from kvmesh.policy.measurement import MeanAnswer
 from kvmesh.policy.offload import OffloadState, Threshold
-from kvmesh.policy.pdserve import InstanceProfile
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
-from kvmesh.policy.profiled_ratio import MeanLengths, measured_profile
-from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
-from kvmesh.policy.reallocation import choose_giver
-from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, decode_slots
+from kvmesh.policy.profiled_ratio import MeanLengths
+from kvmesh.policy.ratio_monitor import WINDOW_S
+from kvmesh.policy.role_loop import CYCLE_S, decode_slots
 from kvmesh.policy.sending import SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
-from kvmesh.policy.waiting import Waiting, split_waiting
+from kvmesh.policy.waiting import Demand, split_waiting
 from kvmesh.sim.events import EventQueue
-from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.placing import Desk
+from kvmesh.sim.fleet import REMOTE, SimFleet
+from kvmesh.sim.placing import Desk, waiting_by_scenario
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import Offload
 from kvmesh.sim.trace import uncached_lengths
-from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
-
-
-@dataclass(slots=True)
-class _Group:
-    """Loops of one group.
-
-    Attributes:
-        num_new: requests that arrived since the last sample.
-    """
-
-    roles: RoleLoop = field(default_factory=RoleLoop)
-    monitor: RatioMonitor = field(default_factory=RatioMonitor)
-    num_new: int = 0
 
 
 class Control:
@@ -72,7 +58,8 @@ class Control:
         self._fleet = fleet
         self._desk = desk
         self._reasons = reasons
-        self._groups = {each.info.scenario: _Group() for each in fleet.workers.values()}
+        self._roles = RoleLoops()
+        self._ratios = GroupLoops()
         self._allocation = AllocationLoop()
         self._answers = MeanAnswer()
         self._generated: dict[tuple[WorkerId, int], int] = {}
@@ -105,31 +92,30 @@ class Control:
     def cycle(self) -> None:
         """Runs one step of the fast loops, in the order of the service (`Planner.cycle`)."""
         system = self._scenario.system
+        workers, demand = self._reports(), self._demand()
         self._observe_answers()
         if system.reallocate:
-            self._allocation.observe(self._waiting())
+            loads = [each.load for each in workers]
+            waiting = split_waiting(demand.reserved, demand.unreserved, loads)
+            self._allocation.observe(waiting)
         if system.monitor:
-            self._observe_stages()
+            at_once(self._ratios.observe(workers, demand, CYCLE_S))
         if system.offload is Offload.ADAPTIVE and self._remote():
-            self._adjust()
+            self._adjust(demand)
         if system.switch_roles:
-            self._switch_roles()
+            self._switch_roles(workers, demand)
         if system.monitor and self._events.now() >= self._window_ends:
             self._window_ends = self._events.now() + WINDOW_S
-            self._move_ratios()
+            self._move_ratios(workers)
 
     def note_prompt(self, request: SimRequest, plan: RoutePlan) -> None:
-        """Adds a new request, with its first plan, as a scheduler does.
-
-        It counts for the group of the plan's first worker.
-        """
+        """Adds a new request, with its first plan, as a scheduler does."""
         uncached = request.num_tokens - plan.prefill[0].cached_tokens
         output = self._answers.expected(request.trace.output_tokens)
         self._num_new += 1
         self._allocation.note_prompt(uncached, output)
-        group = self._groups[self._fleet.workers[plan.prefill[0].worker_id].info.scenario]
-        group.monitor.note_prompts(MeanLengths(uncached, request.num_tokens, output))
-        group.num_new += 1
+        lengths = MeanLengths(uncached, request.num_tokens, output)
+        self._ratios.note_new(request.trace.scenario, lengths)
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -154,7 +140,7 @@ class Control:
         best = optimum(points).threshold_tokens
         return Threshold(best, best)
 
-    def _adjust(self) -> None:
+    def _adjust(self, demand: Demand) -> None:
         carried, _ = self._fleet.between.use_until_now()
         now = self._events.now()
         told = {
@@ -163,15 +149,11 @@ class Control:
             )
             for each in self._remote()
         }
-        # A request with a reservation waits for prefill; any other waits for decode.
-        waiting = Counter(
-            request.remote for request, each in self._desk.searching.items() if each.has_reservation
-        )
         reading = ThresholdReading(
             sent_bytes=int(carried) - int(self._carried),
             leaving_bytes=int(self._fleet.between.bytes_left),
-            remote_waiting=waiting[True],
-            local_waiting=waiting[False],
+            remote_waiting=demand.remote,
+            local_waiting=demand.local,
             num_remote=len(self._remote()),
             num_local=sum(worker.info.role is not Role.DECODE for worker in self._local()),
             sending=self._sending.observe(told),
@@ -182,55 +164,38 @@ class Control:
 
     # --- role switches -----------------------------------------------------------------------
 
-    def _switch_roles(self) -> None:
-        for label, group in self._groups.items():
-            readings = self._read(group.roles, self._movable(label), self._waiting(label))
-            cycle = at_once(group.roles.cycle(readings, self._events.now()))
+    def _switch_roles(self, workers: Sequence[FleetWorker], demand: Demand) -> None:
+        for work in self._roles.work(workers, demand):
+            cycle = at_once(work.cycle(self._events.now()))
             self._reasons[f"regime: {cycle.regime.value}"] += 1
             for switch in cycle.switches:
                 self._fleet.workers[switch.worker_id].set_role(switch.role)
-                group.roles.carried_out(switch)
+                work.loop.carried_out(switch)
                 self._reasons[f"switch: {switch.reason.value}"] += 1
-
-    def _read(
-        self, roles: RoleLoop, workers: list[SimWorker], waiting: Waiting
-    ) -> list[WorkerReading]:
-        num_prefill = max(sum(w.info.role is Role.PREFILL for w in workers), 1)
-        num_decode = max(len(workers) - num_prefill, 1)
-        share = Waiting(waiting.prefill / num_prefill, waiting.decode / num_decode)
-        return [
-            roles.read(
-                each.info,
-                reported_load(each),
-                # A queue of its own waits for nobody else.
-                Waiting(share.prefill + each.num_waiting, share.decode),
-            )
-            for each in workers
-        ]
 
     # --- reallocation ------------------------------------------------------------------------
 
     def reallocate(self) -> None:
         """Runs one step of the slow loop."""
-        local = self._local()
-        decoding = sum(worker.info.role is not Role.PREFILL for worker in local)
-        queues = self._allocation.take_queues(len(local) - decoding, decoding)
-        is_helping = any(group.roles.is_helping for group in self._groups.values())
-        if not self._allocation.has_lengths or is_helping:
+        local = self._reports()
+        num_prefill = sum(each.info.role is Role.PREFILL for each in local)
+        queues = self._allocation.take_queues(num_prefill, len(local) - num_prefill)
+        if not self._allocation.has_lengths or self._roles.is_helping:
             return
         hardware = self._hardware(self._offload.take_capacity())
-        num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
-        loads = [(worker.info, worker.load()) for worker in local]
+        loads = [(each.info, each.load) for each in local]
         question = self._allocation.question(
             self._serving(), hardware, self._offload.threshold, loads, queues
         )
         if not question.is_open(switch_roles=self._scenario.system.switch_roles):
             return
         found = question.answer()
-        move = found.move
-        self._reasons[f"reallocation: {move.reason.value}"] += 1
-        if move.to_role is not None and self._turn_one(move.to_role, local):
-            num_prefill += 1 if move.to_role is Role.PREFILL else -1
+        role = found.move.to_role
+        self._reasons[f"reallocation: {found.move.reason.value}"] += 1
+        giver = sole_giver(role, local)
+        if giver is not None and role is not None:
+            self._fleet.workers[giver].set_role(role)
+            num_prefill += 1 if role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
             self._offload.threshold = found.threshold(self._offload.threshold, num_prefill)
 
@@ -245,71 +210,35 @@ class Control:
         self._answers.observe(num_generated, self._num_new)
         self._num_new = 0
 
-    def _observe_stages(self) -> None:
-        for label, group in self._groups.items():
-            members, waiting = self._movable(label), self._waiting(label)
-            queued = sum(worker.num_waiting for worker in members)
-            counts = StageCounts.of(
-                Waiting(waiting.prefill + queued, waiting.decode), map(reported_load, members)
-            )
-            group.monitor.observe(counts, group.num_new, CYCLE_S)
-            group.num_new = 0
+    def _move_ratios(self, workers: Sequence[FleetWorker]) -> None:
+        for found in self._ratios.end_window(workers, self._prompt_s):
+            role, reason = found.step.grow, found.step.reason
+            self._reasons[f"monitor: {reason.value}"] += 1
+            giving = givers(role, found.members, found.step.count)
+            if role is None or not giving:
+                continue
+            for name in giving:
+                self._fleet.workers[name].set_role(role)
+            self._ratios.carried_out(found.group)
 
-    def _move_ratios(self) -> None:
-        for label, group in self._groups.items():
-            self._move_ratio(self._movable(label), group.monitor)
-
-    def _move_ratio(self, movable: list[SimWorker], monitor: RatioMonitor) -> None:
-        num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
-        profile = _profile_of(movable[0], monitor.lengths) if movable else None
-        step = monitor.end_window(num_prefill, len(movable) - num_prefill, profile)
-        if step is None:
-            return
-        self._reasons[f"monitor: {step.reason.value}"] += 1
-        turned = [
-            step.grow is not None and self._turn_one(step.grow, movable) for _ in range(step.count)
-        ]
-        if any(turned):
-            monitor.carried_out()
-
-    def _turn_one(self, role: Role, workers: list[SimWorker]) -> bool:
-        giver = choose_giver([(each.info, each.load()) for each in workers], role)
-        if giver is None:
-            return False
-        self._fleet.workers[giver].set_role(role)
-        return True
+    def _prompt_s(self, uncached_tokens: float) -> float:
+        """Returns the seconds of a prompt that a scheduler would measure at home."""
+        return mean([each.device.prefill_s(uncached_tokens) for each in self._local()])
 
     # --- inputs of the policies --------------------------------------------------------------
 
-    def _waiting(self, label: str | None = None) -> Waiting:
-        """Returns the requests that wait for all groups, or a group's share of them."""
-        shares: dict[str, float] = {}  # the group's, by scenario
-        held = unheld = 0.0
-        for request, each in self._desk.searching.items():
-            scenario = request.trace.scenario
-            if scenario not in shares:
-                shares[scenario] = 1.0 if label is None else self._share(scenario, label)
-            if each.has_reservation:
-                held += shares[scenario]
-            else:
-                unheld += shares[scenario]
-        members = self._local() if label is None else self._movable(label)
-        return split_waiting(held, unheld, [worker.load() for worker in members])
+    def _demand(self) -> Demand:
+        """Returns the requests that wait at the gateways."""
+        # A request with a reservation waits for prefill; any other waits for decode.
+        prefill = Counter(
+            request.remote for request, each in self._desk.searching.items() if each.has_reservation
+        )
+        waiting = waiting_by_scenario(self._desk.searching)
+        return Demand(waiting, prefill[True], prefill[False])
 
-    def _share(self, scenario: str, label: str) -> float:
-        """Returns the fraction of a scenario's requests that a group serves."""
-        keys = {each: GroupKey(MODEL, "", each, "") for each in self._groups}
-        sizes = {key: len(self._movable(each)) for each, key in keys.items()}
-        present = {key: size for key, size in sizes.items() if size}
-        return shares_of_groups({scenario: 1.0}, present).get(keys[label], 0.0)
-
-    def _movable(self, label: str) -> list[SimWorker]:
-        """Returns a group's workers that can change their role."""
-        return [
-            worker
-            for worker in self._local()
-            if worker.info.scenario == label and worker.info.role is not Role.HYBRID
-        ]
+    def _reports(self) -> list[FleetWorker]:
+        """Returns the local workers with the loads that they report."""
+        return [FleetWorker(each.info, reported_load(each)) for each in self._local()]
 
     def _remote(self) -> list[SimWorker]:
         return [w for w in self._fleet.living() if w.info.cluster == REMOTE]
@@ -324,30 +253,24 @@ class Control:
         return Hardware(len(self._remote()), len(self._local()), egress_bytes_per_s)
 
 
-def _profile_of(worker: SimWorker, lengths: MeanLengths | None) -> InstanceProfile | None:
-    """Returns the speeds that a scheduler would measure; all workers at home have one device."""
-    if lengths is None:
-        return None
-    device, info = worker.device, worker.info
-    slots, cost = info.decode_slots, device.decode
-    pace = StepPace(cost.constant + cost.per_sequence * slots, cost.per_token)
-    room = info.num_blocks * TRACE_BLOCK
-    return measured_profile(device.prefill_s(lengths.uncached), pace, slots, room, lengths)
-
-
 def reported_load(worker: SimWorker) -> WorkerLoad:
     """Returns the load that a live worker in this state reports: without a queue of its own.
 
     It models a real engine's measurements: prompts keep a worker busy, and decode steps do in
     proportion to the slots in use.
     """
-    info, load = worker.info, worker.load()
+    info, load, cost = worker.info, worker.load(), worker.device.decode
     accepted = load.prefill_active - worker.num_waiting
     is_computing = accepted > load.prefill_sending
+    room = load.room
+    if room.pace == StepPace():
+        pace = StepPace(cost.constant + cost.per_sequence * info.decode_slots, cost.per_token)
+        room = changed(room, pace=pace)
     return changed(
         load,
         prefill_active=accepted,
         budget_used=float(is_computing),
         compute_used=float(is_computing),
         memory_bandwidth_used=load.decode_running / max(decode_slots(info, load), 1),
+        room=room,
     )

@@ -86,6 +86,7 @@ class SimFleet:
         grouped: whether each cluster is the P/D group of the scenario with its name.
 
     Attributes:
+        num_changes: counter that grows whenever a worker's load, cache or role changes.
         openings: counter that grows whenever a worker may accept a request that it refused before.
         host: the host that all workers share; None if each has its own.
         between: the link out of the remote cluster.
@@ -111,6 +112,7 @@ class SimFleet:
         self._order = order
         self._grouped = grouped
         self.workers: dict[WorkerId, SimWorker] = {}
+        self.num_changes = 0
         self.openings = 0
         self.index = PrefixIndex()
         self._views: dict[WorkerId, WorkerView] = {}
@@ -161,6 +163,7 @@ class SimFleet:
         if self._order is not None:
             self._order.update(view)
         self._view = None
+        self.num_changes += 1
         self.openings += 1
 
     def restart(self, worker_id: WorkerId) -> None:
@@ -182,9 +185,11 @@ class SimFleet:
             if self._order is not None:
                 self._order.remove(dead.info.worker_id)
             self._view = None
+            self.num_changes += 1
 
     def note_change(self, worker: SimWorker) -> None:
         """Records that a worker's load or cache has changed."""
+        self.num_changes += 1
         self._changed.add(worker.info.worker_id)
         self.index.note_change(worker.info.worker_id)
 
@@ -254,6 +259,7 @@ class SimFleet:
             )
             self._changed.add(candidate.worker_id)
         self._view = None
+        self.num_changes += 1
 
     @property
     def message_s(self) -> float:

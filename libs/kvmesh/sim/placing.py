@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import (
@@ -16,7 +17,6 @@ from kvmesh.core.types import (
     PrefixSource,
     Refusal,
     RefusalReason,
-    RouteCause,
     RoutePlan,
     WorkerId,
 )
@@ -26,7 +26,9 @@ from kvmesh.policy.forwarding import (
     backoff_s,
     rounds_per_route,
     still_refusing,
+    waiting_told,
 )
+from kvmesh.policy.waiting import Looking
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
@@ -126,6 +128,16 @@ class Placing:
         """Whether the request waits for a prefill worker; else it waits for a decode worker."""
         return self._reserved is not None
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether no worker took the request in an earlier round."""
+        return self._num_rounds > 0
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the request waits for its first turn to ask."""
+        return self._deadline is not None and not self.was_refused
+
     def start(self) -> None:
         """Starts the search."""
         self._desk.searching[self._request] = self
@@ -158,6 +170,7 @@ class Placing:
     def _called(self) -> None:
         assert self._deadline is not None, "who waits for its turn has a deadline"
         self._deadline.cancel()
+        self._deadline = None
         self._ask_again(self._desk.events.now(), self._until_s)
 
     def _late(self) -> None:
@@ -183,16 +196,15 @@ class Placing:
             self._end(self._last)
             return
         self._num_refused = 0
-        # Until a worker has more room than when it was asked, the answers are the same. Those of
-        # the other cluster were not asked; the next plan may offer the prompt to them.
-        is_same = self._desk.fleet.openings == self._tried_at_opening
-        if is_same and not (self._left_home_out and self._needs_plan(now)):
-            self._spend(self._asked)
-            self._pause()
-            return
         if self._needs_plan(now):
             avoid = self._failed.union(self._refused)
             self._desk.route(self._request, avoid, self._planned)
+        elif self._desk.fleet.openings == self._tried_at_opening:
+            # Until a worker has more room than when it was asked, the answers are the same.
+            self._refused.update(dict.fromkeys(self._asked, now))
+            self._spend(self._asked)
+            self._plan_rounds += 1
+            self._pause()
         else:
             self._ask_workers()
 
@@ -220,10 +232,6 @@ class Placing:
         self._tried_at_opening = self._desk.fleet.openings
         self._pause()
 
-    @property
-    def _left_home_out(self) -> bool:
-        return self._plan is not None and self._plan.cause is RouteCause.LONG_PROMPT
-
     def _needs_plan(self, now: float) -> bool:
         if self._plan is None or now >= self._plan_old_at:
             return True
@@ -243,13 +251,17 @@ class Placing:
     def _try(self, plan: RoutePlan) -> bool:
         if plan.placement is Placement.AGGREGATED:
             return any(self._try_aggregated(each) for each in plan.prefill)
-        if not self._reserve_one_of([each.worker_id for each in plan.decode]):
-            return False
+        decode = [each.worker_id for each in plan.decode]
         candidates = {each.worker_id: each for each in plan.prefill}
         names = list(candidates)
         if self._desk.by_connections or plan.policy in BY_CONNECTIONS:
             names = self._desk.connections.order(names)
-        return any(self._offer(candidates[name]) for name in names)
+        for name in names:
+            if not self._reserve_one_of(decode):
+                return False
+            if self._offer(candidates[name]):
+                return True
+        return False
 
     def _reserve_one_of(self, names: list[WorkerId]) -> bool:
         if self._reserved is not None:
@@ -266,7 +278,8 @@ class Placing:
             return False
         if self._offer(candidate):
             return True
-        self._drop()
+        if self._reserved is not None:
+            self._drop()
         return False
 
     def _reserve(self, name: WorkerId) -> bool:
@@ -288,6 +301,8 @@ class Placing:
         if isinstance(outcome, Refusal):
             self._note(name, outcome)
             self._desk.connections.rejected(name)
+            if outcome.reason is RefusalReason.LOST:
+                self._drop()  # a worker that does not answer may be writing into the blocks
             return False
         self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
@@ -325,3 +340,19 @@ class Placing:
         self._desk.searching.pop(self._request, None)
         self._turns.leave(self._request, self._desk.events.now(), placed=False)
         self._desk.refused(self._request, reason)
+
+
+def waiting_by_scenario(searching: Mapping[SimRequest, Placing]) -> dict[str, Looking]:
+    """Returns the waiting requests of each scenario, as a gateway tells them to its scheduler."""
+    asked, reserved, queued = Counter[str](), Counter[str](), Counter[str]()
+    for request, each in searching.items():
+        scenario = request.trace.scenario
+        asked[scenario] += each.was_refused
+        reserved[scenario] += each.was_refused and each.has_reservation
+        queued[scenario] += each.is_queued
+    found: dict[str, Looking] = {}
+    for scenario, count in asked.items():
+        total, holding = waiting_told(count, reserved[scenario], queued[scenario])
+        if total:
+            found[scenario] = Looking(holding, total - holding)
+    return found

@@ -15,6 +15,7 @@ from kvmesh.policy.composition import decide_route
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
+from kvmesh.policy.ranking import ROUND_ROBIN
 from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.sim.events import EventQueue
@@ -62,11 +63,15 @@ class SimRouter:
         self._pace = fleet_pace(scenario.profile, fleet)
         self._tpot_s = accepted_tpot_s(scenario)
         self._reads = RecentReads()
+        self._rotates = scenario.system.route.name == ROUND_ROBIN.name
+        self._decided: dict[tuple[SimRequest, frozenset[WorkerId]], OffloadPlan] = {}
+        self._decided_in: tuple[int, OffloadState] | None = None
         self._joint = JointDecisions(events, self._hold_s, self._route_together)
 
     def measure_links(self) -> None:
         """Takes over the speeds that the links have now."""
         self._pace = fleet_pace(self._profile, self._fleet)
+        self._decided_in = None
 
     def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
         """Answers at once, or after a joint decision about several requests.
@@ -84,20 +89,30 @@ class SimRouter:
 
     def _route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
         query = self._query(request, avoid)
-        matches = self._match(request)
-        plan = decide_route(
-            self._system,
-            self._view_for(query, matches),
-            query,
-            matches,
-            self._events.now(),
-            self._offload,
-        )
+        plan = self._decide(request, query)
         if self._system.rejects_early and isinstance(plan.route, RoutePlan):
             late_s = self._first_token_s(query, plan.route) - request.deadline_s
             if late_s > 0.0:
                 return Refusal(RefusalReason.DEADLINE, f"{late_s:.1f} s too late")
         return self._routed(request, plan)
+
+    def _decide(self, request: SimRequest, query: RouteQuery) -> OffloadPlan:
+        """Decides, or returns the request's last decision if nothing has changed since.
+
+        In a crowd, most requests ask again while all workers are as full as before.
+        """
+        offload = self._offload
+        state = self._fleet.num_changes, offload
+        if state != self._decided_in or self._rotates:
+            self._decided_in = state
+            self._decided.clear()
+        plan = self._decided.get((request, query.avoid))
+        if plan is None:
+            matches, now = self._match(request), self._events.now()
+            view = self._view_for(query, matches)
+            plan = decide_route(self._system, view, query, matches, now, offload)
+            self._decided[request, query.avoid] = plan
+        return plan
 
     def _match(self, request: SimRequest) -> Mapping[WorkerId, int]:
         matches = self._fleet.index.match(request.reusable_hashes)

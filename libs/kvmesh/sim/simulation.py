@@ -429,8 +429,9 @@ class Simulation:
         if request.remaining_tokens <= 0:
             self._finish(request)
             return
-        limit = timeout_s(request.num_tokens, self.scenario.objectives.timeouts)
-        request.deadline_s = self.events.now() + limit
+        if request.generated:  # its client is already reading, so it waits anew
+            limit = timeout_s(request.num_tokens, self.scenario.objectives.timeouts)
+            request.deadline_s = self.events.now() + limit
         Placing(self._desk, request, frozenset({dead.info.worker_id})).start()
 
     def _release(self, placed: Placed) -> None:

@@ -345,3 +345,6 @@ class Search:
     async def _my_turn(self, turn: Turn) -> None:
         await turn.wait(self._remaining_s())
         self._remaining_s()
+        # Others may have shown meanwhile that prompts take longer.
+        self._deadline = self._deadline_now()
+        self._remaining_s()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.types import RequestId, WorkerId
-from services.scheduler.demand import STALE_S, Demand, DemandBoard, Looking
+from kvmesh.policy.waiting import Demand, Looking
+from services.scheduler.demand import STALE_S, DemandBoard
 from tests.unit.policy.fleet_examples import query
 
 

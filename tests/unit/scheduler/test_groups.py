@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
+from operator import mul
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import PaceRoom, StepPace
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
+from kvmesh.policy.group_loops import GroupLoops, profile_of
 from kvmesh.policy.pdserve import MIN_PER_ROLE, InstanceProfile, RatioReason
 from kvmesh.policy.profiled_ratio import MeanLengths
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
-from services.scheduler.demand import Demand, Looking
-from services.scheduler.group_loops import GroupLoops, profile_of
+from kvmesh.policy.waiting import Demand, Looking
 from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.test_planner import BUSY, IDLE, Mesh
@@ -172,13 +174,14 @@ def test_speeds_of_a_group_are_known_when_both_roles_are_measured() -> None:
     prefill = FleetWorker(worker_info("p"), WorkerLoad())
     decode = FleetWorker(worker_info("d", Role.DECODE), WorkerLoad())
     lengths = MeanLengths(500.0, 1000.0, 200.0)
-    for members, token_s, known in (
+    prompt_s = partial(mul, 0.001)
+    for members, speed, known in (
         ([prefill, paced(decode, StepPace(0.01, 1e-6))], None, lengths),
-        ([prefill, decode], 0.001, lengths),
-        ([prefill, paced(decode, StepPace(0.01, 1e-6))], 0.001, None),
+        ([prefill, decode], prompt_s, lengths),
+        ([prefill, paced(decode, StepPace(0.01, 1e-6))], prompt_s, None),
     ):
-        assert profile_of(members, token_s, known) is None
-    found = profile_of([prefill, paced(decode, StepPace(0.01, 1e-6))], 0.001, lengths)
+        assert profile_of(members, speed, known) is None
+    found = profile_of([prefill, paced(decode, StepPace(0.01, 1e-6))], prompt_s, lengths)
     assert found is not None
     # The blocks hold 8192 tokens: six sequences of 1200, less than the eight slots.
     batch = 8192 / 1200
@@ -207,5 +210,5 @@ def test_the_scheduler_takes_no_step_with_which_the_group_would_serve_less() -> 
             loops.note_new("", MeanLengths(4000, 4000, 100))
         for _ in range(int(WINDOW_S)):
             at_once(loops.observe(workers, Demand({"": Looking(4 * PER_ROLE)}), 1.0))
-        (found,) = loops.end_window(workers, token_s)
+        (found,) = loops.end_window(workers, partial(mul, token_s))
         assert (found.step.grow, found.step.reason) == (grow, reason)

@@ -1,27 +1,89 @@
-"""P/D-Serve's monitor over the live groups of one model: which role of which group is short.
+"""The loops of each P/D group of one model: FlowKV's roles and P/D-Serve's monitor. The scheduler
+and the simulator both use them.
 
-P/D-Serve measures times at gateways. The scheduler counts requests by stage instead, which gives
-the same means. Tests: tests/unit/scheduler/test_groups.py.
+P/D-Serve measures times at gateways. Here requests are counted by stage, which gives the same
+means. The owner of the loops collects reports, and carries the changes out.
+Tests: tests/unit/scheduler/test_groups.py, tests/unit/scheduler/test_equal_loops.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import StepPace
 from kvmesh.core.summary_statistics import mean
-from kvmesh.core.turns import Parts
-from kvmesh.core.types import Role
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.groups import GroupKey, shares_of_groups
 from kvmesh.policy.pdserve import InstanceProfile, RatioStep
 from kvmesh.policy.profiled_ratio import MeanLengths, measured_profile
 from kvmesh.policy.ratio_monitor import RatioMonitor, StageCounts
-from kvmesh.policy.waiting import Waiting, split_waiting
-from services.scheduler.demand import Demand
+from kvmesh.policy.reallocation import choose_giver
+from kvmesh.policy.role_loop import RoleCycle, RoleLoop, WorkerReading
+from kvmesh.policy.waiting import Demand, Waiting, per_worker, split_waiting
 
 Groups = Mapping[GroupKey, Sequence[FleetWorker]]
+
+PromptSeconds = Callable[[float], float]
+"""Seconds to compute a prompt, by its uncached tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleWork:
+    """One cycle of one group's role loop. Nothing else uses the loop meanwhile.
+
+    Attributes:
+        share: waiting requests per worker of the side for which they wait.
+    """
+
+    group: GroupKey
+    loop: RoleLoop
+    members: tuple[FleetWorker, ...]
+    share: Waiting
+
+    def cycle(self, now: float) -> Parts[RoleCycle]:
+        """Runs the cycle in parts."""
+        readings: list[WorkerReading] = []
+        for each in self.members:
+            readings.append(self.loop.read(each.info, each.load, self.share))
+            if len(readings) % WORKERS_IN_A_TURN == 0:
+                yield
+        return (yield from self.loop.cycle(readings, now))
+
+
+class RoleLoops:
+    """One role loop per group. A worker can only help its own group: no other group can use it."""
+
+    def __init__(self) -> None:
+        self._loops: dict[GroupKey, RoleLoop] = {}
+
+    @property
+    def is_helping(self) -> bool:
+        """Whether a worker of any group helps the other side now."""
+        return any(loop.is_helping for loop in self._loops.values())
+
+    def work(self, workers: Iterable[FleetWorker], demand: Demand) -> list[RoleWork]:
+        """Returns the work of FlowKV's cycle for every group.
+
+        Args:
+            workers: all local ones.
+            demand: requests that wait at the gateways.
+        """
+        groups = by_group(_movable(workers))
+        for key in self._loops.keys() - groups.keys():
+            del self._loops[key]
+        waiting = waiting_by_group(groups, demand)
+        return [
+            RoleWork(
+                key,
+                self._loops.setdefault(key, RoleLoop()),
+                tuple(members),
+                per_worker(waiting[key], [each.info.role for each in members]),
+            )
+            for key, members in sorted(groups.items())
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +156,12 @@ class GroupLoops:
             yield
 
     def end_window(
-        self, workers: Sequence[FleetWorker], prompt_token_s: float | None = None
+        self, workers: Sequence[FleetWorker], prompt_s: PromptSeconds | None = None
     ) -> Iterator[GroupStep]:
         """Yields the monitor's step for each group that had enough requests.
 
         Args:
-            prompt_token_s: measured seconds to compute a prompt token; None while unknown.
+            prompt_s: measured speed of prefill; None while unknown.
         """
         groups = by_group(_movable(workers))
         for key in self._monitors.keys() - groups.keys():
@@ -109,7 +171,7 @@ class GroupLoops:
             num_prefill = sum(each.info.role is Role.PREFILL for each in members)
             if monitor is None:
                 continue
-            profile = profile_of(members, prompt_token_s, monitor.lengths)
+            profile = profile_of(members, prompt_s, monitor.lengths)
             step = monitor.end_window(num_prefill, len(members) - num_prefill, profile)
             if step is not None:
                 yield GroupStep(key, members, step)
@@ -120,23 +182,23 @@ class GroupLoops:
 
 
 def profile_of(
-    members: Sequence[FleetWorker], prompt_token_s: float | None, lengths: MeanLengths | None
+    members: Sequence[FleetWorker], prompt_s: PromptSeconds | None, lengths: MeanLengths | None
 ) -> InstanceProfile | None:
     """The measured speeds of a group's workers; None while any of them is unknown.
 
     Args:
-        prompt_token_s: seconds to compute a prompt token.
+        prompt_s: speed of prefill.
         lengths: of the group's requests.
     """
     decoding = [each for each in members if each.info.role is not Role.PREFILL]
     paces = [each.load.room.pace for each in decoding if each.load.room.pace.of(1.0) > 0.0]
-    if not paces or not prompt_token_s or lengths is None:
+    if not paces or prompt_s is None or lengths is None:
         return None
     pace = StepPace(mean([p.constant_s for p in paces]), mean([p.token_s for p in paces]))
     infos = [each.info for each in decoding]
     slots = mean([float(info.decode_slots) for info in infos])
     room = mean([float(info.num_blocks * info.layout.block_size) for info in infos])
-    return measured_profile(prompt_token_s * lengths.uncached, pace, slots, room, lengths)
+    return measured_profile(prompt_s(lengths.uncached), pace, slots, room, lengths)
 
 
 def by_group(workers: Iterable[FleetWorker]) -> dict[GroupKey, list[FleetWorker]]:
@@ -174,3 +236,26 @@ def waiting_by_group(groups: Groups, demand: Demand) -> dict[GroupKey, Waiting]:
 
 def _movable(workers: Iterable[FleetWorker]) -> Iterator[FleetWorker]:
     return (each for each in workers if each.info.role is not Role.HYBRID)
+
+
+def sole_giver(to_role: Role | None, home: Sequence[FleetWorker]) -> WorkerId | None:
+    """Returns the least loaded worker of the side that gives one up; None if it can spare none.
+
+    Of several groups, none gives a worker up: lengths and queues of all groups together do not tell
+    which group can spare one.
+
+    Args:
+        home: all local workers, or those of one group.
+    """
+    if to_role is None or len(by_group(home)) > 1:
+        return None
+    return choose_giver([(each.info, each.load) for each in home], to_role)
+
+
+def givers(to_role: Role | None, members: Sequence[FleetWorker], count: int) -> list[WorkerId]:
+    """Returns the least loaded workers of a group's side that gives some up; it keeps its last."""
+    left, found = list(members), list[WorkerId]()
+    while len(found) < count and (name := sole_giver(to_role, left)) is not None:
+        found.append(name)
+        left = [each for each in left if each.info.worker_id != name]
+    return found
