@@ -4,7 +4,7 @@ No event waits for Redis. An event's id holds the tokens that are not written ye
 the stream's start until that is written (`stream_head`). The journal writes a stream when its ids
 have repeated `MAX_REPEATED` tokens, and when a written stream ends; it never writes short ones. All
 streams are written together every `FLUSH_S`. A resumed stream is written under a new key, with ids
-of the old key until then, so two gateways never write to one key.
+of the old key until then, so two gateways never write tokens to one key.
 Tests: tests/integration/test_gateway_resume.py, tests/unit/gateway/request/test_journal.py.
 """
 
