@@ -5,6 +5,7 @@ it may: the length chooses the cluster, and whatever becomes of link and workers
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -91,14 +92,24 @@ class Clusters:
             decision: dict[str, Any] = (await response.json())["routes"][0]
             return decision
 
-    async def in_transfer(self) -> None:
-        """Waits until KV is on its way home."""
+    async def in_transfer(self, seed: int) -> asyncio.Task[Answer]:
+        """Asks with long prompts until one's KV is on its way home. Returns that request.
+
+        On a slow machine a transfer may be over before it is seen.
+        """
+        seeds = itertools.count(100 * seed)
+        asking = asyncio.create_task(self.ask(LONG, seed))
 
         async def leaves() -> bool:
+            nonlocal asking
+            if asking.done():
+                asking.result()
+                asking = asyncio.create_task(self.ask(LONG, next(seeds)))
             metrics = await self.far.metrics()
             return metrics.value("kvmesh_link_queued_bytes", direction="sent") > 0
 
         await until(leaves, "KV leaves the second cluster")
+        return asking
 
     @asynccontextmanager
     async def caught_in_transfer(self, seed: int) -> AsyncIterator[FarLink]:
@@ -106,9 +117,9 @@ class Clusters:
         the request is served at home.
         """
         assert self.link is not None
+        await self.goes_far_again()  # on a slow machine, what came before may have measured less
         with starved(self.link):
-            asking = asyncio.create_task(self.ask(LONG, seed))
-            await self.in_transfer()
+            asking = await self.in_transfer(seed)
             yield self.link
             assert (await asking).prefill_worker == "prefill-0"
 
