@@ -167,13 +167,17 @@ async def test_keys_are_found_after_their_node_was_lost(tmp_path: Path, is_first
         owner = masters[1]
         name = (await owner.tell("CLUSTER", "MYID")).lstrip("b")
 
-        async def follows() -> bool:
-            with contextlib.suppress(RedisError):
+        async def is_replica() -> bool:
+            with contextlib.suppress(RedisError):  # it has not heard of that node yet
                 await replica.tell("CLUSTER", "REPLICATE", name)
-                return "master_link_status:up" in await replica.tell("INFO", "replication")
+                return True
             return False
 
-        await until(follows)
+        async def follows() -> bool:
+            return "master_link_status:up" in await replica.tell("INFO", "replication")
+
+        await until(is_replica)
+        await until(follows)  # asking to replicate again would begin the copy anew
         url = owner.url if is_first else masters[0].url
         store = RedisFleetStore(RedisClient(RedisConfig(url, key_prefix=prefix)))
         stack.push_async_callback(store.close)
