@@ -14,6 +14,7 @@ know their meaning. Tests: tests/unit/kv/test_block_news.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 
@@ -27,6 +28,13 @@ assert len(TELLS_TIERS) == len(TELLS_STATES) == BLOCK_HASH_BYTES
 # Rotating the bytes of a hash gives another number with as many random bits, so it collides as
 # rarely as the hash itself. The store's scripts rotate in the same way.
 HOST_TURN, DISK_TURN, STATE_TURN = 1, 2, 3
+
+
+def cut_names(joined: bytes) -> list[BlockHash]:
+    """Returns the names in a message's joined names, whose length is a multiple of theirs."""
+    starts = range(0, len(joined), BLOCK_HASH_BYTES)
+    # One cast for all: calling `BlockHash` for each takes longer than to cut it out.
+    return cast("list[BlockHash]", [joined[at : at + BLOCK_HASH_BYTES] for at in starts])
 
 
 def in_host(block_hash: BlockHash) -> BlockHash:

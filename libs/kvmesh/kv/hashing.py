@@ -16,6 +16,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import cast, overload
 
+from kvmesh.core.block_names import cut_names
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 
@@ -185,6 +186,4 @@ def split_hashes(joined: bytes) -> list[BlockHash]:
         ProtocolError: the length is not a multiple of 16 bytes.
     """
     _check_length(joined)
-    starts = range(0, len(joined), BLOCK_HASH_BYTES)
-    # One cast for all: calling `BlockHash` for each takes longer than to cut it out.
-    return cast("list[BlockHash]", [joined[at : at + BLOCK_HASH_BYTES] for at in starts])
+    return cut_names(joined)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -24,7 +24,8 @@ from kvmesh.core.slots import (
     SlotChanges,
     SlotState,
 )
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.kv.hashing import split_hashes
 from kvmesh.metadata.store import ApplyResult, Registration, StoreStatistics
 
 LOG_LENGTH = 1024
@@ -43,7 +44,7 @@ class _SlotRecord:
 
 def _match_of(record: _SlotRecord, hashes: bytes, length: int) -> PrefixMatch:
     """Returns the match of one slot that holds `length` leading blocks: states, tiers counted."""
-    held, publisher, found = record.held, record.publisher, list(islice(_split(hashes), length))
+    held, publisher, found = record.held, record.publisher, split_hashes(hashes)[:length]
     if TELLS_STATES in held:
         saved = (end for end in range(length, 0, -1) if saved_state(found[end - 1]) in held)
         length = next(saved, 0)
@@ -52,12 +53,6 @@ def _match_of(record: _SlotRecord, hashes: bytes, length: int) -> PrefixMatch:
         lower = [sum(name(each) in held for each in found[:length]) for name in (in_host, in_disk)]
     whose = publisher.worker_id, publisher.incarnation, publisher.cluster
     return PrefixMatch(*whose, length, *lower)
-
-
-def _split(joined: bytes) -> Iterator[BlockHash]:
-    assert len(joined) % BLOCK_HASH_BYTES == 0, f"{len(joined)} bytes of hashes"
-    for start in range(0, len(joined), BLOCK_HASH_BYTES):
-        yield BlockHash(joined[start : start + BLOCK_HASH_BYTES])
 
 
 class MemoryMetadataStore:
@@ -127,7 +122,7 @@ class MemoryMetadataStore:
         if sequence != record.sequence + 1:
             return ApplyResult.GAP
         self._add(slot, record, stored)
-        for block_hash in _split(removed):
+        for block_hash in split_hashes(removed):
             if block_hash in record.held:
                 self._remove(slot, record, block_hash)
         self._note(SlotChange(slot, stored=stored, removed=removed))
@@ -154,7 +149,7 @@ class MemoryMetadataStore:
         """See `MetadataStore.match`."""
         lengths: dict[Slot, int] = {}
         active: set[Slot] | None = None
-        for position, block_hash in enumerate(_split(hashes)):
+        for position, block_hash in enumerate(split_hashes(hashes)):
             holders = self._index.get((namespace, block_hash), set())
             active = holders.copy() if active is None else active & holders
             if not active:
@@ -171,7 +166,7 @@ class MemoryMetadataStore:
     async def holders(self, namespace: str, hashes: bytes) -> dict[WorkerId, set[BlockHash]]:
         """See `MetadataStore.holders`."""
         found: dict[WorkerId, set[BlockHash]] = {}
-        for block_hash in _split(hashes):
+        for block_hash in split_hashes(hashes):
             for slot in self._index.get((namespace, block_hash), ()):
                 record = self._alive(slot)
                 if record is not None and record.live:
@@ -281,7 +276,7 @@ class MemoryMetadataStore:
             self._note(SlotChange(slot, state=SlotState.ENDED))
 
     def _add(self, slot: Slot, record: _SlotRecord, hashes: bytes) -> None:
-        for block_hash in _split(hashes):
+        for block_hash in split_hashes(hashes):
             record.held.add(block_hash)
             self._index.setdefault((record.publisher.namespace, block_hash), set()).add(slot)
 

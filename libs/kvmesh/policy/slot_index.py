@@ -16,11 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
-from kvmesh.core.block_names import TELLS_STATES, TELLS_TIERS, in_disk, in_host, saved_state
+from kvmesh.core.block_names import (
+    TELLS_STATES,
+    TELLS_TIERS,
+    cut_names,
+    in_disk,
+    in_host,
+    saved_state,
+)
 from kvmesh.core.slots import Publisher, Slot, SlotChange, SlotState
-from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.policy.holders import Holders, Levels
 
 _Space = dict[BlockHash, int]
@@ -255,17 +261,11 @@ def _resumable(look: Callable[[int], int], levels: Levels, tellers: int) -> Leve
     return cut
 
 
-def _split(joined: bytes) -> list[BlockHash]:
-    starts = range(0, len(joined), BLOCK_HASH_BYTES)
-    # One cast for all: calling `BlockHash` for each takes longer than to cut it out.
-    return cast("list[BlockHash]", [joined[at : at + BLOCK_HASH_BYTES] for at in starts])
-
-
 def _add(space: _Space, joined: bytes, bit: int) -> None:
     # Blocks that arrive together mostly have equal holders, so they share one integer again.
     before, after = 0, bit
     get = space.get
-    for block_hash in _split(joined):
+    for block_hash in cut_names(joined):
         holders = get(block_hash, 0)
         if holders is not before:
             before, after = holders, holders | bit
@@ -274,7 +274,7 @@ def _add(space: _Space, joined: bytes, bit: int) -> None:
 
 def _remove(space: _Space, joined: bytes, bit: int) -> None:
     before, after = 0, 0
-    for block_hash in _split(joined):
+    for block_hash in cut_names(joined):
         holders = space.get(block_hash, 0)
         if holders is not before:
             before, after = holders, holders & ~bit

@@ -12,7 +12,8 @@ import contextvars
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -116,21 +117,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             with self.running():
                 handle._run()
 
-    def running(self) -> Any:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """While this context is open, it is the running loop."""
-        return _Running(self)
-
-
-class _Running:
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        self._before = asyncio._get_running_loop()
-        asyncio._set_running_loop(self._loop)
-
-    def __exit__(self, *_: object) -> None:
-        asyncio._set_running_loop(self._before)
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(before)
 
 
 class _Sessions:
