@@ -6,7 +6,9 @@
 The loads, meshes and tiers of `benchmarks.tier_load`. Both routers bring almost the same goodput,
 and one load of 50 requests moves it by a tenth, so one run says nothing. Here each round has loads
 of its own, which both routers get in turning order, each in a mesh of its own. What is judged is
-the mean over the rounds with its 95 % interval. Engines are modelled: a round then takes a minute,
+the mean over the rounds with its 95 % interval. Meshes are told the limit of a first token and
+refuse what cannot keep it; pools alone are also compared without that, as an overloaded mesh then
+computes answers that come too late. Engines are modelled: a round then takes a minute,
 and two pairs of meshes share a machine without taking the cores from one another.
 Tests: tests/unit/benchmarks/test_tier_rounds.py.
 """
@@ -53,8 +55,8 @@ UNIT_S = 0.25
 """Seconds of a prompt of `UNIT_TOKENS` in `PART`."""
 
 DECODE_STEP_S = 0.01 * UNIT_S
-DEADLINE = 12.0
-"""Units after which a request that no worker took is refused."""
+LONG = 12.0
+"""Units after which a request that no worker took is refused if the limit is not told."""
 
 PART = 4
 """Prompts and pools have so many times fewer tokens than those of `tier_load`, and a token takes as
@@ -63,10 +65,36 @@ unit."""
 
 TOKEN_BYTES = 2 * SHAPE.kv_values * PART
 ROUNDS = 14
-LEAST = {ALONE: 0.9, TIERED: 0.95}
-"""Goodput over the router's that the lower end of the interval must reach: what so many rounds can
-decide. Pools alone are overloaded, and the ratio differs by a seventh from round to round, which
-leaves 0.08 on either side of the mean. With tiers nearly all requests are in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What both routers have.
+
+    Attributes:
+        host: host memory of each worker, in pools.
+        deadline: units after which the gateway refuses a request that no worker took.
+        least: goodput over the router's that the lower end of the interval must reach: what so many
+            rounds can decide. Pools alone are overloaded, and the ratio differs by a seventh from
+            round to round, which leaves 0.08 on either side of the mean. With tiers nearly all
+            requests are in time.
+    """
+
+    name: str
+    host: int
+    deadline: float
+    least: float
+
+
+UNTOLD = f"{ALONE}, limit not told"
+CASES = {
+    case.name: case
+    for case in (
+        Case(ALONE, 0, LIMIT, 0.9),
+        Case(UNTOLD, 0, LONG, 0.9),
+        Case(TIERED, TIERS_OF_POOL, LIMIT, 0.95),
+    )
+}
 
 _SPREAD = ("hit rate", "TTFT p50", "TTFT p99", "good", "goodput/s")
 
@@ -90,9 +118,9 @@ def mean_ratio(ratios: Sequence[float]) -> Mean:
     return Mean(*(math.exp(each) for each in (middle - half, middle, middle + half)))
 
 
-def flags_of(form: Form, profile: Path, folder: Path) -> dict[str, Flags]:
-    """The flags of a form's processes with modelled engines."""
-    flags = form.flags(MODEL_FOLDER, folder)
+def flags_of(case: Case, router: str, profile: Path, folder: Path) -> dict[str, Flags]:
+    """The flags of a mesh's processes with modelled engines."""
+    flags = Form(case.name, router, case.host).flags(MODEL_FOLDER, folder)
     modelled: dict[str, object] = {
         "engine.num-blocks": POOL_TOKENS // PART // BLOCK_SIZE,
         "engine.fake-profile": profile,
@@ -100,7 +128,7 @@ def flags_of(form: Form, profile: Path, folder: Path) -> dict[str, Flags]:
         "engine.fake-token-bytes": TOKEN_BYTES,
     }
     flags["prefill"] = flags["decode"] = {**flags["prefill"], **modelled}
-    flags["gateway"] = {"limits.ttft-deadline-ms": round(1e3 * DEADLINE * UNIT_S)}
+    flags["gateway"] = {"limits.ttft-deadline-ms": round(1e3 * case.deadline * UNIT_S)}
     return flags
 
 
@@ -111,13 +139,13 @@ def modelled_device() -> DeviceShape:
 
 
 @asynccontextmanager
-async def modelled_mesh(form: Form) -> AsyncIterator[Mesh]:
+async def modelled_mesh(case: Case, router: str) -> AsyncIterator[Mesh]:
     """A mesh that serves; at the end all must stop with exit code 0 and without errors."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-rounds-")))
         profile = profile_of({"device": modelled_device()}, TOKEN_BYTES, 1e9)
         write_profile(folder / "profile.json", profile)
-        mesh = Mesh(folder, flags=flags_of(form, folder / "profile.json", folder))
+        mesh = Mesh(folder, flags=flags_of(case, router, folder / "profile.json", folder))
         mesh.redis = stack.enter_context(redis_process(folder))
         stack.callback(mesh.reap)
         await mesh.start(NUM_PREFILL, NUM_DECODE)
@@ -127,19 +155,14 @@ async def modelled_mesh(form: Form) -> AsyncIterator[Mesh]:
         assert mesh.failures() == [], mesh.failures()
 
 
-async def run(memory: str, host: int, rounds: int, seed: int) -> list[Row]:
-    """A row for each round, router and load.
-
-    Args:
-        memory: what the workers have, for the rows.
-        host: their host memory, in pools.
-    """
+async def run(case: Case, rounds: int, seed: int) -> list[Row]:
+    """A row for each round, router and load."""
     began = time.perf_counter()
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         meshes: dict[str, tuple[Mesh, ApiClient]] = {}
         for router in (OURS, THEIRS):
-            mesh = await stack.enter_async_context(modelled_mesh(Form(memory, router, host)))
+            mesh = await stack.enter_async_context(modelled_mesh(case, router))
             meshes[router] = mesh, await stack.enter_async_context(ApiClient(mesh.url))
         for number in range(rounds):
             for router in order(list(meshes), number):
@@ -148,12 +171,12 @@ async def run(memory: str, host: int, rounds: int, seed: int) -> list[Row]:
                     load = Load(client, f"{round_seed(seed, number)} {name}", UNIT_S, PART)
                     await getattr(load, name)(1.0)
                     await mesh.idle()
-                    found = row_of(memory, name, load.asked, load.seconds, UNIT_S)
+                    found = row_of(case.name, name, load.asked, load.seconds, UNIT_S)
                     about = {"router": router, "round": number + 1, "seconds": load.seconds}
                     rows.append({**about, **found})
             spent = time.perf_counter() - began
-            told = (f"{name} {ratios(rows, name, memory)[-1]:.3f}" for name in LOADS[:2])
-            say(f"[{number + 1}/{rounds}] {spent:4.0f} s  {memory}: {', '.join(told)}")
+            told = (f"{name} {ratios(rows, name, case.name)[-1]:.3f}" for name in LOADS[:2])
+            say(f"[{number + 1}/{rounds}] {spent:4.0f} s  {case.name}: {', '.join(told)}")
     return rows
 
 
@@ -203,11 +226,11 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     """The lower end of each interval."""
     found: list[Target] = []
     for load in LOADS[:2]:
-        for form, least in LEAST.items():
-            by_round = ratios(rows, load, form)
-            name = f"{load}: goodput over {THEIRS}, {form}, lower end of the mean's 95 % interval"
+        for case in CASES.values():
+            by_round = ratios(rows, load, case.name)
+            told = f"{load}: goodput over {THEIRS}, {case.name}"
             low = mean_ratio(by_round).low if len(by_round) > 1 else None
-            found.append(Target(name, low, least))
+            found.append(Target(f"{told}, lower end of the mean's 95 % interval", low, case.least))
     return found
 
 
@@ -218,24 +241,25 @@ loads, pools and tiers as in tier_load, with 1/{PART} of their tokens; {NUM_PREF
  {NUM_DECODE} decode workers with modelled engines, pools of {POOL_TOKENS // PART:,} tokens of
  {TOKEN_BYTES:,} bytes; KV is kept and sent for real; times in milliseconds
 - unit: {UNIT_TOKENS // PART:,} prompt tokens take {1e3 * UNIT_S:g} ms; good: a first token within
- {LIMIT:g} units; a request that no worker took within {DEADLINE:g} units has failed
+ {LIMIT:g} units, and a request that no worker took by then is refused; where the limit is not told,
+ after {LONG:g} units
 - {TIERED}: {TIERS_OF_POOL} pools of it in each worker
 - rounds: each has loads of its own, which both routers get one after the other, in turning order;
  each router has a mesh of its own, whose memory is full of earlier rounds
 - min / median / max over the rounds; mean: geometric, of the ratios of each round, with the 95 %
  interval by Student's t of their logarithms
-- pools alone and with tiers run at the same time: engines sleep most of their steps
+- pools alone with and without the limit run at the same time: engines sleep most of their steps
 - took {seconds:.0f} s""".replace("\n ", " ").split("\n- ")
 
 
 async def measure(rounds: int, seed: int) -> list[Row]:
-    """Both memories at the same time."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(run(form, host, rounds, seed))
-            for form, host in ((ALONE, 0), (TIERED, TIERS_OF_POOL))
-        ]
-    return [row for task in tasks for row in task.result()]
+    """Two cases at the same time: more would take the cores from one another."""
+    rows: list[Row] = []
+    for names in ((ALONE, UNTOLD), (TIERED,)):
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(CASES[name], rounds, seed)) for name in names]
+        rows += [row for task in tasks for row in task.result()]
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
