@@ -5,7 +5,6 @@ Tests: tests/unit/scheduler/test_demand.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,21 +30,18 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    waiting: int
-    reserved: int
+    looking: Looking
     at: float
 
 
 @dataclass(slots=True)
 class _Asked:
     model: str
-    remote: bool
-    times: int
     at: float
 
 
 class DemandBoard:
-    """Each gateway's latest report on each scenario, and the requests that asked more than once."""
+    """Each gateway's latest report on each scenario, and the requests that asked recently."""
 
     def __init__(self) -> None:
         self._told: dict[_Line, _Told] = {}
@@ -61,23 +57,17 @@ class DemandBoard:
             gateway: identity of the stream of the query.
         """
         line = _Line(gateway, query.model, query.scenario)
-        self._told[line] = _Told(query.waiting, query.waiting_reserved, now)
+        reserved, remote = query.waiting_reserved, query.waiting_remote
+        self._told[line] = _Told(Looking(reserved, query.waiting - reserved, remote), now)
         asked = self._asked.get(query.request_id)
         if asked is not None:
-            asked.times += 1
             asked.at = now
             return False
-        met = query.avoid - query.unanswered
-        was_refused = bool(met - query.lost)
-        self._asked[query.request_id] = _Asked(query.model, False, 1 + was_refused, now)
-        if met:
+        self._asked[query.request_id] = _Asked(query.model, now)
+        if query.avoid - query.unanswered:
             return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
         return True
-
-    def note_cluster(self, request_id: RequestId, remote: bool) -> None:
-        """Notes the cluster that was chosen to prefill a request."""
-        self._asked[request_id].remote = remote
 
     def forget(self, gateway: Hashable) -> None:
         """Forgets a gateway that is gone."""
@@ -102,20 +92,8 @@ class DemandBoard:
     def current(self, model: str, now: float) -> Demand:
         """The requests of a model that wait now."""
         since = now - STALE_S
-        waiting: Counter[str] = Counter()
-        holding: Counter[str] = Counter()
+        found: dict[str, Looking] = {}
         for line, told in self._told.items():
-            if line.model == model and told.at > since:
-                waiting[line.scenario] += told.waiting
-                holding[line.scenario] += told.reserved
-        asked = [e for e in self._asked.values() if e.model == model and e.at > since]
-        again = [each for each in asked if each.times > 1]
-        reserved = holding.total()
-        remote = sum(each.remote for each in again)
-        crowd = max(reserved / len(again), 1.0) if again else 0.0
-        scenarios = {
-            scenario: Looking(holding[scenario], count - holding[scenario])
-            for scenario, count in waiting.items()
-            if count
-        }
-        return Demand(scenarios, remote * crowd, (len(again) - remote) * crowd)
+            if line.model == model and told.at > since and told.looking != Looking():
+                found[line.scenario] = found.get(line.scenario, Looking()) + told.looking
+        return Demand(found)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker, ModelDetail
 from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts, in_turns
-from kvmesh.core.types import Role, RouteCause, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.types import Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
 from kvmesh.policy.composition import Composition
@@ -120,8 +120,6 @@ class Planner:
         is_new = self.demand.note_query(gateway, query, self._last_asked)
         if plan is None:
             return
-        remote = plan.cause in (RouteCause.LONG_PROMPT, RouteCause.LOCAL_DOWN)
-        self.demand.note_cluster(query.request_id, remote)
         if is_new:
             uncached = query.num_tokens - plan.prefill[0].cached_tokens
             loops = self._loops(query.model)

@@ -435,6 +435,7 @@ class RouteQuery:
         avoid: workers that just failed or refused this request.
         waiting: number of the gateway's requests that look for workers now.
         waiting_reserved: number of these that wait for prefill, with a reservation or behind one.
+        waiting_remote: number of those that wait for the remote cluster's prefill workers.
         lost, unanswered: workers of `avoid` that lost work of it, or do not answer the gateway.
         fingerprint, adapter: checkpoint and LoRA adapter that it needs; empty: any, none.
         tpot_s: longest mean time per token that the client accepts.
@@ -451,6 +452,7 @@ class RouteQuery:
     placement: Placement = Placement.AUTO
     waiting: int = 0
     waiting_reserved: int = 0
+    waiting_remote: int = 0
     lost: frozenset[WorkerId] = frozenset()
     unanswered: frozenset[WorkerId] = frozenset()
     fingerprint: str = ""
@@ -467,6 +469,7 @@ class RoutePlan:
         decode: candidates in that order; empty when aggregated (the prefill worker decodes).
         cache_known: whether it was known which workers hold a prefix.
         reason, cause: the reason in a sentence and in a word.
+        remote: whether the prefill workers are those of the remote cluster.
     """
 
     placement: Placement
@@ -476,15 +479,12 @@ class RoutePlan:
     reason: str
     policy: str
     cause: RouteCause = RouteCause.LOAD
+    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a finished generation.
-
-    Attributes:
-        reasoning_tokens: generated tokens that are thinking; they are completion tokens too.
-    """
+    """Token counts of a finished generation; thinking counts as reasoning and as completion."""
 
     prompt_tokens: int
     completion_tokens: int

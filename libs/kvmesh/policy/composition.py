@@ -172,9 +172,10 @@ def decide_route(
     if not isinstance(planned.route, RoutePlan):
         return planned
     route = planned.route
-    cause = None if planned.choice is None else _OFFLOAD_CAUSES.get(planned.choice.reason)
-    if cause is not None:
-        route = dataclasses.replace(route, cause=cause)
+    choice = planned.choice
+    if choice is not None and choice.reason in _OFFLOAD_CAUSES:
+        cause = _OFFLOAD_CAUSES[choice.reason]
+        route = dataclasses.replace(route, cause=cause, remote=choice.remote)
     if policy.chains:
         route = with_chain(route, members, query, matches, now)
     return planned if route is planned.route else dataclasses.replace(planned, route=route)

@@ -48,23 +48,52 @@ Entry = tuple[int, int, Hashable]
 """(rank, number of arrival, name): the order within a tenant."""
 
 
+class _Line:
+    """The waiting requests for the prefill workers of one cluster.
+
+    Attributes:
+        queues: by (-priority, tenant), each sorted.
+        width: number of heads if enough requests wait.
+        found: the heads; None after a change that may add to them or reorder them.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[tuple[int, str], list[Entry]] = {}
+        self.width = MIN_HEADS
+        self.found: list[Hashable] | None = None
+
+    def add(self, claim: Claim, entry: Entry) -> None:
+        key = (-claim.priority, claim.tenant)
+        insort(self.queues.setdefault(key, []), entry, key=_order)
+        self.found = None
+
+    def remove(self, claim: Claim, entry: Entry) -> None:
+        key = (-claim.priority, claim.tenant)
+        entries = self.queues[key]
+        del entries[bisect_left(entries, _order(entry), key=_order)]
+        if not entries:
+            del self.queues[key]
+        self.found = None
+
+
 class FairQueue:
     """Waiting requests; the `heads` may look for a worker now.
 
     The number of heads grows while heads are placed and shrinks while workers refuse them. So few
-    requests ask in vain when all workers are full, and freed workers get requests when not.
+    requests ask in vain when all workers are full, and freed workers get requests when not. After
+    `split`, requests for either of two clusters have heads of their own: those that wait for the
+    workers of one do not hold up those for the other. So have new ones, whose cluster is not known.
     """
 
     def __init__(self) -> None:
         self._claims: dict[Hashable, tuple[Claim, Entry]] = {}
-        # (-priority, tenant) -> its waiting requests, sorted.
-        self._queues: dict[tuple[int, str], list[Entry]] = {}
+        # Whether a request is for the remote cluster; None: not known.
+        self._remote: dict[Hashable, bool | None] = {}
+        self._lines: dict[bool | None, _Line] = {None: _Line()}
         self._finish: dict[str, float] = {}
         self._virtual = 0.0
         self._arrivals = 0
-        self._width = MIN_HEADS
-        # The answer of `heads`; None after a change that may add to it or reorder it.
-        self._found: list[Hashable] | None = None
+        self._found: list[Hashable] | None = None  # the answer of `heads`
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -78,7 +107,24 @@ class FairQueue:
         self._found = None
         entry = (claim.rank, self._arrivals, name)
         self._claims[name] = (claim, entry)
-        insort(self._queues.setdefault((-claim.priority, claim.tenant), []), entry, key=_order)
+        self._remote[name] = None
+        self._lines[None].add(claim, entry)
+
+    def split(self) -> None:
+        """Says that there are two clusters; while there is one, one line of requests is enough."""
+        if len(self._lines) == 1:
+            self._lines |= {True: _Line(), False: _Line()}
+
+    def waits_for(self, name: Hashable, *, remote: bool) -> None:
+        """Says whose prefill workers a request waits for; its place among them is by arrival."""
+        before = self._remote[name]
+        if before is remote or len(self._lines) == 1:
+            return
+        claim, entry = self._claims[name]
+        self._lines[before].remove(claim, entry)
+        self._remote[name] = remote
+        self._lines[remote].add(claim, entry)
+        self._found = None
 
     def placed(self, name: Hashable) -> None:
         """Removes a request that found its workers, and charges its tenant."""
@@ -86,24 +132,26 @@ class FairQueue:
         start = self._start(claim.tenant)
         self._virtual = start
         self._finish[claim.tenant] = start + claim.cost / claim.weight
-        self._width = min(MAX_HEADS, self._width + 1)
+        line = self._line(name)
+        line.width = min(MAX_HEADS, line.width + 1)
         self.left(name)
+        for line in self._lines.values():  # the charge reorders all of them
+            line.found = None
 
-    def missed(self) -> None:
+    def missed(self, name: Hashable) -> None:
         """Records that a head found no workers."""
-        self._width = max(MIN_HEADS, self._width - 1)
-        if self._found is not None and len(self._found) > self._width:
-            self._found = self._found[: self._width]
+        line = self._line(name)
+        line.width = max(MIN_HEADS, line.width - 1)
+        if line.found is not None and len(line.found) > line.width:
+            line.found = line.found[: line.width]
+            self._found = None
 
     def left(self, name: Hashable) -> None:
         """Removes a request that no longer waits, without a charge."""
         self._found = None
-        claim, entry = self._claims.pop(name)
-        key = (-claim.priority, claim.tenant)
-        entries = self._queues[key]
-        del entries[bisect_left(entries, _order(entry), key=_order)]
-        if not entries:
-            del self._queues[key]
+        line = self._line(name)
+        line.remove(*self._claims.pop(name))
+        del self._remote[name]
         if not self._claims:  # an empty queue forgets past usage
             self._finish.clear()
             self._virtual = 0.0
@@ -115,28 +163,36 @@ class FairQueue:
         waiting requests misses several times a second, and most misses change nothing.
         """
         if self._found is None:
-            self._found = self._find_heads()
+            found: list[Hashable] = []
+            for line in self._lines.values():
+                if line.found is None:
+                    line.found = self._find_heads(line)
+                found += line.found
+            self._found = found
         return self._found
 
-    def _find_heads(self) -> list[Hashable]:
+    def _line(self, name: Hashable) -> _Line:
+        return self._lines[self._remote[name]]
+
+    def _find_heads(self, line: _Line) -> list[Hashable]:
         found: list[Hashable] = []
-        for level in sorted({level for level, _ in self._queues}):
-            if len(found) < self._width:
-                found += self._in_order(level, self._width - len(found))
+        for level in sorted({level for level, _ in line.queues}):
+            if len(found) < line.width:
+                found += self._in_order(line, level, line.width - len(found))
         return found
 
-    def _in_order(self, level: int, count: int) -> list[Hashable]:
+    def _in_order(self, line: _Line, level: int, count: int) -> list[Hashable]:
         """Returns the first `count` requests of one priority, by virtual start and arrival."""
         merged = [
             (self._start(tenant), entries[0][1], tenant, 0)
-            for (its_level, tenant), entries in self._queues.items()
+            for (its_level, tenant), entries in line.queues.items()
             if its_level == level
         ]
         heapify(merged)
         found: list[Hashable] = []
         while merged and len(found) < count:
             start, _, tenant, index = heappop(merged)
-            entries = self._queues[level, tenant]
+            entries = line.queues[level, tenant]
             name = entries[index][2]
             found.append(name)
             if index + 1 < len(entries):

@@ -59,23 +59,6 @@ def backoff_s(num_rounds: int, num_waiting: int) -> float:
     return min(MIN_BACKOFF_S * BACKOFF_GROWTH ** min(num_rounds, 32), longest)
 
 
-def waiting_told(asked: int, asked_reserved: int, queued: int) -> tuple[int, int]:
-    """Returns the number of waiting requests of a gateway, and how many of them wait for prefill.
-
-    A request that was offered to workers knows what it waits for: prefill, if it has a reservation.
-    Queued requests are assumed to wait for prefill in the same proportion.
-
-    Args:
-        asked, asked_reserved: requests that all workers refused, and those with a reservation
-            among them.
-        queued: requests that were not offered to any worker yet.
-    """
-    if not asked:
-        return queued, 0
-    total = asked + queued
-    return total, round(asked_reserved * total / asked)
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillPeer:
     """A prefill worker as one gateway sees it.

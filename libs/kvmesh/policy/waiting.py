@@ -19,10 +19,38 @@ class Looking:
     Attributes:
         reserved: those with a reservation; they wait for prefill.
         unreserved: those without a reservation.
+        remote: those with a reservation that wait for the remote cluster's prefill workers.
     """
 
     reserved: int = 0
     unreserved: int = 0
+    remote: int = 0
+
+    def __add__(self, other: Looking) -> Looking:
+        return Looking(
+            self.reserved + other.reserved,
+            self.unreserved + other.unreserved,
+            self.remote + other.remote,
+        )
+
+
+def looking(asked: int, asked_reserved: int, queued: int, planned: int, remote: int) -> Looking:
+    """Returns what a gateway's waiting requests wait for.
+
+    A request that was offered to workers knows what it waits for: prefill, if it has a reservation.
+    Queued requests are assumed to wait for prefill in the same proportion, and those for prefill
+    for the two clusters in the proportion of all with a plan.
+
+    Args:
+        asked, asked_reserved: requests that all workers refused, and those with a reservation
+            among them.
+        queued: requests that were not offered to any worker yet.
+        planned, remote: waiting requests that had a plan, and those that it sent to the remote
+            cluster.
+    """
+    total = asked + queued
+    reserved = round(asked_reserved * total / asked) if asked else 0
+    return Looking(reserved, total - reserved, round(reserved * remote / planned) if planned else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +59,24 @@ class Demand:
 
     Attributes:
         scenarios: by the scenario that they name.
-        remote, local: number of requests that wait for prefill in that cluster. The scheduler
-            estimates it from the requests that asked again: most waiting requests wait for their
-            turn to ask.
     """
 
     scenarios: Mapping[str, Looking] = field(default_factory=dict)
-    remote: float = 0.0
-    local: float = 0.0
 
     @property
     def reserved(self) -> int:
         """Number of requests with a reservation."""
         return sum(each.reserved for each in self.scenarios.values())
+
+    @property
+    def remote(self) -> int:
+        """Number of those that wait for the remote cluster's prefill workers."""
+        return sum(each.remote for each in self.scenarios.values())
+
+    @property
+    def local(self) -> int:
+        """Number of those that wait for the home cluster's prefill workers."""
+        return self.reserved - self.remote
 
     @property
     def unreserved(self) -> int:

@@ -117,6 +117,7 @@ def route_query_to_proto(
         traceparent=traceparent,
         waiting=query.waiting,
         waiting_reserved=query.waiting_reserved,
+        waiting_remote=query.waiting_remote,
         lost_worker_ids=sorted(query.lost),
         unanswered_worker_ids=sorted(query.unanswered),
         model_fingerprint=query.fingerprint,
@@ -139,6 +140,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         placement=placement_from_proto(message.placement),
         waiting=message.waiting,
         waiting_reserved=message.waiting_reserved,
+        waiting_remote=message.waiting_remote,
         lost=frozenset(WorkerId(name) for name in message.lost_worker_ids),
         unanswered=frozenset(WorkerId(name) for name in message.unanswered_worker_ids),
         fingerprint=message.model_fingerprint,
@@ -161,6 +163,7 @@ def fill_route_plan(message: scheduler_service_pb2.RoutePlan, plan: RoutePlan) -
     message.reason = plan.reason
     message.policy = plan.policy
     message.cause = plan.cause.value
+    message.remote = plan.remote
 
 
 def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan:
@@ -174,4 +177,5 @@ def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan
         policy=message.policy,
         # A newer scheduler may send unknown words, an older one none.
         cause=_CAUSES.get(message.cause, RouteCause.LOAD),
+        remote=message.remote,
     )

@@ -229,12 +229,7 @@ class Control:
 
     def _demand(self) -> Demand:
         """Returns the requests that wait at the gateways."""
-        # A request with a reservation waits for prefill; any other waits for decode.
-        prefill = Counter(
-            request.remote for request, each in self._desk.searching.items() if each.has_reservation
-        )
-        waiting = waiting_by_scenario(self._desk.searching)
-        return Demand(waiting, prefill[True], prefill[False])
+        return Demand(waiting_by_scenario(self._desk.searching))
 
     def _reports(self) -> list[FleetWorker]:
         """Returns the local workers with the loads that they report."""

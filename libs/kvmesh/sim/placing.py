@@ -26,9 +26,8 @@ from kvmesh.policy.forwarding import (
     backoff_s,
     rounds_per_route,
     still_refusing,
-    waiting_told,
 )
-from kvmesh.policy.waiting import Looking
+from kvmesh.policy.waiting import Looking, looking
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
@@ -101,6 +100,9 @@ class Placing:
     """One search for workers, from `start` to a placement or a refusal.
 
     Messages to workers take time, so a freed slot stays empty until the next search asks for it.
+
+    Attributes:
+        remote: whether its latest plan names workers of the remote cluster; None before a plan.
     """
 
     def __init__(self, desk: Desk, request: SimRequest, avoid: frozenset[WorkerId]) -> None:
@@ -112,6 +114,7 @@ class Placing:
         self._asked: set[WorkerId] = set()  # workers of this plan that refused
         self._reserved: tuple[SimWorker, SimSequence] | None = None
         self._plan: RoutePlan | None = None
+        self.remote: bool | None = None
         self._is_noted = request.attempt > 0
         self._plan_rounds = 0
         self._plan_old_at = 0.0
@@ -223,6 +226,12 @@ class Placing:
             if outcome.reason in (RefusalReason.TOO_LONG, RefusalReason.DEADLINE):
                 self._end(outcome.reason)
                 return
+        if self._plan is not None:
+            self.remote = self._plan.remote
+            self._turns.waits_for(self._request, remote=self.remote)
+            if not self._is_my_turn():  # others were first to wait for this cluster
+                self._tried_at_opening = -1
+                return
         self._ask_workers()
 
     def _ask_workers(self) -> None:
@@ -239,7 +248,7 @@ class Placing:
 
     def _pause(self) -> None:
         desk = self._desk
-        self._turns.missed(self._request)
+        self._turns.missed(self._request, remote=self.remote)
         # The total rate of offers is the same whether a few requests look at a time or all.
         longest = backoff_s(self._num_rounds, self._turns.crowd.num_waiting) * self._turns.share
         self._num_rounds += 1
@@ -345,14 +354,19 @@ class Placing:
 def waiting_by_scenario(searching: Mapping[SimRequest, Placing]) -> dict[str, Looking]:
     """Returns the waiting requests of each scenario, as a gateway tells them to its scheduler."""
     asked, reserved, queued = Counter[str](), Counter[str](), Counter[str]()
+    planned, remote = Counter[str](), Counter[str]()
     for request, each in searching.items():
         scenario = request.trace.scenario
         asked[scenario] += each.was_refused
         reserved[scenario] += each.was_refused and each.has_reservation
         queued[scenario] += each.is_queued
-    found: dict[str, Looking] = {}
-    for scenario, count in asked.items():
-        total, holding = waiting_told(count, reserved[scenario], queued[scenario])
-        if total:
-            found[scenario] = Looking(holding, total - holding)
-    return found
+        if each.remote is not None and (each.was_refused or each.is_queued):
+            planned[scenario] += 1
+            remote[scenario] += each.remote
+    return {
+        scenario: looking(
+            count, reserved[scenario], queued[scenario], planned[scenario], remote[scenario]
+        )
+        for scenario, count in asked.items()
+        if count or queued[scenario]
+    }

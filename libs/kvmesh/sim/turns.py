@@ -2,7 +2,8 @@
 `services/gateway/request/turnstile.py` does.
 
 While every search succeeds, all requests look at once. A request that finds no worker joins the
-fair queue, and so do all later requests until the queue is empty again.
+fair queue, and so do all later requests until the queue is empty again. Requests for the two
+clusters do not wait for each other.
 Tests: tests/unit/sim/test_turns.py.
 """
 
@@ -92,13 +93,27 @@ class Turns:
         self._calls[request] = call
         return False
 
-    def missed(self, request: SimRequest) -> None:
-        """Records that a request found no workers."""
+    def waits_for(self, request: SimRequest, *, remote: bool) -> None:
+        """Records whose prefill workers a request waits for, which may end its turn."""
+        if remote:
+            self._queue.split()
         if request in self._queued:
-            self._queue.missed()
+            self._queue.waits_for(request, remote=remote)
+            self._refresh()
+
+    def missed(self, request: SimRequest, *, remote: bool | None) -> None:
+        """Records that a request found no workers.
+
+        Args:
+            remote: whether it asked those of the remote cluster; None: it had no plan.
+        """
+        if request in self._queued:
+            self._queue.missed(request)
             self._refresh()
         else:
             self._join(request)
+            if remote is not None:
+                self.waits_for(request, remote=remote)
 
     def leave(self, request: SimRequest, now: float, *, placed: bool) -> None:
         """Removes a request that has its workers or was refused."""

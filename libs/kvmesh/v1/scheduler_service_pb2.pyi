@@ -79,6 +79,7 @@ class RouteRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     WAITING_RESERVED_FIELD_NUMBER: _builtins.int
+    WAITING_REMOTE_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
     UNANSWERED_WORKER_IDS_FIELD_NUMBER: _builtins.int
@@ -109,6 +110,8 @@ class RouteRequest(_message.Message):
     """Requests of this gateway that look for workers now."""
     waiting_reserved: _builtins.int
     """Of these, those that wait for prefill: they hold a reservation, or stand behind those that do."""
+    waiting_remote: _builtins.int
+    """Of those, the ones that wait for the remote cluster's prefill workers."""
     model_fingerprint: _builtins.str
     """Fingerprint of the checkpoint that is to serve it; empty: any of the model."""
     tpot_ms: _builtins.int
@@ -147,6 +150,7 @@ class RouteRequest(_message.Message):
         traceparent: _builtins.str = ...,
         waiting: _builtins.int = ...,
         waiting_reserved: _builtins.int = ...,
+        waiting_remote: _builtins.int = ...,
         more: _abc.Iterable[Global___RouteRequest] | None = ...,
         lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         unanswered_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
@@ -156,7 +160,7 @@ class RouteRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "unanswered_worker_ids", b"unanswered_worker_ids", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "tpot_ms", b"tpot_ms", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "unanswered_worker_ids", b"unanswered_worker_ids", "waiting", b"waiting", "waiting_remote", b"waiting_remote", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +229,7 @@ class RoutePlan(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    REMOTE_FIELD_NUMBER: _builtins.int
     placement: _types_pb2.PlacementMode.ValueType
     """Aggregated or disaggregated."""
     cache_known: _builtins.bool
@@ -235,6 +240,8 @@ class RoutePlan(_message.Message):
     """Name of the policy that decided."""
     cause: _builtins.str
     """One word of a closed set: what decided."""
+    remote: _builtins.bool
+    """The prefill workers are those of the remote cluster."""
     @_builtins.property
     def prefill(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """To be tried in this order."""
@@ -253,10 +260,11 @@ class RoutePlan(_message.Message):
         reason: _builtins.str = ...,
         policy: _builtins.str = ...,
         cause: _builtins.str = ...,
+        remote: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_known", b"cache_known", "cause", b"cause", "decode", b"decode", "placement", b"placement", "policy", b"policy", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_known", b"cache_known", "cause", b"cause", "decode", b"decode", "placement", b"placement", "policy", b"policy", "prefill", b"prefill", "reason", b"reason", "remote", b"remote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

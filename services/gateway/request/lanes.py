@@ -37,12 +37,16 @@ class Waiting:
         paused: requests that no worker took and that will ask again.
         paused_reserved: paused requests that hold a reservation and wait for prefill.
         queued: requests that wait for their first turn to ask.
+        planned: paused and queued requests that had a plan.
+        remote: planned requests that wait for the remote cluster's prefill workers.
     """
 
     count: int = 0
     paused: int = 0
     paused_reserved: int = 0
     queued: int = 0
+    planned: int = 0
+    remote: int = 0
 
 
 class Lanes:

@@ -8,7 +8,8 @@ Tests: tests/integration/test_gateway_refusals.py, tests/integration/test_gatewa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,9 +32,9 @@ from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
     backoff_s,
     rounds_per_route,
-    waiting_told,
 )
 from kvmesh.policy.groups import GroupKey
+from kvmesh.policy.waiting import looking
 from kvmesh.telemetry.tracing import start_span
 from services.gateway.errors import Stage
 from services.gateway.request.candidates import PERMANENT
@@ -147,11 +148,7 @@ class Search:
         if self._again_until is None or self._is_resumed:
             claim = claim_of(self._request, is_resumed=self._is_resumed)
         with self._lane.turns.enter(claim) as turn:
-            self._waiting.queued += 1
-            try:
-                await self._my_turn(turn)
-            finally:
-                self._waiting.queued -= 1
+            await self._queue(turn)
             while True:
                 plan = await self._route()
                 if plan is None:
@@ -248,7 +245,10 @@ class Search:
         request, counts = self._request, self._waiting
         waits = self._num_rounds > 0  # no worker took the request in an earlier round
         held = counts.paused_reserved + (waits and self._asker.holds)
-        waiting, waiting_reserved = waiting_told(counts.paused + waits, held, counts.queued)
+        has_plan, remote = counts.planned, counts.remote
+        if waits and self.plan is not None:
+            has_plan, remote = has_plan + 1, remote + self.plan.remote
+        told = looking(counts.paused + waits, held, counts.queued, has_plan, remote)
         num_generated = len(self._token_ids) - len(request.prompt_ids)
         unanswered = self._mesh.sessions.unanswered()
         return RouteQuery(
@@ -261,8 +261,9 @@ class Search:
             avoid=self._failed.union(self._refusals.workers, unanswered),
             ttft_budget_ms=as_ms(remaining_s),
             placement=request.placement,
-            waiting=waiting,
-            waiting_reserved=waiting_reserved,
+            waiting=told.reserved + told.unreserved,
+            waiting_reserved=told.reserved,
+            waiting_remote=told.remote,
             lost=self._failed,
             unanswered=unanswered,
             tpot_s=request.tpot_s,
@@ -287,6 +288,11 @@ class Search:
     async def _try_plan(self, plan: RoutePlan, turn: Turn) -> bool:
         """Asks the plan's candidates in rounds, until one takes the request or the plan is old."""
         old_at = self._now() + REROUTE_AFTER_S
+        turn.waits_for(remote=plan.remote)
+        if not turn.is_mine:  # others were first to wait for this cluster
+            await self._queue(turn)
+            if self._now() >= old_at:
+                return False
         for _ in range(rounds_per_route(plan.cause)):
             self._refusals.check(plan)
             self._remaining_s()
@@ -323,24 +329,43 @@ class Search:
             return left
         raise self._refusals.after(self._request.ttft_s)
 
+    async def _queue(self, turn: Turn) -> None:
+        """Waits for the request's turn."""
+        with self._counted(turn):
+            await self._my_turn(turn)
+
+    @contextmanager
+    def _counted(self, turn: Turn) -> Iterator[None]:
+        """Counts the request among those that wait, while this context is open."""
+        waiting, was_asked, holds = self._waiting, self._num_rounds > 0, self._asker.holds
+        has_plan, remote = turn.remote is not None, bool(turn.remote)
+        waiting.queued += not was_asked
+        waiting.paused += was_asked
+        waiting.paused_reserved += holds
+        waiting.planned += has_plan
+        waiting.remote += remote
+        try:
+            yield
+        finally:
+            waiting.queued -= not was_asked
+            waiting.paused -= was_asked
+            waiting.paused_reserved -= holds
+            waiting.planned -= has_plan
+            waiting.remote -= remote
+
     async def _pause(self, turn: Turn) -> None:
         """Waits with jittered backoff after a full round, then for the request's turn."""
         turn.missed()
         # Scaled, so that the total rate does not depend on the number of requests that may ask at a
         # time.
-        lane, waiting, holds = self._lane, self._waiting, self._asker.holds
+        lane = self._lane
         longest_s = backoff_s(self._num_rounds, lane.crowd.num_waiting) * lane.turns.share
         self._num_rounds += 1
         wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
-        waiting.paused += 1
-        waiting.paused_reserved += holds
-        try:
+        with self._counted(turn):
             await asyncio.sleep(min(wait_s, self._remaining_s()))
             self._deadline = self._deadline_now()
             await self._my_turn(turn)
-        finally:
-            waiting.paused -= 1
-            waiting.paused_reserved -= holds
 
     async def _my_turn(self, turn: Turn) -> None:
         await turn.wait(self._remaining_s())

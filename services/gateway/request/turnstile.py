@@ -1,7 +1,8 @@
 """Decides which of this gateway's requests may ask the workers of one group now.
 
 While every request finds workers, all requests may ask at once. A request that finds none joins
-the fair queue, and so do all later requests until the queue is empty again.
+the fair queue, and so do all later requests until the queue is empty again. Those whose plan names
+workers of the remote cluster do not wait for those whose plan names local ones, nor the other way.
 Tests: tests/unit/gateway/request/test_turnstile.py.
 """
 
@@ -23,6 +24,7 @@ class Turn:
     Attributes:
         allowed: set while a queued request may ask.
         is_queued: the request is in the fair queue.
+        remote: whether it waits for the remote cluster's prefill workers; None: not known yet.
     """
 
     def __init__(self, turnstile: Turnstile, claim: Claim | None) -> None:
@@ -30,16 +32,27 @@ class Turn:
         self.claim = claim
         self.allowed = asyncio.Event()
         self.is_queued = False
+        self.remote: bool | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the request may ask now."""
+        return not self.is_queued or self.allowed.is_set()
 
     async def wait(self, timeout_s: float) -> None:
         """Returns when it is this request's turn, or at the timeout."""
-        if not self.is_queued or self.allowed.is_set():
+        if self.is_mine:
             return
         try:
             async with asyncio.timeout(timeout_s):
                 await self.allowed.wait()
         except TimeoutError:
             return  # the caller checks its deadline
+
+    def waits_for(self, *, remote: bool) -> None:
+        """Notes whose prefill workers the request waits for, which may end its turn."""
+        self.remote = remote
+        self._turnstile.waits_for(self, remote=remote)
 
     def missed(self) -> None:
         """Notes that no worker took the request in this round."""
@@ -86,15 +99,25 @@ class Turnstile:
     def missed(self, turn: Turn) -> None:
         """Notes that no worker took this turn's request in this round."""
         if turn.is_queued:
-            self._queue.missed()
+            self._queue.missed(turn)
             self._refresh()
         else:
             self._join(turn)
+
+    def waits_for(self, turn: Turn, *, remote: bool) -> None:
+        """Lets a turn wait beside those for the same cluster."""
+        if remote:
+            self._queue.split()
+        if turn.is_queued:
+            self._queue.waits_for(turn, remote=remote)
+            self._refresh()
 
     def _join(self, turn: Turn) -> None:
         if turn.claim is not None:
             turn.is_queued = True
             self._queue.add(turn, turn.claim)
+            if turn.remote is not None:
+                self._queue.waits_for(turn, remote=turn.remote)
             self._refresh()
 
     def _refresh(self) -> None:

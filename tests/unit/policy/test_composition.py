@@ -116,13 +116,16 @@ class TestOffload:
         offload = OffloadState("west", 1000)
         plan = decide(two, 1500, offload=offload)
         assert (first(plan), plan.cause) == ("far", RouteCause.LONG_PROMPT)
+        assert plan.remote
         plan = decide(two, 900, offload=offload)
         assert (first(plan), plan.cause) == ("p", RouteCause.LOAD)
+        assert not plan.remote
 
     def test_remote_cluster_that_drains(self) -> None:
         two = fleet(worker("far", cluster="west", draining=True), P, D)
         plan = decide(two, 1500, offload=OffloadState("west", 1000))
         assert (first(plan), plan.cause) == ("p", RouteCause.REMOTE_DOWN)
+        assert not plan.remote
 
 
 def test_refusal_has_its_reason() -> None:

@@ -90,7 +90,7 @@ def test_the_number_of_heads_adapts_within_its_bounds() -> None:
     serve(queue, 100)
     assert len(queue.heads()) == MAX_HEADS
     for _ in range(100):
-        queue.missed()
+        queue.missed("a399")
     assert len(queue.heads()) == MIN_HEADS
 
 
@@ -99,12 +99,12 @@ def test_heads_are_found_anew_only_after_a_change() -> None:
     serve(queue, 10)
     heads = queue.heads()
     assert queue.heads() is heads
-    queue.missed()
+    queue.missed(heads[0])
     assert queue.heads() == heads[:-1]
     for _ in range(100):
-        queue.missed()
+        queue.missed(heads[0])
     fewest = queue.heads()
-    queue.missed()
+    queue.missed(heads[0])
     assert queue.heads() is fewest
     queue.left(fewest[0])
     assert list(queue.heads()[:-1]) == list(fewest[1:])
@@ -127,7 +127,39 @@ def test_equal_starts_go_in_the_order_of_arrival() -> None:
     assert queue.heads() == ["b0", "a0", "a1", "b1"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("apl"), st.integers(0, 3), st.integers(1, 50))))
+def test_requests_for_one_cluster_do_not_hold_up_those_for_the_other() -> None:
+    queue = filled(h=(20, Claim("a", 1)))
+    queue.waits_for("h0", remote=False)
+    assert queue.heads() == ["h0", "h1", "h2", "h3"], "one line while there is one cluster"
+    queue.split()
+    queue.add("r0", Claim("a", 1))
+    for number in (0, 1, *range(3, 20)):
+        queue.waits_for(f"h{number}", remote=False)
+    assert set(queue.heads()) == {"h2", "r0", "h0", "h1", "h3", "h4"}
+    queue.waits_for("r0", remote=True)
+    queue.waits_for("h2", remote=True)
+    for _ in range(40):
+        queue.missed("h0")
+    assert set(queue.heads()) == {"h2", "r0", "h0", "h1", "h3", "h4"}
+    queue.waits_for("h2", remote=False)
+    assert set(queue.heads()) == {"r0", "h0", "h1", "h2", "h3"}, "its place is by arrival"
+
+
+def test_the_number_of_heads_adapts_for_each_cluster() -> None:
+    queue = FairQueue()
+    queue.split()
+    for number in range(200):
+        queue.add(f"h{number}", Claim("a", 1))
+        queue.add(f"r{number}", Claim("a", 1))
+        queue.waits_for(f"r{number}", remote=True)
+        queue.waits_for(f"h{number}", remote=False)
+    for number in range(10):
+        queue.placed(f"r{number}")
+        queue.missed(f"h{number}")
+    assert shares([str(name) for name in queue.heads()]) == {"h": MIN_HEADS, "r": MIN_HEADS + 10}
+
+
+@given(st.lists(st.tuples(st.sampled_from("aplfn"), st.integers(0, 3), st.integers(1, 50))))
 def test_somebody_always_has_a_turn_and_all_leave(steps: list[tuple[str, int, int]]) -> None:
     queue, names = FairQueue(), 0
     waiting: list[str] = []
@@ -136,6 +168,9 @@ def test_somebody_always_has_a_turn_and_all_leave(steps: list[tuple[str, int, in
             names += 1
             waiting.append(f"r{names}")
             queue.add(waiting[-1], Claim(f"t{tenant}", cost, 1 + tenant, tenant % 2, cost % 3))
+        elif waiting and action in "fn":
+            queue.split()
+            queue.waits_for(waiting[cost % len(waiting)], remote=action == "f")
         elif waiting:
             name = str(queue.heads()[0]) if action == "p" else waiting[tenant % len(waiting)]
             (queue.placed if action == "p" else queue.left)(name)

@@ -14,7 +14,6 @@ from kvmesh.policy.forwarding import (
     offer_order,
     rounds_per_route,
     still_refusing,
-    waiting_told,
 )
 
 
@@ -50,20 +49,3 @@ def test_who_refused_just_now_is_to_be_avoided_yet() -> None:
     refused = {WorkerId("a"): 1.0, WorkerId("b"): 1.1}
     assert still_refusing(refused, 1.0 + REROUTE_AFTER_S) == {"b": 1.1}
     assert still_refusing(refused, 1.1 + REROUTE_AFTER_S) == {}
-
-
-@pytest.mark.parametrize(
-    ("asked", "reserved", "behind", "told"),
-    [
-        (0, 0, 0, (0, 0)),
-        (4, 3, 0, (4, 3)),
-        (2, 2, 10, (12, 12)),
-        (2, 0, 10, (12, 0)),
-        (4, 1, 4, (8, 2)),
-        (0, 0, 5, (5, 0)),
-    ],
-)
-def test_who_has_not_asked_yet_waits_for_what_those_before_it_wait_for(
-    asked: int, reserved: int, behind: int, told: tuple[int, int]
-) -> None:
-    assert waiting_told(asked, reserved, behind) == told

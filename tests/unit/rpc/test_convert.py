@@ -125,7 +125,9 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
         convert_route.candidate_from_proto,
     ),
     (
-        RoutePlan(Placement.DISAGGREGATED, (CANDIDATE,), (CANDIDATE,), True, "why", "p"),
+        RoutePlan(
+            Placement.DISAGGREGATED, (CANDIDATE,), (CANDIDATE,), True, "why", "p", remote=True
+        ),
         _filled(scheduler_service_pb2.RoutePlan, convert_route.fill_route_plan),
         convert_route.route_plan_from_proto,
     ),
@@ -159,6 +161,7 @@ def test_route_query_round_trip() -> None:
         Placement.AGGREGATED,
         waiting=3,
         waiting_reserved=2,
+        waiting_remote=1,
         lost=frozenset({WorkerId("x")}),
         unanswered=frozenset({WorkerId("y")}),
         tpot_s=0.03,

@@ -39,18 +39,22 @@ def test_what_was_told_long_ago_is_over() -> None:
     assert board.current("m", STALE_S) == Demand()
 
 
-def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:
+def test_who_asks_again_is_no_new_request() -> None:
     board = DemandBoard()
-    for name, remote in (("a", True), ("b", False), ("c", False)):
+    for name in "abc":
         assert board.note_query("g", query(request_id=RequestId(name)), 0.0)
-        board.note_cluster(RequestId(name), remote)
     assert board.take_new("m") == 3
     assert board.take_new("m") == 0
-    assert (board.current("m", 0.1).remote, board.current("m", 0.1).local) == (0, 0)
     assert not board.note_query("g", query(request_id=RequestId("a")), 0.3)
-    assert not board.note_query("g", query(request_id=RequestId("b")), 0.3)
-    demand = board.current("m", 0.4)
-    assert (demand.remote, demand.local) == (1, 1)
+    assert board.take_new("m") == 0
+
+
+def test_gateways_tell_for_which_cluster_requests_wait() -> None:
+    board = DemandBoard()
+    board.note_query("g1", query(waiting=20, waiting_reserved=12, waiting_remote=4), 0.0)
+    board.note_query("g2", query(waiting=5, waiting_reserved=5, waiting_remote=5), 0.0)
+    demand = board.current("m", 0.1)
+    assert (demand.remote, demand.local, demand.unreserved) == (9, 8, 8)
 
 
 def test_a_worker_that_does_not_answer_the_gateway_says_nothing_of_the_request() -> None:
@@ -64,8 +68,6 @@ def test_who_has_workers_to_avoid_was_counted_before(lost: frozenset[WorkerId]) 
     board = DemandBoard()
     assert not board.note_query("g", query(avoid=frozenset({WorkerId("w")}), lost=lost), 0.0)
     assert board.take_new("m") == 0  # another scheduler counted it
-    # Refused, it waits for the cluster that is chosen now; lost, it has asked for nothing yet.
-    assert board.current("m", 0.1).local == (0 if lost else 1)
 
 
 def test_who_asks_again_late_is_no_new_request() -> None:
@@ -74,18 +76,6 @@ def test_who_asks_again_late_is_no_new_request() -> None:
     board.prune({"m"}, STALE_S)
     assert not board.note_query("g", query(avoid=frozenset({WorkerId("w")})), STALE_S)
     assert board.take_new("m") == 1
-
-
-def test_who_waits_for_its_turn_to_ask_is_counted_as_those_who_asked() -> None:
-    board = DemandBoard()
-    for name, remote in (("a", True), ("b", False), ("c", False)):
-        board.note_query("g", query(request_id=RequestId(name)), 0.0)
-        board.note_cluster(RequestId(name), remote)
-    for name in ("a", "b", "c"):
-        waiting = query(request_id=RequestId(name), waiting=20, waiting_reserved=12)
-        board.note_query("g", waiting, 0.3)
-    demand = board.current("m", 0.4)
-    assert (demand.remote, demand.local) == (4, 8)
 
 
 def test_what_nobody_serves_is_forgotten() -> None:

@@ -108,11 +108,11 @@ class Followed(control.Control):
         waiting = waiting_by_scenario(self._desk.searching)
         for scene in waiting.keys() | self._waited:
             told = waiting.get(scene, Looking())
-            self._told_waiting(scene, told.reserved + told.unreserved, told.reserved)
+            self._told_waiting(scene, told)
         self._waited = set(waiting)
         self.most_waiting = max(self.most_waiting, len(self._desk.searching))
 
-    def _told_waiting(self, name: str, count: int, reserved: int) -> None:
+    def _told_waiting(self, name: str, told: Looking) -> None:
         """Tells it by a request that asked before."""
         asks = RouteQuery(
             RequestId("waits"),
@@ -122,8 +122,9 @@ class Followed(control.Control):
             (),
             scenario=name,
             avoid=frozenset({WorkerId("refused")}),
-            waiting=count,
-            waiting_reserved=reserved,
+            waiting=told.reserved + told.unreserved,
+            waiting_reserved=told.reserved,
+            waiting_remote=told.remote,
         )
         self.mesh.planner.demand.note_query("gateway", asks, self.mesh.clock.now())
 

@@ -250,15 +250,11 @@ class TestThreshold:
 
     async def test_requests_that_wait_for_the_remote_cluster_raise_it(self) -> None:
         mesh = self.mesh()
-        for _ in range(2):
-            for name in ("a", "b", "c"):
-                await mesh.route(name, 1600)
+        wait = {"waiting": 3, "waiting_reserved": 3, "waiting_remote": 3}
+        await mesh.route("a", 1600, **wait)
         await mesh.second()
-        # The clock stood still for the routes and moved a second: too long ago.
-        assert mesh.planner.offload("m").threshold_tokens == 1000
-        for _ in range(2):
-            for name in ("a", "b", "c"):
-                await mesh.route(name, 1600)
+        assert mesh.planner.offload("m").threshold_tokens == 1000, "told too long ago"
+        await mesh.route("a", 1600, **wait)
         await mesh.planner.cycle(may_order=False)
         assert mesh.planner.offload("m").threshold_tokens > 1000
         assert mesh.fleet_log("threshold")[0]["reason"] == "remote_surge"

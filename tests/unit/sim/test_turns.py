@@ -21,7 +21,7 @@ def test_those_behind_are_called_in_order_as_those_before_leave() -> None:
     waiting = [request(number) for number in range(MIN_HEADS + 3)]
     called: list[SimRequest] = []
     turns.enter(waiting[0])
-    turns.missed(waiting[0])
+    turns.missed(waiting[0], remote=False)
     for each in waiting[1:]:
         turns.enter(each)
     assert turns.share == MIN_HEADS / len(waiting)
@@ -39,9 +39,9 @@ def test_those_behind_are_called_in_order_as_those_before_leave() -> None:
 def test_who_has_tokens_already_waits_for_nobody() -> None:
     turns = Turns()
     first, moved = request(0), request(1)
-    turns.missed(first)
+    turns.missed(first, remote=None)
     moved.generated = 3
     turns.enter(moved)
-    turns.missed(moved)
+    turns.missed(moved, remote=False)
     assert turns.wait(moved, lambda: None)
     assert turns.share == 1.0, "only the first one is in the queue"

@@ -30,9 +30,8 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import packed_tokens
-from kvmesh.policy.forwarding import waiting_told
 from kvmesh.policy.prefill_times import PrefillTimes
-from kvmesh.policy.waiting import Looking
+from kvmesh.policy.waiting import Looking, looking
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import MODEL
 from kvmesh.sim.placing import Desk, Placed
@@ -203,9 +202,11 @@ class SimulatedGateway:
         """What the next query of each scenario tells the scheduler."""
         found: dict[str, Looking] = {}
         for scenario, each in self.mesh.lanes._waiting.items():
-            total, held = waiting_told(each.paused, each.paused_reserved, each.queued)
-            if total:
-                found[scenario] = Looking(held, total - held)
+            told = looking(
+                each.paused, each.paused_reserved, each.queued, each.planned, each.remote
+            )
+            if told != Looking():
+                found[scenario] = told
         return found
 
     # --- as the simulator's `Placing` ---

@@ -26,6 +26,7 @@ from tests.unit.gateway.request.simulated_gateway import SimulatedGateway
 from tests.unit.sim.examples import scenario, trace
 
 FLEET = "home:d:prefill:2,home:d:decode:2"
+TWO_CLUSTERS = "remote:d:prefill:2,home:d:prefill:1,home:d:decode:2"
 GROUPS = "chat:d:prefill:1,chat:d:decode:1,code:d:prefill:1,code:d:decode:1"
 
 
@@ -165,6 +166,14 @@ def test_each_group_has_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     system = dataclasses.replace(SYSTEMS["flowkv"], grouped=True)
     what = overload(50, 0.25, system, fleet=GROUPS, scenarios=("chat", "code", "code", "mail"))
     run = compare(what, monkeypatch)
+    assert waited(run) > 10
+    assert refusals(run)
+
+
+@pytest.mark.parametrize("system", ["forwarding", "prfaas", "kvmesh"])
+def test_each_cluster_has_its_own_line(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compare(overload(80, 0.15, system, fleet=TWO_CLUSTERS), monkeypatch)
+    assert {each.remote for each in run.result.requests} == {True, False}
     assert waited(run) > 10
     assert refusals(run)
 

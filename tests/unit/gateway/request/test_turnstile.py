@@ -92,6 +92,36 @@ async def test_a_moved_stream_waits_for_nobody() -> None:
         assert turns.num_waiting == 1
 
 
+async def test_who_waits_for_one_cluster_does_not_hold_up_who_waits_for_the_other() -> None:
+    turns = Turnstile()
+    asked: list[str] = []
+
+    async def look(name: str, *, remote: bool) -> None:
+        with turns.enter(Claim("a", 1)) as turn:
+            await turn.wait(60)
+            turn.waits_for(remote=remote)
+            await turn.wait(60)
+            asked.append(name)
+            turn.missed()
+            await asyncio.Event().wait()
+
+    tasks = {
+        name: asyncio.create_task(look(name, remote=name.startswith("far")))
+        for name in ("far 0", *(f"home {number}" for number in range(10)), "far 1")
+    }
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert asked == ["far 0", *(f"home {n}" for n in range(MIN_HEADS)), "far 1"]
+    tasks["home 1"].cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert asked[-1] == f"home {MIN_HEADS}"
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.wait(tasks.values())
+    assert turns.num_waiting == 0
+
+
 async def test_the_wait_ends_at_its_deadline() -> None:
     turns = Turnstile()
 
