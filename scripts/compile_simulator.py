@@ -55,7 +55,7 @@ _EXAMPLE = (
 def identity(libs: Path) -> str:
     """Changes with the sources, the compiled ones among them, and the interpreter."""
     found = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()} {MODULES}".encode())
-    for path in sorted(libs.rglob("*.py")):
+    for path in sorted(each for each in libs.rglob("*") if each.suffix in (".py", ".json")):
         found.update(str(path.relative_to(libs)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 

@@ -264,6 +264,7 @@ def short_streams(checkpoint: Checkpoint, homes: Homes) -> list[Stream]:
     ]
 
 
+@of_some_families
 def test_static_steps_are_plain_steps_bit_for_bit(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner(max_model_len=SHORT[0] + 1)
     homes = Homes(runner)
@@ -309,6 +310,7 @@ def test_static_steps_among_steps_with_prompts(checkpoint: Checkpoint) -> None:
     assert [stream.output for stream in static] == [stream.output for stream in plain]
 
 
+@of_some_families
 def test_a_static_step_never_looks_at_values(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

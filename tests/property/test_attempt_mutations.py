@@ -345,7 +345,14 @@ def test_the_rules_as_they_are_pass() -> None:
     _run(SOURCES, ROUNDS[:1])
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+# Together they take two minutes of a processor, and find something only after a change of the rules.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if number % 4 else [])
+        for number, name in enumerate(MUTATIONS)
+    ],
+)
 def test_a_changed_rule_is_noticed(name: str) -> None:
     old, new = MUTATIONS[name]
     changed = {module: source.replace(old, new, 1) for module, source in SOURCES.items()}
