@@ -345,7 +345,7 @@ def test_the_rules_as_they_are_pass() -> None:
     _run(SOURCES, ROUNDS[:1])
 
 
-# Together they take two minutes of a processor, and find something only after a change of the rules.
+# All of them take two minutes of a processor, and tell something new only after the rules changed.
 @pytest.mark.parametrize(
     "name",
     [
