@@ -43,6 +43,7 @@ _DYNAMO = {
 }
 _STUB = Path(__file__).with_name("torchvision_stub")
 _MIGRATIONS = "3"
+_MOVES = "kvmesh_gateway_moves_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,32 @@ class Served:
         if not engines:
             raise LookupError(f"{self.name} has no process of {self.engine_words!r}")
         engines[0].kill()
+
+    def moved_after_s(self, timeout_s: float = 30.0) -> float | None:
+        """Kills an engine, and returns the seconds until its streams are offered to others.
+
+        None if the system counts no moved streams, or moves none in time.
+        """
+        before = moves(self.url)
+        self.kill_engine()
+        began = time.monotonic()
+        while before is not None and time.monotonic() < began + timeout_s:
+            if (moves(self.url) or 0.0) > before:
+                return time.monotonic() - began
+            time.sleep(0.02)
+        return None
+
+
+def moves(url: str) -> float | None:
+    """Streams that a gateway has moved away from lost workers; None if a server does not count."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return None
+    if not any("kvmesh_gateway_moves" in line for line in lines):
+        return None
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(_MOVES))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.result import Row
 from benchmarks.vllm_handoff import Handoff, measure, tcp_ms
 from benchmarks.vllm_serve import AT_ONCE, KILLED, LOADS, OVERLOAD, REUSED, row_of, starts, targets
-from benchmarks.vllm_systems import ONE, RANKS, TWO, VLLM
+from benchmarks.vllm_systems import ONE, RANKS, TWO, VLLM, Served, moves
 
 EVENT = b'data: {"choices": [{"token_ids": [%d], "text": ""}]}\n\n'
 
@@ -28,6 +28,7 @@ def row(load: str, system: str, **changes: float | None) -> Row:
         "p99_ttft_ms": 90.0,
         "median_tpot_ms": 9.0,
         "longest_pause": 0.5,
+        "moved_after_s": None,
     }
     return row_of(of, system, found | changes)
 
@@ -49,7 +50,7 @@ def test_targets_compare_with_the_bare_server() -> None:
         row(REUSED.name, VLLM),
         row(REUSED.name, ONE.name, median_ttft_ms=56.0),
         row(KILLED.name, TWO.name),
-        row(KILLED.name, RANKS.name, failed=1, longest_pause=2.9),
+        row(KILLED.name, RANKS.name, failed=1, moved_after_s=2.9),
     ]
     slow_handoff = Handoff(gap=26.0, step=10.0, tcp=10.0)
     met = [each.met for each in targets(rows, slow_handoff)]
@@ -99,6 +100,54 @@ def test_the_first_gap_of_a_stream_is_the_handoff(handed_over: str) -> None:
     assert found.gap >= 45
     assert found.step < found.gap
     assert 0 < found.tcp < found.gap
+
+
+class Stack:
+    """A gateway's metrics, and a process of it that computes."""
+
+    def __init__(self) -> None:
+        self.texts = ["# TYPE kvmesh_gateway_moves counter\n"]
+
+    def __enter__(self) -> Stack:
+        stack = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                texts = stack.texts
+                self.wfile.write((texts.pop(0) if len(texts) > 1 else texts[0]).encode())
+
+            def log_message(self, *_words: object) -> None: ...
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def test_streams_are_moved_when_the_gateway_counts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(Served, "kill_engine", lambda self: killed.append(self.name))
+    with Stack() as stack:
+        served = Served("mesh", stack.url, [], "")
+        assert moves(stack.url) == 0
+        counts = "# TYPE kvmesh_gateway_moves counter\n%s"
+        line = 'kvmesh_gateway_moves_total{reason="%s"} 2.0\n'
+        stack.texts = [counts % "", counts % "", counts % (line % "lost" + line % "late")]
+        taken = served.moved_after_s()
+        assert taken is not None
+        assert 0 < taken < 5
+        assert moves(stack.url) == 4
+        stack.texts = ["vllm:something 3\n"]
+        assert served.moved_after_s() is None, "it does not count them"
+    assert killed == ["mesh", "mesh"]
 
 
 def test_bytes_over_tcp_take_time() -> None:
