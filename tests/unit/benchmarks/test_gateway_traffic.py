@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 
 from benchmarks.gateway_traffic import (
-    MEAN_TOKENS,
     NUM_CHATS,
     Request,
     fresh_chats,
     grown_chats,
+    mean_tokens,
     payloads,
 )
 from benchmarks.our_mesh import CHECKPOINT
@@ -58,8 +58,7 @@ def test_most_of_a_grown_chat_was_sent_before() -> None:
     assert 0.7 < num_known / num_all < 0.95
 
 
-def test_chats_have_as_many_tokens_as_the_notes_say() -> None:
+def test_chats_have_many_tokens_in_a_small_vocabulary() -> None:
+    """Scripts other than Latin take about a token per byte there."""
     tokenizer = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    contents = [message["content"] for chat in fresh_chats(1)[::10] for message in chat]
-    num_tokens = sum(len(each.ids) for each in tokenizer.encode_batch(contents))
-    assert num_tokens / len(fresh_chats(1)[::10]) == pytest.approx(MEAN_TOKENS, rel=0.1)
+    assert mean_tokens(tokenizer) == pytest.approx(3700, rel=0.1)
