@@ -136,8 +136,8 @@ class AdjustLimits:
     Attributes:
         high_utilisation, low_utilisation: fractions of the egress bandwidth above which the link
             is full, and below which it has room for more prompts.
-        high_queue, low_queue: waiting requests per instance above which a cluster is full, and up
-            to which it has room.
+        high_queue: waiting requests per instance above which a cluster is full. It has room if
+            none waits.
         step: factor per adjustment away from the base.
         back: fraction of the logarithmic distance to the base per adjustment back.
         max_factor: largest factor between the threshold and its base.
@@ -146,7 +146,6 @@ class AdjustLimits:
     high_utilisation: float = 0.9
     low_utilisation: float = 0.7
     high_queue: float = 2.0
-    low_queue: float = 0.5
     step: float = 1.15
     back: float = 0.4
     max_factor: float = 8.0
@@ -183,8 +182,8 @@ def adjust_threshold(
     is_full = link.utilisation > limits.high_utilisation
     is_far_full = is_full or link.remote_queue > limits.high_queue
     is_near_full = link.local_queue > limits.high_queue
-    has_near_room = link.local_queue <= limits.low_queue
-    has_far_room = not is_full and link.remote_queue <= limits.low_queue
+    has_near_room = not link.local_queue
+    has_far_room = not is_full and not link.remote_queue
     has_way_out = has_far_room and link.utilisation < limits.low_utilisation
     nearer = _back(base, now, limits.back)
     if is_far_full and has_near_room:

@@ -61,7 +61,6 @@ class TestThreshold:
         ("link", "reason"),
         [
             (LinkState(0.95), AdjustReason.LINK_FULL),
-            (LinkState(0.95, local_queue=0.5), AdjustReason.LINK_FULL),
             (LinkState(0.1, remote_queue=3.0), AdjustReason.REMOTE_SURGE),
         ],
     )
@@ -69,6 +68,10 @@ class TestThreshold:
         raised = adjust_threshold(self.BASE, link)
         assert raised.tokens > 1000
         assert raised.reason is reason
+
+    def test_it_stays_while_a_request_waits_at_home(self) -> None:
+        kept = adjust_threshold(self.BASE, LinkState(0.95, local_queue=0.5))
+        assert (kept.tokens, kept.reason) == (1000, AdjustReason.FAR_FULL)
 
     def test_local_congestion_lowers_it_while_the_link_has_room(self) -> None:
         lowered = adjust_threshold(self.BASE, LinkState(0.1, local_queue=3.0))
