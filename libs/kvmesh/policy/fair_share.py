@@ -115,16 +115,20 @@ class FairQueue:
         if len(self._lines) == 1:
             self._lines |= {True: _Line(), False: _Line()}
 
-    def waits_for(self, name: Hashable, *, remote: bool) -> None:
-        """Says whose prefill workers a request waits for; its place among them is by arrival."""
+    def waits_for(self, name: Hashable, *, remote: bool) -> bool:
+        """Says whose prefill workers a request waits for; its place among them is by arrival.
+
+        Returns whether it stood in another line before.
+        """
         before = self._remote[name]
         if before is remote or len(self._lines) == 1:
-            return
+            return False
         claim, entry = self._claims[name]
         self._lines[before].remove(claim, entry)
         self._remote[name] = remote
         self._lines[remote].add(claim, entry)
         self._found = None
+        return True
 
     def placed(self, name: Hashable) -> None:
         """Removes a request that found its workers, and charges its tenant."""

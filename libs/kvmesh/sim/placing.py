@@ -228,8 +228,8 @@ class Placing:
                 return
         if self._plan is not None:
             self.remote = self._plan.remote
-            self._turns.waits_for(self._request, remote=self.remote)
-            if not self._is_my_turn():  # others were first to wait for this cluster
+            may_ask = self._turns.waits_for(self._request, remote=self.remote)
+            if not may_ask and not self._is_my_turn():
                 self._tried_at_opening = -1
                 return
         self._ask_workers()

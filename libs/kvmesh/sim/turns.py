@@ -93,13 +93,14 @@ class Turns:
         self._calls[request] = call
         return False
 
-    def waits_for(self, request: SimRequest, *, remote: bool) -> None:
-        """Records whose prefill workers a request waits for, which may end its turn."""
+    def waits_for(self, request: SimRequest, *, remote: bool) -> bool:
+        """Records whose prefill workers a request waits for; returns whether it may still ask."""
         if remote:
             self._queue.split()
-        if request in self._queued:
-            self._queue.waits_for(request, remote=remote)
-            self._refresh()
+        if request not in self._queued or not self._queue.waits_for(request, remote=remote):
+            return True
+        self._refresh()
+        return request in self._heads
 
     def missed(self, request: SimRequest, *, remote: bool | None) -> None:
         """Records that a request found no workers.

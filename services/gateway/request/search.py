@@ -288,8 +288,7 @@ class Search:
     async def _try_plan(self, plan: RoutePlan, turn: Turn) -> bool:
         """Asks the plan's candidates in rounds, until one takes the request or the plan is old."""
         old_at = self._now() + REROUTE_AFTER_S
-        turn.waits_for(remote=plan.remote)
-        if not turn.is_mine:  # others were first to wait for this cluster
+        if not turn.waits_for(remote=plan.remote):
             await self._queue(turn)
             if self._now() >= old_at:
                 return False

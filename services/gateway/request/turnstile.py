@@ -34,14 +34,9 @@ class Turn:
         self.is_queued = False
         self.remote: bool | None = None
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether the request may ask now."""
-        return not self.is_queued or self.allowed.is_set()
-
     async def wait(self, timeout_s: float) -> None:
         """Returns when it is this request's turn, or at the timeout."""
-        if self.is_mine:
+        if not self.is_queued or self.allowed.is_set():
             return
         try:
             async with asyncio.timeout(timeout_s):
@@ -49,10 +44,13 @@ class Turn:
         except TimeoutError:
             return  # the caller checks its deadline
 
-    def waits_for(self, *, remote: bool) -> None:
-        """Notes whose prefill workers the request waits for, which may end its turn."""
+    def waits_for(self, *, remote: bool) -> bool:
+        """Notes whose prefill workers the request waits for.
+
+        Returns whether it is still its turn: not if others were first to wait for these.
+        """
         self.remote = remote
-        self._turnstile.waits_for(self, remote=remote)
+        return self._turnstile.waits_for(self, remote=remote)
 
     def missed(self) -> None:
         """Notes that no worker took the request in this round."""
@@ -104,13 +102,14 @@ class Turnstile:
         else:
             self._join(turn)
 
-    def waits_for(self, turn: Turn, *, remote: bool) -> None:
-        """Lets a turn wait beside those for the same cluster."""
+    def waits_for(self, turn: Turn, *, remote: bool) -> bool:
+        """Lets a turn wait beside those for the same cluster; returns whether it may still ask."""
         if remote:
             self._queue.split()
-        if turn.is_queued:
-            self._queue.waits_for(turn, remote=remote)
-            self._refresh()
+        if not turn.is_queued or not self._queue.waits_for(turn, remote=remote):
+            return True
+        self._refresh()
+        return turn.allowed.is_set()
 
     def _join(self, turn: Turn) -> None:
         if turn.claim is not None:
