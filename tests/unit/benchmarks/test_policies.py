@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import policies_scale
+from benchmarks import policies_case_study, policies_scale
 from benchmarks.policies import main
 from benchmarks.policies_case_study import case_study
 from benchmarks.policies_experiments import Verdict, divided, group_fleet, ratio
@@ -59,13 +59,14 @@ def test_groups_have_instances_by_their_work() -> None:
     assert fleet == "new:a100:prefill:6,same:a100:prefill:1,new:a100:decode:2,same:a100:decode:2"
 
 
-def test_model_and_events_reproduce_table_6() -> None:
+def test_model_and_events_reproduce_table_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies_case_study, "SEEDS", range(1, 2))
     found = case_study(0.4)
     rows = {job.label: job.run().row for job in found.jobs}
     *claims, in_time = found.judge(rows).targets
     assert [target.met for target in claims] == [True] * 6
     assert in_time.value is not None
-    assert in_time.value >= 0.85
+    assert in_time.value >= 0.87
     for row in rows.values():
         # Events serve less than the model says, and what the plan tells is served.
         assert row["in time/s"] < row["events/s"] < row["model/s"] < 1.05 * row["paper/s"]
