@@ -19,6 +19,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 def write_tokenizer(tekken: Path, specials: Sequence[str], file: Path) -> int:
     """Writes a `tokenizer.json`; returns the number of its tokens.
 
+    Tokens that are no text of their own get the last ids: workers of the benchmarks answer with ids
+    of a range, and fronts hold text back until its last character is complete.
+
     Args:
         tekken: vocabulary as mistral_common stores it.
         specials: control tokens; they get the first ids.
@@ -29,7 +32,9 @@ def write_tokenizer(tekken: Path, specials: Sequence[str], file: Path) -> int:
     words = [base64.b64decode(entry["token_bytes"]) for entry in read["vocab"][:count]]
     names = bytes_to_unicode()
     written = ["".join(names[byte] for byte in word) for word in words]
-    vocab = {name: number for number, name in enumerate((*specials, *written))}
+    in_order = sorted(range(count), key=lambda rank: not _is_text(words[rank]))
+    names_in_order = (*specials, *(written[rank] for rank in in_order))
+    vocab = {name: number for number, name in enumerate(names_in_order)}
     merges = _merges(words)
     model = models.BPE(vocab, [(written[a], written[b]) for a, b in merges], ignore_merges=True)
     made = Tokenizer(model)
@@ -43,6 +48,14 @@ def write_tokenizer(tekken: Path, specials: Sequence[str], file: Path) -> int:
     made.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
     made.save(str(file))
     return len(vocab)
+
+
+def _is_text(word: bytes) -> bool:
+    try:
+        word.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _merges(words: Sequence[bytes]) -> list[tuple[int, int]]:

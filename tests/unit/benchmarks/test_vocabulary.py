@@ -37,8 +37,10 @@ def test_words_are_made_of_shorter_ones_in_their_order(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     assert write_tokenizer(stored(tmp_path), ("<s>", "</s>"), file) == 2 + 256 + len(WORDS)
     made = tokenizers.Tokenizer.from_file(str(file))
-    assert made.encode("<s>the the</s>").ids == [0, 2 + 256 + 3, 2 + 256 + 4, 1]
+    assert made.encode("<s>the the</s>").ids == [0, 2 + 128 + 3, 2 + 128 + 4, 1]
     assert made.encode("12").ids == [2 + 49, 2 + 50], "digits stand alone in the pattern"
+    whole = [made.decode([number]) for number in range(2, 2 + 128 + len(WORDS))]
+    assert whole[128:] == list(WORDS), "bytes that are no text come last"
     text = "thé the\nthere 12 😀"
     assert made.decode(made.encode(text).ids) == text
 
