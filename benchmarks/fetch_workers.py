@@ -57,10 +57,10 @@ def worker_process(
     dtype: str,
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Address]:
-    """A worker without a mesh, with one engine thread; ends with the block.
+    """A worker without a mesh; ends with the block.
 
     Args:
-        more: flags.
+        more: flags; without others it has one engine thread.
     """
     flags = {
         "server.port": 0,

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tiers --trace agentic_coding_sessions.jsonl.gz
 
-Real worker processes with a random Llama, one engine thread each, whose pool holds two prompts and
-a half: one with host memory below, one with a disk. Two prompts are computed and pushed out by
+Real worker processes with a random Llama, one after the other, whose pool holds two prompts and a
+half: one with host memory below, one with a disk. Two prompts are computed and pushed out by
 others. One is asked for again; a third time it is still in the pool, which is the least that it can
 take. The other one is named to the worker some time before it is asked for, as a gateway does.
 Tests: tests/unit/benchmarks/test_tiers.py.
@@ -34,6 +34,7 @@ from benchmarks.tier_copies import Blocks, copy_rows, drop_pages
 from benchmarks.tier_hits import hit_rate
 from benchmarks.tier_split import Split, splits
 from benchmarks.worker_bench import checkpoint, parser_of, publish
+from kvmesh.core.cores import usable_cores
 from kvmesh.sim.trace import read_trace
 
 PREFIX = 4096
@@ -127,6 +128,7 @@ def first_tokens(options: argparse.Namespace) -> list[Row]:
             spans = folder / "spans.jsonl"
             model = checkpoint(options.shape, folder, options.seed, 2 * max(PREFIXES))
             flags: dict[str, object] = {f"tiers.{tier}-gib": 1}
+            flags["engine.num-threads"] = options.threads
             flags |= {"telemetry.trace.exporter": "jsonl", "telemetry.trace.target": spans}
             if tier == "disk":
                 flags["tiers.disk-path"] = folder / "tier"
@@ -204,13 +206,16 @@ def main() -> None:
     """Measures and writes bench/results/tiers.*."""
     parser = parser_of(__doc__, "tiers", repeats=3)
     parser.add_argument("--prefix", type=int, default=PREFIX)
+    parser.add_argument(
+        "--threads", type=int, default=usable_cores(), help="of the engine; default: all cores"
+    )
     parser.add_argument("--trace", type=Path, help="of sessions; without one hits are not counted")
     options = parser.parse_args()
     rows = [*speeds(options), *first_tokens(options)]
     if options.trace is not None:
         rows += hits(options.trace)
     about = [
-        f"random Llama of {options.shape}, {options.dtype}, one engine thread",
+        f"random Llama of {options.shape}, {options.dtype}; engine threads: {options.threads}",
         f"the pool holds {POOL_PROMPTS} prompts",
         "computed: the worker computes the prompt, and evicts it for others, with no pause",
         "loaded: asked for again, its prefix comes up from the tier",
