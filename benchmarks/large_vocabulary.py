@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from services.gateway.text.tokenizer import byte_level_table
 
 
 def write_tokenizer(tekken: Path, specials: Sequence[str], file: Path) -> int:
@@ -30,7 +31,7 @@ def write_tokenizer(tekken: Path, specials: Sequence[str], file: Path) -> int:
     config = read["config"]
     count = config["default_vocab_size"] - config["default_num_special_tokens"]
     words = [base64.b64decode(entry["token_bytes"]) for entry in read["vocab"][:count]]
-    names = bytes_to_unicode()
+    names = {byte: name for name, byte in byte_level_table().items()}
     written = ["".join(names[byte] for byte in word) for word in words]
     in_order = sorted(range(count), key=lambda rank: not _is_text(words[rank]))
     names_in_order = (*specials, *(written[rank] for rank in in_order))

@@ -6,10 +6,11 @@
 The loads, meshes and tiers of `benchmarks.tier_load`. Both routers bring almost the same goodput,
 and one load of 50 requests moves it by a tenth, so one run says nothing. Here each round has loads
 of its own, which both routers get in turning order, each in a mesh of its own. What is judged is
-the mean over the rounds with its 95 % interval. Meshes are told the limit of a first token and
-refuse what cannot keep it; pools alone are also compared without that, as an overloaded mesh then
-computes answers that come too late. Engines are modelled: a round then takes a minute,
-and two pairs of meshes share a machine without taking the cores from one another.
+the mean over the rounds with its 95 % interval. Gateways know the limit of a first token and refuse
+a request that no worker took by then. Pools alone are also compared with a later deadline: then an
+overloaded mesh computes first tokens that come too late to count. Engines are modelled: a round
+then takes a minute, and two pairs of meshes share a machine without taking the cores from one
+another.
 Tests: tests/unit/benchmarks/test_tier_rounds.py.
 """
 
@@ -69,7 +70,7 @@ ROUNDS = 14
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What both routers have.
+    """One comparison of the routers: the memory of the workers, and when gateways refuse.
 
     Attributes:
         host: host memory of each worker, in pools.

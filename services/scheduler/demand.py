@@ -34,18 +34,12 @@ class _Told:
     at: float
 
 
-@dataclass(slots=True)
-class _Asked:
-    model: str
-    at: float
-
-
 class DemandBoard:
     """Each gateway's latest report on each scenario, and the requests that asked recently."""
 
     def __init__(self) -> None:
         self._told: dict[_Line, _Told] = {}
-        self._asked: dict[RequestId, _Asked] = {}
+        self._asked: dict[RequestId, float] = {}  # when each asked last
         self._num_new: dict[str, int] = {}
 
     def note_query(self, gateway: Hashable, query: RouteQuery, now: float) -> bool:
@@ -59,12 +53,9 @@ class DemandBoard:
         line = _Line(gateway, query.model, query.scenario)
         reserved, remote = query.waiting_reserved, query.waiting_remote
         self._told[line] = _Told(Looking(reserved, query.waiting - reserved, remote), now)
-        asked = self._asked.get(query.request_id)
-        if asked is not None:
-            asked.at = now
-            return False
-        self._asked[query.request_id] = _Asked(query.model, now)
-        if query.avoid - query.unanswered:
+        is_known = query.request_id in self._asked
+        self._asked[query.request_id] = now
+        if is_known or query.avoid - query.unanswered:
             return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
         return True
@@ -84,7 +75,7 @@ class DemandBoard:
             served: models that have workers. Requests for other models do not count in any rate.
         """
         since = now - STALE_S
-        self._asked = {k: each for k, each in self._asked.items() if each.at > since}
+        self._asked = {name: at for name, at in self._asked.items() if at > since}
         # Clients choose scenario names freely, so outdated reports must not stay.
         self._told = {line: each for line, each in self._told.items() if each.at > since}
         self._num_new = {model: n for model, n in self._num_new.items() if model in served}

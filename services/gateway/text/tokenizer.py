@@ -161,7 +161,7 @@ class TextTokenizer:
         }
         self._byte_level = "ByteLevel" in type(fast.decoder).__name__
         self._byte_fallback = bool(getattr(fast.model, "byte_fallback", False))
-        self.whole = WholeTokens(fast, _byte_level_table()) if self._byte_level else None
+        self.whole = WholeTokens(fast, byte_level_table()) if self._byte_level else None
         self.encoder = TextEncoder(fast)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ class TextTokenizer:
         """The bytes of one token, even if they are only part of a character."""
         token = self.fast.id_to_token(token_id) or ""
         if token_id not in self._special_ids and self._byte_level:
-            table = _byte_level_table()
+            table = byte_level_table()
             if all(char in table for char in token):
                 return bytes(table[char] for char in token)
         if self._byte_fallback and (byte := _BYTE.fullmatch(token)):
@@ -288,7 +288,7 @@ def _num_stripped(token: str, text: str) -> int:
 
 
 @lru_cache(maxsize=1)
-def _byte_level_table() -> dict[str, int]:
+def byte_level_table() -> dict[str, int]:
     """The characters that represent bytes in byte-level BPE vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
