@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import statistics
@@ -46,6 +47,12 @@ NUM_PREFIXES, SHARED = 4, 0.5
 NUM_USERS = 8
 SUSTAINED_S = 12.0
 """So many users who each ask again at once, for so long, show the rate that is sustained."""
+
+WARM_S, WARM_SHARE, WARM_SEED = 12.0, 0.5, 1000
+"""Requests that come before all loads, and count in none: workers have the shared prefixes then."""
+
+COOL_S = 5.0
+"""Seconds between them and a simulated load."""
 
 CHUNK_TOKENS = 512
 """As `kvmesh up` starts its workers."""
@@ -89,17 +96,18 @@ class Arrival:
         return self.tokens + (TRACE_BLOCK if self.prefix else 0)
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals of prompts of mixed length; the n-th prefix has the weight 1/n."""
-    draw = random.Random(seed)
+def _prefix(draw: random.Random) -> int:
+    """The number of a shared prefix, or 0; the n-th one has the weight 1/n."""
     numbers = range(1, NUM_PREFIXES + 1)
     weights = [1 / number for number in numbers]
+    return draw.choices(numbers, weights)[0] if draw.random() < SHARED else 0
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals of prompts of mixed length."""
+    draw = random.Random(seed)
     return [
-        Arrival(
-            at_s,
-            draw.choice(LENGTHS),
-            draw.choices(numbers, weights)[0] if draw.random() < SHARED else 0,
-        )
+        Arrival(at_s, draw.choice(LENGTHS), _prefix(draw))
         for at_s in poisson_times(draw, rate, 0.0, seconds)
     ]
 
@@ -128,14 +136,18 @@ async def send(client: StackClient, load: Sequence[Arrival], seed: int) -> list[
 
 
 async def sustained(client: StackClient, seconds: float, seed: int) -> float:
-    """Requests per second of users who each ask again when they have their answer."""
+    """Requests per second of users who each ask again when they have their answer.
+
+    Their prompts are like those of the loads.
+    """
     draw = random.Random(seed)
     started = time.perf_counter()
 
     async def user() -> list[float]:
         ended: list[float] = []
         while time.perf_counter() < started + seconds:
-            if await client.complete(draw.choice(LENGTHS), OUTPUT_TOKENS) is not None:
+            prompt = prompt_of(Arrival(0.0, draw.choice(LENGTHS), _prefix(draw)), draw)
+            if await client.complete_prompt(prompt, OUTPUT_TOKENS) is not None:
                 ended.append(time.perf_counter() - started)
         return ended
 
@@ -163,11 +175,17 @@ class Modelled:
 def scenario(
     profile: Profile, stack: Stack, traces: Sequence[TraceRequest], *, closed: bool
 ) -> Scenario:
-    """The stack as `kvmesh up` starts it."""
+    """The stack as `kvmesh up` starts it.
+
+    Live workers reject what they cannot begin, whatever the policy, and report each change.
+    """
+    system = dataclasses.replace(
+        SYSTEMS[stack.policy], queue_offers=False, rejects_early=False, report_interval_s=0.0
+    )
     return Scenario(
         profile,
         parse_fleet(f"home:cpu:prefill:{stack.prefill},home:cpu:decode:{stack.decode}"),
-        SYSTEMS[stack.policy],
+        system,
         tuple(traces),
         closed_loop=closed,
         chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),
@@ -181,14 +199,22 @@ def _ids(number: int, arrival: Arrival) -> tuple[int, ...]:
     return (arrival.prefix, *fresh) if arrival.prefix else tuple(fresh)
 
 
-def simulated(profile: Profile, stack: Stack, load: Sequence[Arrival]) -> Modelled:
-    """The same arrivals in the simulator."""
+def simulated(
+    profile: Profile, stack: Stack, load: Sequence[Arrival], warm: Sequence[Arrival]
+) -> Modelled:
+    """The same arrivals in the simulator, after those that warm its workers."""
+    start_s = max((each.at_s for each in warm), default=0.0) + COOL_S
+    later = [dataclasses.replace(each, at_s=start_s + each.at_s) for each in load]
     traces = [
         TraceRequest(each.at_s, each.input_tokens, OUTPUT_TOKENS, _ids(number, each))
-        for number, each in enumerate(load)
+        for number, each in enumerate((*warm, *later))
     ]
     result = simulate(scenario(profile, stack, traces, closed=False))
-    served = [each for each in result.requests if each.outcome is not Outcome.REFUSED]
+    served = [
+        each
+        for each in result.requests
+        if each.arrival_s >= start_s and each.outcome is not Outcome.REFUSED
+    ]
     together = sum(each.prefill_on == each.decode_on for each in served)
     return Modelled(
         [each.ttft_s for each in served if each.ttft_s is not None],
@@ -205,9 +231,9 @@ def simulated_rate(profile: Profile, stack: Stack, seconds: float, seed: int) ->
     traces: list[TraceRequest] = []
     for number in range(NUM_USERS * turns):
         user, turn = divmod(number, turns)
-        each = Arrival(float(turn), draw.choice(LENGTHS))
-        ids = _ids(number, each)
-        traces.append(TraceRequest(each.at_s, each.tokens, OUTPUT_TOKENS, ids, f"u{user}", turn))
+        each = Arrival(float(turn), draw.choice(LENGTHS), _prefix(draw))
+        ids, tokens = _ids(number, each), each.input_tokens
+        traces.append(TraceRequest(each.at_s, tokens, OUTPUT_TOKENS, ids, f"u{user}", turn))
     result = simulate(scenario(profile, stack, traces, closed=True))
     ended = [each.finished_s for each in result.requests if each.outcome is not Outcome.REFUSED]
     counted = [at for at in ended if at is not None and seconds / 4 < at <= seconds]
@@ -277,6 +303,8 @@ async def run(url: str, arguments: argparse.Namespace) -> list[Row]:
         if not rate:
             rate = await sustained(client, SUSTAINED_S, seed)
             rows.append(rate_row(stack, rate, simulated_rate(profile, stack, SUSTAINED_S, seed)))
+        warm = arrivals(WARM_SHARE * rate, WARM_S, WARM_SEED)
+        await send(client, warm, WARM_SEED)
         for number, share in enumerate(arguments.loads):
             timings: list[Timing] = []
             models: list[Modelled] = []
@@ -286,7 +314,7 @@ async def run(url: str, arguments: argparse.Namespace) -> list[Row]:
                 note = f"{len(load)} requests, {share:g} of {rate:.1f}/s, seed {own}"
                 sys.stderr.write(f"{stack.label}: {note}\n")
                 timings += await send(client, load, own)
-                models.append(simulated(profile, stack, load))
+                models.append(simulated(profile, stack, load, warm))
             rows += compare(stack, f"{share:g}", timings, pooled(models))
     return rows
 

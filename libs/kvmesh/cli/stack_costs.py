@@ -23,7 +23,7 @@ from kvmesh.cli.front_cost import FRONT, PREFILL, cpu_s, measure_front
 from kvmesh.cli.stack_client import StackClient, Timing
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.curves import Interpolated
-from kvmesh.sim.host import crowding
+from kvmesh.sim.host import Work, crowding
 from kvmesh.sim.profile import BITS_PER_GBPS, DecodeCost, Front, Loop, Sharing
 from kvmesh.sim.trace_request import TRACE_BLOCK
 
@@ -312,11 +312,11 @@ def _sharing(measured: Measured, decode: DecodeCost, prefill: Interpolated) -> S
     beside = measured.beside
     alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
     # The front's use of the cores slowed both measurements; it is not part of their costs.
-    crowded = crowding(2, beside.front_cores, measured.front.cores)
-    first_s = (beside.first_s - measured.overhead_s) / crowded
+    crowded = crowding(1, 1, beside.front_cores, measured.front.cores)
+    first_s = (beside.first_s - measured.overhead_s) / crowded[Work.PROMPT]
     return Sharing(
         max(first_s / prefill(SHARED_LENGTH), 1.0),
-        max(beside.step_s / crowded / alone_s, 1.0),
+        max(beside.step_s / crowded[Work.STEPS] / alone_s, 1.0),
         measured.front,
         measured.loop,
     )

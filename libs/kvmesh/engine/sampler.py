@@ -71,17 +71,17 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
     """Chooses the token at position `end` of each chunk.
 
     Args:
-        logits: [chunks, vocab] fp32; changed in place.
+        logits: [chunks, vocab], taken as fp32; those in fp32 are changed in place.
 
     Returns:
         One token per chunk, with `error` if its structure cannot continue or every token is
         forbidden.
     """
-    return read_chosen(choose(logits, chunks), chunks)
+    return read_chosen(choose(logits.float(), chunks), chunks)
 
 
 def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
-    """Variant of `sample` that never waits for tensor values on a device."""
+    """Variant of `sample` for logits in fp32 that never waits for tensor values on a device."""
     assert len(logits) == len(chunks)
     device = logits.device
     reported = [row for row, chunk in enumerate(chunks) if chunk.sampling.num_logprobs >= 0]

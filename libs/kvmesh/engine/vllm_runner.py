@@ -270,7 +270,7 @@ def _choose(
     if not rows:
         return [0] * len(order)
     wanted = logits if len(rows) == len(order) else logits[rows]
-    chosen: list[SampledToken] = sample(wanted.float(), [chunks[order[row]] for row in rows])
+    chosen: list[SampledToken] = sample(wanted, [chunks[order[row]] for row in rows])
     tokens = [0] * len(order)
     for row, token in zip(rows, chosen, strict=True):
         result.tokens[order[row]] = token

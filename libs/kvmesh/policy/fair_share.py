@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heapify, heappop, heappush
 
 from kvmesh.core.values import quick
@@ -21,6 +22,9 @@ from kvmesh.core.values import quick
 MIN_HEADS = 4
 MAX_HEADS = 64
 """Bounds of the number of requests that look for workers at once while prefill is scarce."""
+
+LEAST_RATE = 1 / 8
+"""How often the last heads ask at least, over how often the first one asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,17 @@ quick(Claim)  # for speed, as in `load_score.py`
 
 Entry = tuple[int, int, Hashable]
 """(rank, number of arrival, name): the order within a tenant."""
+
+
+@cache
+def head_pauses(num_heads: int) -> tuple[float, ...]:
+    """Returns factors on the pauses between two rounds of a line's heads, from first to last.
+
+    Each asks half as often as the one before it, so that the first most likely gets what becomes
+    free; together they ask as often as if all factors were 1.
+    """
+    rates = [max(0.5**place, LEAST_RATE) for place in range(num_heads)]
+    return tuple(sum(rates) / num_heads / rate for rate in rates)
 
 
 class _Line:
@@ -174,6 +189,16 @@ class FairQueue:
                 found += line.found
             self._found = found
         return self._found
+
+    def pace(self, name: Hashable) -> float:
+        """Returns the factor on the pause of a waiting request between two rounds.
+
+        The total rate of asking does not depend on the number of requests that may ask.
+        """
+        heads, line = self.heads(), self._line(name).found
+        assert line is not None, "found with the heads"
+        place = line.index(name) if name in line else len(line) - 1
+        return head_pauses(len(line))[place] * len(heads) / len(self._claims)
 
     def _line(self, name: Hashable) -> _Line:
         return self._lines[self._remote[name]]

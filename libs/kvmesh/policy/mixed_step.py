@@ -66,19 +66,6 @@ class MixedSteps:
             return None
         return max(int(left_s / self.token_s), MIN_TOKENS)
 
-    def even_tokens(self, decode_s: float) -> int | None:
-        """Returns the number of prompt tokens that take as long as the decode step beside them.
-
-        Args:
-            decode_s: time of a step that only decodes the present sequences.
-
-        Returns:
-            At least `MIN_TOKENS`; None before both times are measured.
-        """
-        if not self._seconds or not decode_s:
-            return None
-        return max(int(decode_s / self.token_s), MIN_TOKENS)
-
     def has_room(self, limit_s: float, decode_s: float) -> bool:
         """Whether a step with the smallest part of a prompt keeps the limit."""
         return decode_s + MIN_TOKENS * self.token_s <= KEPT_SHARE * limit_s

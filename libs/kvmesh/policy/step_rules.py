@@ -1,8 +1,8 @@
 """Divides the engine's steps between prompts and sequences that decode, by the worker's role.
 
 FlowKV's hybrid scheduler gives each cycle to prefill or to decode, as the controller says (3.4).
-Here the role says it: on a prefill worker prompts come first, on a decode worker decoding does, and
-a hybrid worker gives both the same time. Tests: tests/unit/policy/test_step_rules.py.
+Here the role says it: on a prefill worker prompts come first, on all others decoding does, and
+prompts take the rest of the step. Tests: tests/unit/policy/test_step_rules.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,11 @@ class StepPriority(enum.Enum):
     """Prompts take the budget first; sequences decode in the rest, if all of them fit."""
     DECODE = "decode"
     """All sequences decode; prompts take the rest of the budget."""
-    MIXED = "mixed"
-    """All sequences decode; prompts take about as much time beside them as that does."""
-
-
-_PRIORITIES = {Role.PREFILL: StepPriority.PREFILL, Role.HYBRID: StepPriority.MIXED}
 
 
 def priority_of(role: Role) -> StepPriority:
     """Returns the priority of a role's steps."""
-    return _PRIORITIES.get(role, StepPriority.DECODE)
+    return StepPriority.PREFILL if role is Role.PREFILL else StepPriority.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +45,15 @@ class StepRules:
     beside_decode: int | None = None
 
 
-def step_rules(
-    priority: StepPriority, *, has_limits: bool, limit: int | None, share: int | None
-) -> StepRules:
+def step_rules(priority: StepPriority, *, has_limits: bool, limit: int | None) -> StepRules:
     """Returns the rules of the next steps.
 
     Args:
         has_limits: whether a sequence that decodes has a limit on its time per token or between
             tokens. Then decoding goes first in every role.
         limit: maximum number of prompt tokens with which these limits are kept; None for any.
-        share: number of prompt tokens that take as long as the decode step beside them; None while
-            it is not measured.
     """
-    bounds = [limit, share if priority is StepPriority.MIXED else None]
-    beside = min((each for each in bounds if each is not None), default=None)
-    return StepRules(priority is StepPriority.PREFILL and not has_limits, beside)
+    return StepRules(priority is StepPriority.PREFILL and not has_limits, limit)
 
 
 class StepTurns:

@@ -63,7 +63,6 @@ class DecodePace:
             priority_of(role),
             has_limits=any(math.isfinite(task.tpot_s) for task in decoding),
             limit=self._mixed.most_tokens(limit_s, decode_s),
-            share=self._mixed.even_tokens(decode_s),
         )
 
     def _decoding(self) -> list[DecodeTask]:

@@ -98,8 +98,8 @@ class Chains:
         return held * TRACE_BLOCK + num_tokens, begin_s
 
     def _work_s(self, worker: SimWorker, first: int, begin: int, end: int) -> float:
-        prefill_s = worker.device.prefill_s
-        return prefill_s(end - first) - (prefill_s(begin - first) if begin > first else 0.0)
+        device = worker.device
+        return device.span_s(begin, end) + (device.prefill_s(0) if begin == first else 0.0)
 
     def _kv_bytes(self, num_tokens: int) -> float:
         kv_bytes = self._profile.kv_bytes

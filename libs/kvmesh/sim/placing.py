@@ -249,8 +249,8 @@ class Placing:
     def _pause(self) -> None:
         desk = self._desk
         self._turns.missed(self._request, remote=self.remote)
-        # The total rate of offers is the same whether a few requests look at a time or all.
-        longest = backoff_s(self._num_rounds, self._turns.crowd.num_waiting) * self._turns.share
+        pace = self._turns.pace(self._request)
+        longest = backoff_s(self._num_rounds, self._turns.crowd.num_waiting) * pace
         self._num_rounds += 1
         # Workers are asked one after the other; the message to the first was counted before.
         answers = max(2 * self._num_refused - 1, 0) * desk.fleet.message_s

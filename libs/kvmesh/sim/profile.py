@@ -44,7 +44,7 @@ class Device:
     """One instance of a type of hardware.
 
     Attributes:
-        prefill_s: seconds to prefill a number of uncached tokens.
+        prefill_s: seconds to prefill a prompt of which nothing is cached, by its tokens.
         num_blocks: number of KV blocks that it holds, of 512 tokens as in traces.
         spread: relative deviation of the time of equal work from run to run.
     """
@@ -56,6 +56,18 @@ class Device:
     prefill_slots: int
     decode_slots: int
     spread: float = 0.0
+
+    def span_s(self, begin: int, end: int) -> float:
+        """Returns the seconds to compute a prompt's tokens from `begin` to `end`, without the fixed
+        cost of a prompt.
+
+        They attend to all tokens before them, cached or not.
+        """
+        return self.prefill_s(end) - self.prefill_s(begin)
+
+    def prompt_s(self, num_tokens: int, num_cached: int) -> float:
+        """Returns the seconds to compute what is not cached of a prompt."""
+        return self.prefill_s(0) + self.span_s(num_cached, num_tokens)
 
     @property
     def pair_share(self) -> float:

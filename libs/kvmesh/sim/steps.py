@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from kvmesh.core.errors import OutOfBlocksError
@@ -24,9 +23,10 @@ from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.gaps import Gaps
-from kvmesh.sim.host import Host
+from kvmesh.sim.host import Host, Work
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
+from kvmesh.sim.step_spans import DecodeRun, MixedStep
 from kvmesh.sim.trace_request import TRACE_BLOCK
 
 
@@ -61,45 +61,6 @@ class ChunkTokens:
 
     alone: int = 4096
     mixed: int = 512
-
-
-class _Run:
-    """Decode steps in progress, of one batch: each takes `growth_s` more than the one before.
-
-    Attributes:
-        started_at: start time of the first of `num_steps` steps.
-        first_s: seconds of the first step.
-    """
-
-    __slots__ = ("first_s", "growth_s", "num_steps", "started_at")
-
-    def __init__(self, started_at: float, first_s: float, growth_s: float, num_steps: int) -> None:
-        self.started_at = started_at
-        self.first_s = first_s
-        self.growth_s = growth_s
-        self.num_steps = num_steps
-
-    def seconds(self, count: int) -> float:
-        """Returns the seconds of the first `count` steps together."""
-        return count * (self.first_s + self.growth_s * (count - 1) / 2)
-
-    def num_over(self, now: float) -> int:
-        """Returns the steps that ended before `now`, without the last one, whose end is an
-        event.
-        """
-        elapsed = now - self.started_at
-        if elapsed <= self.first_s:
-            return 0
-        # Solves `seconds(count) == elapsed`, in a form that also holds for a growth of 0.
-        half = self.first_s - self.growth_s / 2
-        count = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth_s * elapsed))
-        return min(max(math.ceil(count - 1e-9) - 1, 0), self.num_steps - 1)
-
-    def take(self, count: int) -> None:
-        """Removes the first `count` steps, which the caller has counted."""
-        self.started_at += self.seconds(count)
-        self.first_s += self.growth_s * count
-        self.num_steps -= count
 
 
 def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list[int], int] | None:
@@ -157,7 +118,8 @@ class StepLoop:
         self._prompts: list[SimSequence] = []
         self._preempted: list[SimSequence] = []
         self._decoding = DecodingSet()
-        self._run: _Run | None = None
+        self._run: DecodeRun | None = None
+        self._in_mixed: MixedStep | None = None
         self._timer: Timer | None = None
         self._in_step = False
         self._other_work_s = 0.0
@@ -239,17 +201,30 @@ class StepLoop:
             self._interrupt()
 
     def others_changed(self) -> None:
-        """See `Sharer`: the time of decode steps changes from the next one on."""
+        """See `Sharer`: decode steps change from the next one on, longer ones at once."""
         self._interrupt()
+        step = self._in_mixed
+        if step is None:
+            return
+        before_s, step.stretched_s = step.stretched_s, self._stretched_s(step)
+        now = self._events.now()
+        left_s = step.ends_at - now
+        more_s = left_s * (step.stretched_s / before_s - 1) if before_s else 0.0
+        if more_s:
+            assert self._timer is not None, "a step has an end"
+            self._timer.cancel()
+            step.ends_at += more_s
+            self.busy_s += more_s
+            self._timer = self._events.at(step.ends_at, self._end_mixed)
 
     def stop(self) -> None:
         """Drops all sequences, as when the worker dies; the completed steps of a run count."""
         if self._host is not None:
-            self._host.note(self, is_busy=False)
+            self._host.note(self, None)
         if self._timer is not None:
             self._timer.cancel()
         self._catch_up()
-        self._run = None
+        self._run = self._in_mixed = None
         for sequence in self._running:
             if sequence.settled_at is not None:
                 self._decoding.settle(sequence)
@@ -278,7 +253,7 @@ class StepLoop:
                 self._count(run, count)
                 run.take(count)
 
-    def _count(self, run: _Run, count: int) -> None:
+    def _count(self, run: DecodeRun, count: int) -> None:
         """Counts the first `count` steps of a run as completed."""
         decoding = self._decoding
         self.busy_s += run.seconds(count)
@@ -317,7 +292,8 @@ class StepLoop:
         if not self._in_step:
             self._other_work_s = 0.0
         if self._host is not None:
-            self._host.note(self, is_busy=self._in_step)
+            work = Work.PROMPT if self._prompts else Work.STEPS
+            self._host.note(self, work if self._in_step else None)
         if self._prompts:
             self._start_mixed()
         elif self._decoding.count:
@@ -332,7 +308,7 @@ class StepLoop:
         after_s = varied * self._step_s(decoding.count, decoding.context + decoding.count)
         growth_s = after_s - step_s
         begin = self._events.now() + self._take_other_work_s()
-        self._run = run = _Run(begin, step_s, growth_s, num_steps)
+        self._run = run = DecodeRun(begin, step_s, growth_s, num_steps)
         self._timer = self._events.at(begin + run.seconds(num_steps), self._end_run)
 
     def _take_other_work_s(self) -> float:
@@ -350,44 +326,49 @@ class StepLoop:
         chunks = [(self._prompts[p.index - count], p.num_tokens) for p in plans if p.index >= count]
         decodes = bool(count) and any(plan.index < count for plan in plans)
         self._turns.note(left_out=bool(count) and not decodes)
-        duration, context = 0.0, self._decoding.context
+        context = self._decoding.context
         if not decodes:
             count, context = 0, 0
+        chunks_s = 0.0
         for sequence, tokens in chunks:
             if tokens > 1:
-                duration += self._chunk_s(sequence, tokens)
+                chunks_s += self._chunk_s(sequence, tokens)
             else:
                 # The last token of a prompt counts as a decode step.
                 count += 1
                 context += sequence.num_tokens
-        if self._itl_s < math.inf and duration:
-            self._mixed.add(sum(tokens for _, tokens in chunks if tokens > 1), duration)
-        if count:
-            duration += self._step_s(count, context)
-        duration += self._take_other_work_s()
+        decode_s = self._device.decode.step_s(count, context) if count else 0.0
+        now = self._events.now()
+        step = MixedStep(chunks, decodes, chunks_s, decode_s, now, now, 0.0)
+        self._in_mixed = step
+        step.stretched_s = self._stretched_s(step)
+        if self._itl_s < math.inf and chunks_s:
+            tokens = sum(tokens for _, tokens in chunks if tokens > 1)
+            self._mixed.add(tokens, step.stretched_s * chunks_s / (chunks_s + decode_s))
+        duration = step.stretched_s + self._take_other_work_s()
         self.busy_s += duration
-        if decodes:
-            self.gaps.add(self._paused_s + duration, self._decoding.count)
-            self._paused_s = 0.0
-        else:
-            self._paused_s = self._paused_s + duration if self._decoding.count else 0.0
-        self._timer = self._events.after(duration, partial(self._end_mixed, chunks, decodes))
+        step.ends_at = now + duration
+        self._timer = self._events.at(step.ends_at, self._end_mixed)
+
+    def _stretched_s(self, step: MixedStep) -> float:
+        if self._host is None:
+            return step.chunks_s + step.decode_s
+        chunks_s = step.chunks_s * self._host.prefill_stretch(self)
+        return chunks_s + step.decode_s * self._host.decode_stretch(self)
 
     def _step_s(self, num_sequences: int, context: float) -> float:
         alone = self._device.decode.step_s(num_sequences, context)
         return alone if self._host is None else alone * self._host.decode_stretch(self)
 
     def _chunk_s(self, sequence: SimSequence, count: int) -> float:
-        """Returns the seconds of a chunk; the first one includes the fixed cost of a prompt.
-
-        The profile gives the time of the uncached tokens, as in PrfaaS 3.4.1.
+        """Returns the seconds of a chunk on a host of its own; the first one includes the fixed
+        cost of a prompt.
         """
-        before = sequence.num_computed - sequence.num_cached
-        alone = self._device.prefill_s(before + count)
-        if before:
-            alone -= self._device.prefill_s(before)
-        alone *= self._varied()
-        return alone if self._host is None else alone * self._host.prefill_stretch(self)
+        before = sequence.num_computed
+        alone = self._device.span_s(before, before + count)
+        if before == sequence.num_cached:
+            alone += self._device.prefill_s(0)
+        return alone * self._varied()
 
     def _varied(self) -> float:
         """Returns a factor on the time of a chunk or a run of steps; log-normal, of mean 1."""
@@ -403,10 +384,18 @@ class StepLoop:
         self._finish_due()
         self._next_step()
 
-    def _end_mixed(self, chunks: list[tuple[SimSequence, int]], decodes: bool) -> None:
-        self._decoding.steps += decodes
-        self._generated += self._decoding.count * decodes
-        for sequence, count in chunks:
+    def _end_mixed(self) -> None:
+        step, self._in_mixed = self._in_mixed, None
+        assert step is not None, "a step that ends was started"
+        duration = self._events.now() - step.started_at
+        if step.decodes:
+            self.gaps.add(self._paused_s + duration, self._decoding.count)
+            self._paused_s = 0.0
+        else:
+            self._paused_s = self._paused_s + duration if self._decoding.count else 0.0
+        self._decoding.steps += step.decodes
+        self._generated += self._decoding.count * step.decodes
+        for sequence, count in step.chunks:
             if not sequence.gone:
                 self._advance(sequence, count)
         self._finish_due()

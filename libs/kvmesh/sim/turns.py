@@ -63,10 +63,9 @@ class Turns:
         # Requests that wait for their turn, with the callback for it.
         self._calls: dict[Hashable, Call] = {}
 
-    @property
-    def share(self) -> float:
-        """Fraction of the waiting requests that may look for workers now; above 0, up to 1."""
-        return len(self._heads) / len(self._queue) if self._heads else 1.0
+    def pace(self, request: SimRequest) -> float:
+        """Returns the factor on the pause of a request between two rounds."""
+        return self._queue.pace(request) if request in self._queued else 1.0
 
     def is_hopeless(self, request: SimRequest) -> bool:
         """Whether a new request would only wait for its refusal, as a gateway judges it."""

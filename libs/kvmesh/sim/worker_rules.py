@@ -34,4 +34,4 @@ class WorkerRules:
     def steps_of(self, role: Role) -> StepRules:
         """Returns the order within steps of a worker with this role."""
         has_limits = min(self.tpot_s, self.itl_s) < math.inf
-        return step_rules(priority_of(role), has_limits=has_limits, limit=None, share=None)
+        return step_rules(priority_of(role), has_limits=has_limits, limit=None)

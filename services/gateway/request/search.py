@@ -355,10 +355,8 @@ class Search:
     async def _pause(self, turn: Turn) -> None:
         """Waits with jittered backoff after a full round, then for the request's turn."""
         turn.missed()
-        # Scaled, so that the total rate does not depend on the number of requests that may ask at a
-        # time.
         lane = self._lane
-        longest_s = backoff_s(self._num_rounds, lane.crowd.num_waiting) * lane.turns.share
+        longest_s = backoff_s(self._num_rounds, lane.crowd.num_waiting) * lane.turns.pace(turn)
         self._num_rounds += 1
         wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
         with self._counted(turn):

@@ -70,10 +70,9 @@ class Turnstile:
         """Requests in the queue."""
         return len(self._queue)
 
-    @property
-    def share(self) -> float:
-        """Fraction of the queued requests that may ask now, above 0 and up to 1."""
-        return len(self._heads) / len(self._queue) if self._heads else 1.0
+    def pace(self, turn: Turn) -> float:
+        """Returns the factor on the pause of a request between two rounds."""
+        return self._queue.pace(turn) if turn.is_queued else 1.0
 
     @contextmanager
     def enter(self, claim: Claim | None) -> Iterator[Turn]:

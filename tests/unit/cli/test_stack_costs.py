@@ -106,7 +106,7 @@ def test_costs_of_a_step_are_found_again() -> None:
 
 def test_a_lone_request_is_simulated_as_it_was_measured() -> None:
     profile = profile_of(measured())
-    found = simulated(profile, PAIR, [Arrival(0.0, 512)])
+    found = simulated(profile, PAIR, [Arrival(0.0, 512)], ())
     assert found.ttft_s == pytest.approx([0.006 + 0.512], rel=0.01)
     assert found.aggregated == 0.0
 
@@ -119,16 +119,16 @@ def test_what_sharing_costs_is_found_again() -> None:
 
 
 def test_what_the_front_took_is_counted_once() -> None:
-    """On two cores with half of one for the front, all took four thirds of their time."""
+    """On two cores with a fifth of one for the front, the prompt had what the steps left."""
     seen = dataclasses.replace(
         measured(),
-        beside=dataclasses.replace(BESIDE, front_cores=0.5),
+        beside=dataclasses.replace(BESIDE, front_cores=0.2),
         front=dataclasses.replace(FRONT, cores=2.0),
     )
     sharing = profile_of(seen).sharing
     assert sharing is not None
-    assert sharing.prefill == pytest.approx(1.5 * 3 / 4, rel=0.01)
-    assert sharing.decode == pytest.approx(1.0, rel=0.01)
+    assert sharing.prefill == pytest.approx(1.5 * 0.8, rel=0.01)
+    assert sharing.decode == pytest.approx(1.25, rel=0.01)
     assert (sharing.front, sharing.loop) == (seen.front, LOOP)
 
 
@@ -170,10 +170,10 @@ def test_error_is_of_what_was_measured() -> None:
 
 
 def test_users_of_a_closed_loop_get_what_the_scarcer_side_gives() -> None:
-    """Prompts of 288 tokens in the mean, a millisecond each, one at a time; short ones go past."""
+    """Prompts of 288 tokens in the mean and a prefix of 512, a millisecond each, one at a time."""
     profile = profile_of(measured())
-    rate = simulated_rate(profile, PAIR, 4.0, 1)
-    assert 1 / 0.64 < rate < 1 / 0.064
+    rate = simulated_rate(profile, PAIR, 8.0, 1)
+    assert 1 / 0.8 < rate < 1 / 0.288
     assert rate_row(PAIR, 2 * rate, rate)["error_percent"] == -50.0
 
 
@@ -188,7 +188,7 @@ def test_shared_prefixes_are_equal_and_the_rest_is_not() -> None:
 
 def test_a_shared_prefix_is_computed_once_in_the_simulator_too() -> None:
     load = [Arrival(0.0, 64, 1), Arrival(5.0, 64, 1)]
-    first, second = simulated(profile_of(measured()), PAIR, load).ttft_s
+    first, second = simulated(profile_of(measured()), PAIR, load, ()).ttft_s
     assert second < first / 3
 
 
@@ -228,8 +228,10 @@ def test_spread_is_relative_and_one_late_run_is_not_all_of_it() -> None:
 
 def test_what_varies_live_varies_in_the_simulator() -> None:
     lone = [Arrival(2.0 * number, 512) for number in range(200)]
-    even = simulated(profile_of(measured()), PAIR, lone).ttft_s
-    uneven = simulated(profile_of(dataclasses.replace(measured(), spread=0.2)), PAIR, lone).ttft_s
+    even = simulated(profile_of(measured()), PAIR, lone, ()).ttft_s
+    uneven = simulated(
+        profile_of(dataclasses.replace(measured(), spread=0.2)), PAIR, lone, ()
+    ).ttft_s
     assert max(even) == pytest.approx(min(even))
     assert statistics.mean(uneven) == pytest.approx(statistics.mean(even), rel=0.05)
     assert statistics.stdev(uneven) == pytest.approx(0.2 * 0.512, rel=0.3)

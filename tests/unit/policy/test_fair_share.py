@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.policy.fair_share import MAX_HEADS, MIN_HEADS, Claim, FairQueue
+from kvmesh.policy.fair_share import MAX_HEADS, MIN_HEADS, Claim, FairQueue, head_pauses
 
 
 def serve(queue: FairQueue, count: int) -> list[str]:
@@ -188,3 +188,23 @@ def test_a_name_waits_once() -> None:
     queue = filled(a=(1, Claim("a", 1)))
     with pytest.raises(AssertionError):
         queue.add("a0", Claim("a", 1))
+
+
+@pytest.mark.parametrize("count", [1, 2, MIN_HEADS, MAX_HEADS])
+def test_heads_ask_by_their_place_and_together_as_often_as_equal_ones(count: int) -> None:
+    pauses = head_pauses(count)
+    assert sum(1 / each for each in pauses) == pytest.approx(count)
+    assert list(pauses) == sorted(pauses)
+    assert pauses[-1] / pauses[0] <= 8
+
+
+def test_the_pace_of_one_line_is_by_the_place_in_it() -> None:
+    queue = filled(a=(20, Claim("a", 1)))
+    for number in range(10):
+        queue.waits_for(f"a{number}", remote=True)  # there is one line
+    queue.split()
+    for number in range(20):
+        queue.waits_for(f"a{number}", remote=number >= 10)
+    home, far = (queue.pace(name) for name in ("a0", "a10"))
+    assert home == far == pytest.approx(head_pauses(MIN_HEADS)[0] * 2 * MIN_HEADS / 20)
+    assert queue.pace("a9") == pytest.approx(head_pauses(MIN_HEADS)[-1] * 2 * MIN_HEADS / 20)

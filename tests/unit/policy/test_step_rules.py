@@ -13,35 +13,24 @@ from kvmesh.policy.step_rules import (
 )
 
 
-def test_each_role_has_its_priority() -> None:
-    assert {role: priority_of(role) for role in Role} == {
-        Role.PREFILL: StepPriority.PREFILL,
-        Role.DECODE: StepPriority.DECODE,
-        Role.HYBRID: StepPriority.MIXED,
-        Role.SPARE: StepPriority.DECODE,
-    }
+def test_prompts_come_first_on_prefill_workers_only() -> None:
+    first = {role for role in Role if priority_of(role) is StepPriority.PREFILL}
+    assert first == {Role.PREFILL}
 
 
 @pytest.mark.parametrize(
-    ("priority", "has_limits", "limit", "share", "rules"),
+    ("priority", "has_limits", "limit", "rules"),
     [
-        (StepPriority.PREFILL, False, None, 64, StepRules(True, None)),
-        (StepPriority.PREFILL, True, 32, 64, StepRules(False, 32)),
-        (StepPriority.DECODE, False, None, 64, StepRules(False, None)),
-        (StepPriority.DECODE, True, 32, 16, StepRules(False, 32)),
-        (StepPriority.MIXED, False, None, 64, StepRules(False, 64)),
-        (StepPriority.MIXED, True, 32, 64, StepRules(False, 32)),
-        (StepPriority.MIXED, False, None, None, StepRules(False, None)),
+        (StepPriority.PREFILL, False, None, StepRules(True, None)),
+        (StepPriority.PREFILL, True, 32, StepRules(False, 32)),
+        (StepPriority.DECODE, False, None, StepRules(False, None)),
+        (StepPriority.DECODE, True, 32, StepRules(False, 32)),
     ],
 )
 def test_limits_of_requests_come_before_the_role(
-    priority: StepPriority,
-    has_limits: bool,
-    limit: int | None,
-    share: int | None,
-    rules: StepRules,
+    priority: StepPriority, has_limits: bool, limit: int | None, rules: StepRules
 ) -> None:
-    assert step_rules(priority, has_limits=has_limits, limit=limit, share=share) == rules
+    assert step_rules(priority, has_limits=has_limits, limit=limit) == rules
 
 
 def test_decoding_is_not_left_out_for_ever() -> None:

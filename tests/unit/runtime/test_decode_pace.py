@@ -95,13 +95,12 @@ def test_a_gap_bounds_nothing_before_its_sequence_decodes() -> None:
     assert pace_of(awaited).rules(Role.DECODE).beside_decode is None
 
 
-def test_a_hybrid_gives_prompts_as_much_time_as_decoding_and_limits_come_first() -> None:
+def test_the_role_says_what_comes_first_and_limits_come_before_it() -> None:
     streams = task(100, 20, math.inf), task(100, 20, math.inf)
     pace = pace_of(*streams)
     pace.observe(0.02)
-    assert pace.rules(Role.HYBRID) == StepRules()  # nothing is measured yet
     pace.observe(0.02 + 0.1, 502)
-    assert pace.rules(Role.HYBRID) == StepRules(beside_decode=100)
+    assert pace.rules(Role.HYBRID) == pace.rules(Role.DECODE) == StepRules()
     assert pace.rules(Role.PREFILL) == StepRules(prompts_first=True)
     streams[1].tpot_s = 1.0
     assert pace.rules(Role.PREFILL) == StepRules()

@@ -11,7 +11,7 @@ from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fields import Fields
 from kvmesh.sim.fleet import SimFleet, WorkerGroup, parse_fleet
-from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, Host, crowding
+from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, STEP_WEIGHT, Host, Work, crowding
 from kvmesh.sim.profile import Front, Loop, Sharing
 from kvmesh.sim.profile_file import parse_profile
 from kvmesh.sim.scenario import Objectives, Scenario
@@ -85,12 +85,12 @@ def test_every_other_one_that_computes_counts() -> None:
     sharers = [Quiet() for _ in range(3)]
     for each in sharers:
         host.add(each)
-        host.note(each, is_busy=True)
+        host.note(each, Work.STEPS)
     assert host.prefill_stretch(sharers[0]) == pytest.approx(2.0)
     assert host.decode_stretch(sharers[0]) == pytest.approx(1.4)
-    host.note(sharers[0], is_busy=False)
+    host.note(sharers[0], None)
     assert host.prefill_stretch(sharers[0]) == pytest.approx(2.0), "as if it began now"
-    host.note(sharers[1], is_busy=False)
+    host.note(sharers[1], None)
     assert host.prefill_stretch(sharers[2]) == pytest.approx(1.0)
 
 
@@ -100,7 +100,9 @@ def test_the_front_takes_cores_from_those_that_compute() -> None:
     first, second = Quiet(), Quiet()
     for each in (first, second):
         host.add(each)
-        host.note(each, is_busy=True)
+        host.note(each, Work.STEPS)
+    host.note(first, Work.PROMPT)
+    host.note(second, Work.PROMPT)
     assert host.prefill_stretch(first) == pytest.approx(1.5)
     host.note_request()
     host.note_refusals(1)
@@ -110,7 +112,13 @@ def test_the_front_takes_cores_from_those_that_compute() -> None:
     assert host.prefill_stretch(first) == pytest.approx(1.5 * 2 / (2 - cores))
     assert host.decode_stretch(first) == pytest.approx(2 / (2 - cores)), "no more than there is"
     assert host.message_stretch == pytest.approx((3 + cores) / 2)
-    host.note(second, is_busy=False)
+    host.note(second, Work.STEPS)
+    left = 2 - cores
+    assert host.decode_stretch(second) == pytest.approx(
+        1 / (left * STEP_WEIGHT / (STEP_WEIGHT + 1))
+    )
+    assert host.prefill_stretch(first) == pytest.approx(1.5 * (STEP_WEIGHT + 1) / left)
+    host.note(second, None)
     assert host.decode_stretch(first) == 1.0, "a core is left for the front"
     now += 3 * FRONT_WINDOW_S
     assert host.front_cores < 0.06 * cores
@@ -118,8 +126,33 @@ def test_the_front_takes_cores_from_those_that_compute() -> None:
 
 
 def test_workers_keep_a_part_however_much_the_front_wants() -> None:
-    assert crowding(2, 50.0, 2.0) == pytest.approx((2 + FRONT_PROCESSES) / 2)
-    assert crowding(1, 0.5, 2.0) == 1.0
+    assert crowding(2, 0, 50.0, 2.0)[Work.STEPS] == pytest.approx((2 + FRONT_PROCESSES) / 2)
+    assert crowding(0, 2, 50.0, 2.0)[Work.PROMPT] == pytest.approx((2 + FRONT_PROCESSES) / 2)
+    assert crowding(1, 0, 0.5, 2.0)[Work.STEPS] == 1.0
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+@pytest.mark.parametrize("num_prompts", range(5))
+@pytest.mark.parametrize("front_cores", [0.0, 0.4, 1.9])
+def test_all_cores_are_handed_out_and_steps_wait_less(
+    num_steps: int, num_prompts: int, front_cores: float
+) -> None:
+    count = num_steps + num_prompts
+    crowded = crowding(num_steps, num_prompts, front_cores, 2.0)
+    given = num_steps / crowded[Work.STEPS] + num_prompts / crowded[Work.PROMPT]
+    left = max(2 - front_cores, 2 * count / (count + FRONT_PROCESSES)) if count else 0.0
+    assert given == pytest.approx(min(count, left))
+    if num_steps and num_prompts:
+        assert 1.0 <= crowded[Work.STEPS] <= crowded[Work.PROMPT]
+
+
+def test_a_long_step_takes_longer_from_when_others_begin() -> None:
+    """Half of a prompt of 513 ms has the only core, the other half shares it."""
+    first, second, log = two_workers(Sharing(1.0, 1.0, Front(1.0, 0.0, 0.0, 0.0)))
+    run_local(first, 0, blocks=1, output=1)
+    log.events.after(0.2, lambda: run_local(second, 1, blocks=4, output=1, first_id=9))
+    finish(first, log)
+    assert log.at("first r0") == pytest.approx(0.2 + 2 * 0.313, abs=0.011)
 
 
 def test_a_step_waits_for_what_its_worker_does_beside_it() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvmesh.core.types import Refusal, RefusalReason, Role
+from kvmesh.policy.curves import Quadratic
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import SimFleet, WorkerGroup
 from kvmesh.sim.requests import SimSequence
@@ -108,6 +109,21 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     finish(worker, log)
     # Only the last token is left, and it takes one step.
     assert log.at("first r1") - log.at("first r0") == pytest.approx(0.01)
+
+
+def test_a_prompt_behind_a_cached_prefix_attends_to_it() -> None:
+    curve = Quadratic(0.1, 1e-3, 1e-6)
+    worker, log = start(prefill_s=curve)
+    run_local(worker, 0, blocks=4, output=1)
+    log.events.run(lambda: False)
+    begun = log.events.now()
+    sequence = run_local(worker, 1, blocks=6, output=1)
+    assert sequence.num_cached == 4 * TRACE_BLOCK
+    finish(worker, log)
+    alone = curve(2 * TRACE_BLOCK + 1)
+    behind = 0.1 + curve(6 * TRACE_BLOCK + 1) - curve(4 * TRACE_BLOCK)
+    assert log.at("first r1") - begun == pytest.approx(behind, abs=1e-3)
+    assert behind > alone + 4
 
 
 def test_decode_steps_join_at_the_next_step() -> None:

@@ -23,7 +23,7 @@ async def test_a_crowd_before_one_group_keeps_nobody_from_another() -> None:
         turn = waiting.enter_context(chat.turns.enter(Claim("t", 100)))
         turn.missed()  # alone in its group it is the first, whatever waits elsewhere
         assert turn.allowed.is_set()
-        assert chat.turns.share == 1.0
+        assert chat.turns.pace(turn) == 1.0
     assert chat.crowd.wait_s("t") == 0.0
 
 
