@@ -2,10 +2,12 @@
 simulated.
 
     python -m benchmarks.sim_error
+    python -m benchmarks.sim_error --again bench/results/sim_error.json
 
 `kvmesh profile --url` measures a stack of one prefill and one decode worker. Its file alone is what
 the simulator knows of all stacks that follow: fleets under loads, with shared prefixes and role
-switches, and policies under one load, whose order is compared.
+switches, and policies under one load, whose order is compared. `--again` takes what was measured
+from an earlier result, and only simulates.
 """
 
 from __future__ import annotations
@@ -19,11 +21,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.result import RESULTS, ROOT, Row, Target, document, markdown, save
-from benchmarks.sim_error_load import NUM_USERS, Stack
+from benchmarks.sim_error_load import (
+    NUM_USERS,
+    PLACED,
+    SUSTAINED_S,
+    Stack,
+    arrivals,
+    seeds_of,
+    warming,
+)
+from benchmarks.sim_error_model import modelled_metrics, simulated, simulated_rate
+from kvmesh.cli.bench_report import git_commit
+from kvmesh.sim.fields import Fields
+from kvmesh.sim.profile_file import parse_profile
 
 FLEETS = ((1, 1), (2, 2), (1, 3))
 """Prefill and decode workers."""
@@ -53,7 +69,7 @@ workers, a gateway, scheduler, kvmanager, Redis and the client that sends share 
  fleet; each load ran with several seeds, whose requests count together; times are in milliseconds;
  error is simulated / measured - 1
 - an order is right if the better policy of a pair is the same in both; pairs count that differ by
- {APART:.0%} live""".replace("\n ", " ").split("\n- ")
+ {APART:.0%} live, with the same one better in every seed""".replace("\n ", " ").split("\n- ")
 
 
 def in_stack(stack: Stack, command: Sequence[str]) -> None:
@@ -75,75 +91,131 @@ def profiled(model: Path, out: Path) -> None:
     in_stack(Stack(1, 1, POLICIES[0]), command)
 
 
-def rows_of(stack: Stack, profile: Path, loads: Sequence[float], **flags: float) -> list[Row]:
-    """Measured and simulated loads of one stack.
+def stack_of(measured: Mapping[str, Any]) -> Stack:
+    """The stack of a measurement."""
+    return Stack(measured["prefill"], measured["decode"], measured["policy"])
+
+
+def measured(stack: Stack, loads: Sequence[float], **flags: float) -> dict[str, Any]:
+    """Measures loads of one stack.
 
     Args:
         flags: further flags of `benchmarks.sim_error_load`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = ["-m", "benchmarks.sim_error_load", "--profile", str(profile), "--out", str(out)]
-        command += ["--prefill", str(stack.prefill), "--decode", str(stack.decode)]
-        command += ["--policy", stack.policy, "--loads", *map(str, loads)]
+        out = Path(folder) / "live.json"
+        command = ["-m", "benchmarks.sim_error_load", "--label", stack.label, "--out", str(out)]
+        command += ["--loads", *map(str, loads)]
         for name, value in flags.items():
             command += [f"--{name}", str(value)]
         in_stack(stack, command)
-        found: list[Row] = json.loads(out.read_text())
-        return found
+        found: dict[str, Any] = json.loads(out.read_text())
+        return {**asdict(stack), **found}
 
 
-def agreement(rows: Sequence[Row]) -> tuple[int, int]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Profiles, then measures all fleets, then all policies."""
+    flags = {each: getattr(arguments, each) for each in ("seconds", "seed", "seeds")}
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "stack.json"
+        profiled(arguments.model, profile)
+        fleets = [measured(Stack(*fleet, POLICIES[0]), LOADS, **flags) for fleet in FLEETS]
+        rate = fleets[FLEETS.index(RANKED_FLEET)]["rate"]
+        stacks = [Stack(*RANKED_FLEET, policy) for policy in POLICIES]
+        policies = [measured(each, [RANKED_LOAD], rate=rate, **flags) for each in stacks]
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        return {
+            "date": date,
+            "commit": git_commit(ROOT),
+            **flags,
+            "profile": json.loads(profile.read_text()),
+            "fleets": fleets,
+            "policies": policies,
+        }
+
+
+def compared(live: Mapping[str, Any], part: str) -> list[Row]:
+    """Simulates what was measured of fleets or policies: a row for each metric of each load."""
+    profile = parse_profile(Fields(live["profile"], "profile"))
+    rows: list[Row] = []
+    for each in live[part]:
+        stack, rate = stack_of(each), each["rate"]
+        begin: Row = {"part": part, "stack": stack.label}
+        if part == "fleets":
+            says = round(simulated_rate(profile, stack, SUSTAINED_S, live["seed"]), 2)
+            row = {**begin, "load": f"{NUM_USERS} users", "metric": "requests/s"}
+            rows.append({**row, "measured": rate, "simulated": says, **_error(rate, says)})
+        warm = warming(rate)
+        for number, load in enumerate(each["loads"]):
+            models = [
+                simulated(
+                    profile, stack, arrivals(load["share"] * rate, live["seconds"], seed), warm
+                )
+                for seed in seeds_of(number, len(each["loads"]), live["seed"], live["seeds"])
+            ]
+            for metric, says in modelled_metrics(models).items():
+                row = {**begin, "load": f"{load['share']:g}", "metric": metric}
+                row |= {"measured": load[metric], "simulated": says}
+                row |= {} if metric == PLACED else _error(load[metric], says)
+                rows.append({**row, "requests": load["requests"]})
+    return rows
+
+
+def _error(measured: float, simulated: float) -> Row:
+    return {"error_percent": round(100 * (simulated / measured - 1), 1)}
+
+
+def agreement(live: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> tuple[int, int]:
     """How many pairs of policies are ordered alike, and how many differ live.
 
     Args:
-        rows: of the policies under one load.
+        live: what was measured of the policies, under one load.
+        rows: the same, compared.
     """
     alike = apart = 0
-    for metric in RANKED:
-        own = [row for row in rows if row["metric"] == metric]
-        for one, other in itertools.combinations(own, 2):
-            live = (one["measured"], other["measured"])
-            if max(live) < (1 + APART) * min(live):
-                continue
-            apart += 1
-            alike += (live[0] < live[1]) == (one["simulated"] < other["simulated"])
+    said = {(row["stack"], row["metric"]): row["simulated"] for row in rows}
+    for metric, (one, other) in itertools.product(RANKED, itertools.combinations(live, 2)):
+        first, second = one["loads"][0], other["loads"][0]
+        is_less = first[metric] < second[metric]
+        by_seed = zip(first["by_seed"], second["by_seed"], strict=True)
+        if any((a[metric] < b[metric]) is not is_less for a, b in by_seed):
+            continue  # noise may have made the order
+        low, high = sorted((first[metric], second[metric]))
+        if high < (1 + APART) * low:
+            continue
+        apart += 1
+        labels = (stack_of(one).label, stack_of(other).label)
+        alike += is_less == (said[labels[0], metric] < said[labels[1], metric])
     return alike, apart
 
 
-def targets(rows: Sequence[Row], ranked: Sequence[Row]) -> list[Target]:
+def targets(
+    live: Mapping[str, Any], fleets: Sequence[Row], policies: Sequence[Row]
+) -> list[Target]:
     """Errors at every load, the largest of each metric; and the order of policies."""
     found: list[Target] = []
     for metric, most in (("ttft p50", 15), ("ttft p90", 15), ("tpot p50", 10), ("tpot p90", 10)):
-        for stack in dict.fromkeys(row["stack"] for row in rows):
-            own = [row for row in rows if (row["stack"], row["metric"]) == (stack, metric)]
+        for stack in dict.fromkeys(row["stack"] for row in fleets):
+            own = [row for row in fleets if (row["stack"], row["metric"]) == (stack, metric)]
             worst = max(abs(row["error_percent"]) for row in own)
             found.append(Target(f"{stack}: {metric}, largest error, %", worst, most, at_most=True))
-    alike, apart = agreement(ranked)
+    alike, apart = agreement(live["policies"], policies)
     if apart:
         found.append(Target(f"policies ordered alike, of {apart} pairs, share", alike / apart, 0.9))
     return found
 
 
 def run(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """Profiles, then all fleets, then all policies."""
-    flags = {each: getattr(arguments, each) for each in ("seconds", "seed", "seeds")}
-    with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "stack.json"
-        profiled(arguments.model, profile)
-        rows: list[Row] = []
-        ranked: list[Row] = []
-        rates: dict[tuple[int, int], float] = {}
-        for fleet in FLEETS:
-            own = rows_of(Stack(*fleet, POLICIES[0]), profile, LOADS, **flags)
-            rates[fleet] = own[0]["measured"]
-            rows += own
-        for policy in POLICIES:
-            stack, rate = Stack(*RANKED_FLEET, policy), rates[RANKED_FLEET]
-            ranked += rows_of(stack, profile, [RANKED_LOAD], rate=rate, **flags)
-    compared = [{"part": "fleets", **row} for row in rows]
-    compared += [{"part": "policies", **row} for row in ranked]
-    return document(compared, targets(rows, ranked), arguments.seed, NOTES)
+    """Measures, or reads what was measured, then simulates."""
+    if arguments.again is None:
+        live = measure(arguments)
+    else:
+        live = json.loads(arguments.again.read_text())["live"]
+    fleets, policies = compared(live, "fleets"), compared(live, "policies")
+    told = f"measured on {live['date'][:10]} at commit {live['commit'] or 'unknown'}"
+    notes = [*NOTES, told]
+    result = document([*fleets, *policies], targets(live, fleets, policies), live["seed"], notes)
+    return {**result, "live": live}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each load")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "pydoc-6m")
+    parser.add_argument(
+        "--again", type=Path, help="result whose measurements are simulated again; measures nothing"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "sim_error.json")
     arguments = parser.parse_args(argv)
     result = run(arguments)

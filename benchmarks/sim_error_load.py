@@ -1,22 +1,21 @@
-"""A load on a running stack, and the same load in the simulator: `python -m benchmarks.sim_error`
-runs this inside `kvmesh up`, for every fleet and policy.
+"""Loads on a running stack: `python -m benchmarks.sim_error` runs this inside `kvmesh up`, for each
+fleet and policy.
 
-Tests: tests/unit/cli/test_stack_costs.py.
+Tests: tests/unit/benchmarks/test_sim_error.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -26,15 +25,7 @@ from kvmesh.cli.bench_load import find_model
 from kvmesh.cli.stack_client import VOCAB, StackClient, Timing
 from kvmesh.core.config import environment
 from kvmesh.core.summary_statistics import percentile
-from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import Profile
-from kvmesh.sim.profile_file import load_profile
-from kvmesh.sim.requests import Outcome
-from kvmesh.sim.scenario import Scenario
-from kvmesh.sim.simulation import simulate
-from kvmesh.sim.steps import ChunkTokens
-from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK
 
 LENGTHS = (64, 128, 320, 640)
 """Tokens of a prompt after its shared prefix."""
@@ -51,13 +42,8 @@ SUSTAINED_S = 12.0
 WARM_S, WARM_SHARE, WARM_SEED = 12.0, 0.5, 1000
 """Requests that come before all loads, and count in none: workers have the shared prefixes then."""
 
-COOL_S = 5.0
-"""Seconds between them and a simulated load."""
-
-CHUNK_TOKENS = 512
-"""As `kvmesh up` starts its workers."""
-
 PERCENTILES = (50, 90, 99)
+PLACED = "prompts computed where decoded, %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +82,7 @@ class Arrival:
         return self.tokens + (TRACE_BLOCK if self.prefix else 0)
 
 
-def _prefix(draw: random.Random) -> int:
+def prefix_of(draw: random.Random) -> int:
     """The number of a shared prefix, or 0; the n-th one has the weight 1/n."""
     numbers = range(1, NUM_PREFIXES + 1)
     weights = [1 / number for number in numbers]
@@ -107,9 +93,14 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
     """Poisson arrivals of prompts of mixed length."""
     draw = random.Random(seed)
     return [
-        Arrival(at_s, draw.choice(LENGTHS), _prefix(draw))
+        Arrival(at_s, draw.choice(LENGTHS), prefix_of(draw))
         for at_s in poisson_times(draw, rate, 0.0, seconds)
     ]
+
+
+def warming(rate: float) -> list[Arrival]:
+    """The requests that come before all loads of a stack that sustains a rate."""
+    return arrivals(WARM_SHARE * rate, WARM_S, WARM_SEED)
 
 
 def prompt_of(arrival: Arrival, draw: random.Random) -> list[int]:
@@ -146,7 +137,7 @@ async def sustained(client: StackClient, seconds: float, seed: int) -> float:
     async def user() -> list[float]:
         ended: list[float] = []
         while time.perf_counter() < started + seconds:
-            prompt = prompt_of(Arrival(0.0, draw.choice(LENGTHS), _prefix(draw)), draw)
+            prompt = prompt_of(Arrival(0.0, draw.choice(LENGTHS), prefix_of(draw)), draw)
             if await client.complete_prompt(prompt, OUTPUT_TOKENS) is not None:
                 ended.append(time.perf_counter() - started)
         return ended
@@ -159,173 +150,57 @@ async def sustained(client: StackClient, seconds: float, seed: int) -> float:
     return len(counted) / (0.75 * seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Modelled:
-    """What the simulator says of a load: of those that were served, in seconds.
-
-    Attributes:
-        aggregated: share of the requests whose prompt was computed where they were decoded.
-    """
-
-    ttft_s: list[float]
-    tpot_s: list[float]
-    aggregated: float
-
-
-def scenario(
-    profile: Profile, stack: Stack, traces: Sequence[TraceRequest], *, closed: bool
-) -> Scenario:
-    """The stack as `kvmesh up` starts it.
-
-    Live workers reject what they cannot begin, whatever the policy, and report each change.
-    """
-    system = dataclasses.replace(
-        SYSTEMS[stack.policy], queue_offers=False, rejects_early=False, report_interval_s=0.0
-    )
-    return Scenario(
-        profile,
-        parse_fleet(f"home:cpu:prefill:{stack.prefill},home:cpu:decode:{stack.decode}"),
-        system,
-        tuple(traces),
-        closed_loop=closed,
-        chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),
-    )
-
-
-def _ids(number: int, arrival: Arrival) -> tuple[int, ...]:
-    """Ids of a prompt's blocks; those up to `NUM_PREFIXES` are shared."""
-    first = NUM_PREFIXES + 1 + 8 * number
-    fresh = range(first, first + -(-arrival.tokens // TRACE_BLOCK))
-    return (arrival.prefix, *fresh) if arrival.prefix else tuple(fresh)
-
-
-def simulated(
-    profile: Profile, stack: Stack, load: Sequence[Arrival], warm: Sequence[Arrival]
-) -> Modelled:
-    """The same arrivals in the simulator, after those that warm its workers."""
-    start_s = max((each.at_s for each in warm), default=0.0) + COOL_S
-    later = [dataclasses.replace(each, at_s=start_s + each.at_s) for each in load]
-    traces = [
-        TraceRequest(each.at_s, each.input_tokens, OUTPUT_TOKENS, _ids(number, each))
-        for number, each in enumerate((*warm, *later))
-    ]
-    result = simulate(scenario(profile, stack, traces, closed=False))
-    served = [
-        each
-        for each in result.requests
-        if each.arrival_s >= start_s and each.outcome is not Outcome.REFUSED
-    ]
-    together = sum(each.prefill_on == each.decode_on for each in served)
-    return Modelled(
-        [each.ttft_s for each in served if each.ttft_s is not None],
-        [each.tpot_s for each in served if each.tpot_s is not None],
-        together / max(len(served), 1),
-    )
-
-
-def simulated_rate(profile: Profile, stack: Stack, seconds: float, seed: int) -> float:
-    """As `sustained`, in the simulator."""
-    draw = random.Random(seed)
-    # More than anybody asks in that time; what is due later is not counted.
-    turns = int(seconds / max(profile.devices["cpu"].prefill_s(LENGTHS[0]), 0.01))
-    traces: list[TraceRequest] = []
-    for number in range(NUM_USERS * turns):
-        user, turn = divmod(number, turns)
-        each = Arrival(float(turn), draw.choice(LENGTHS), _prefix(draw))
-        ids, tokens = _ids(number, each), each.input_tokens
-        traces.append(TraceRequest(each.at_s, tokens, OUTPUT_TOKENS, ids, f"u{user}", turn))
-    result = simulate(scenario(profile, stack, traces, closed=True))
-    ended = [each.finished_s for each in result.requests if each.outcome is not Outcome.REFUSED]
-    counted = [at for at in ended if at is not None and seconds / 4 < at <= seconds]
-    return len(counted) / (0.75 * seconds)
-
-
-def compare(stack: Stack, load: str, measured: Sequence[Timing], modelled: Modelled) -> list[Row]:
-    """One row per metric and percentile; times in milliseconds."""
-    rows: list[Row] = []
-    begin: Row = {"stack": stack.label, "load": load, "requests": len(measured)}
-    real = ([each.ttft_s for each in measured], [each.tpot_s for each in measured])
-    models = (modelled.ttft_s, modelled.tpot_s)
-    for name, seen, made in zip(("ttft", "tpot"), real, models, strict=True):
-        for percent in PERCENTILES:
-            was, says = 1000 * percentile(seen, percent), 1000 * percentile(made, percent)
-            rows.append(
-                {
-                    **begin,
-                    "metric": f"{name} p{percent}",
-                    "measured": round(was, 2),
-                    "simulated": round(says, 2),
-                    "error_percent": round(100 * (says / was - 1), 1),
-                }
-            )
-    together = sum(each.placement == "aggregated" for each in measured) / len(measured)
-    rows.append(
-        {
-            **begin,
-            "metric": "prompts computed where decoded, %",
-            "measured": round(100 * together, 1),
-            "simulated": round(100 * modelled.aggregated, 1),
-        }
-    )
-    return rows
-
-
-def rate_row(stack: Stack, measured: float, modelled: float) -> Row:
-    """What eight users in a closed loop get."""
-    return {
-        "stack": stack.label,
-        "load": f"{NUM_USERS} users",
-        "metric": "requests/s",
-        "measured": round(measured, 2),
-        "simulated": round(modelled, 2),
-        "error_percent": round(100 * (modelled / measured - 1), 1),
+def metrics(ttft_s: Sequence[float], tpot_s: Sequence[float], aggregated: float) -> Row:
+    """What is compared of a load: percentiles in milliseconds, and where prompts were computed."""
+    found: Row = {
+        f"{name} p{percent}": round(1000 * percentile(values, percent), 2)
+        for name, values in (("ttft", ttft_s), ("tpot", tpot_s))
+        for percent in PERCENTILES
     }
+    return {**found, PLACED: round(100 * aggregated, 1)}
 
 
-def pooled(models: Sequence[Modelled]) -> Modelled:
-    """Several seeds as one load."""
-    return Modelled(
-        [each for model in models for each in model.ttft_s],
-        [each for model in models for each in model.tpot_s],
-        statistics.mean(model.aggregated for model in models),
-    )
+def measured(by_seed: Sequence[Sequence[Timing]]) -> Row:
+    """The metrics of a load in several seeds, of all and of each, and how many were answered."""
+
+    def of(timings: Sequence[Timing]) -> Row:
+        together = sum(each.placement == "aggregated" for each in timings) / len(timings)
+        ttft_s, tpot_s = [each.ttft_s for each in timings], [each.tpot_s for each in timings]
+        return metrics(ttft_s, tpot_s, together)
+
+    pooled = [each for timings in by_seed for each in timings]
+    return {"requests": len(pooled), **of(pooled), "by_seed": [of(each) for each in by_seed]}
 
 
-async def run(url: str, arguments: argparse.Namespace) -> list[Row]:
+def seeds_of(number: int, num_loads: int, seed: int, count: int) -> list[int]:
+    """Seeds of the load with this number."""
+    return [seed + number + num_loads * each for each in range(count)]
+
+
+async def run(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The rate that is sustained, unless one is given, then all loads with all seeds."""
-    stack = Stack(arguments.prefill, arguments.decode, arguments.policy)
-    profile, seed = load_profile(arguments.profile), arguments.seed
+    seed = arguments.seed
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         client = StackClient(session, url, await find_model(url), seed)
-        rows: list[Row] = []
-        rate = arguments.rate
-        if not rate:
-            rate = await sustained(client, SUSTAINED_S, seed)
-            rows.append(rate_row(stack, rate, simulated_rate(profile, stack, SUSTAINED_S, seed)))
-        warm = arrivals(WARM_SHARE * rate, WARM_S, WARM_SEED)
-        await send(client, warm, WARM_SEED)
+        rate = arguments.rate or round(await sustained(client, SUSTAINED_S, seed), 2)
+        await send(client, warming(rate), WARM_SEED)
+        loads: list[Row] = []
         for number, share in enumerate(arguments.loads):
-            timings: list[Timing] = []
-            models: list[Modelled] = []
-            for each in range(arguments.seeds):
-                own = seed + number + len(arguments.loads) * each
+            by_seed: list[list[Timing]] = []
+            for own in seeds_of(number, len(arguments.loads), seed, arguments.seeds):
                 load = arrivals(share * rate, arguments.seconds, own)
                 note = f"{len(load)} requests, {share:g} of {rate:.1f}/s, seed {own}"
-                sys.stderr.write(f"{stack.label}: {note}\n")
-                timings += await send(client, load, own)
-                models.append(simulated(profile, stack, load, warm))
-            rows += compare(stack, f"{share:g}", timings, pooled(models))
-    return rows
+                sys.stderr.write(f"{arguments.label}: {note}\n")
+                by_seed.append(await send(client, load, own))
+            loads.append({"share": share, **measured(by_seed)})
+    return {"rate": rate, "loads": loads}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and writes the rows."""
+    """Runs and writes what was measured."""
     parser = argparse.ArgumentParser("python -m benchmarks.sim_error_load")
-    parser.add_argument("--profile", required=True, help="file of kvmesh profile --url")
-    parser.add_argument("--prefill", type=int, required=True)
-    parser.add_argument("--decode", type=int, required=True)
-    parser.add_argument("--policy", required=True)
+    parser.add_argument("--label", required=True, help="of the stack, for what is printed")
     parser.add_argument("--loads", type=float, nargs="+", required=True, help="shares of the rate")
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: what is sustained")
     parser.add_argument("--seconds", type=float, required=True, help="of a load with each seed")
