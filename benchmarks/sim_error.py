@@ -61,7 +61,7 @@ NOTES = f"""\
 workers, a gateway, scheduler, kvmanager, Redis and the client that sends share the cores of the
  machine
 - half of the prompts begin with one of four shared prefixes of 512 tokens, then come 64 to 640
- others; answers have 32 tokens; arrivals are Poisson's
+ others, log-uniform; answers have 32 tokens; arrivals are Poisson's
 - the profile is the file of `kvmesh profile --url`, measured once at a stack of one prefill and one
  decode worker: first tokens of lone prompts, steps of batches of 1, 4 and 8, both beside each
  other, and the processor time of what stands before the workers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -27,8 +28,11 @@ from kvmesh.core.config import environment
 from kvmesh.core.summary_statistics import percentile
 from kvmesh.sim.trace_request import TRACE_BLOCK
 
-LENGTHS = (64, 128, 320, 640)
-"""Tokens of a prompt after its shared prefix."""
+LENGTHS = (64, 640)
+"""Fewest and most tokens of a prompt after its shared prefix; log-uniform between them.
+
+Not a few lengths: a percentile between two of them would jump from one to the other.
+"""
 
 OUTPUT_TOKENS = 32
 
@@ -82,6 +86,11 @@ class Arrival:
         return self.tokens + (TRACE_BLOCK if self.prefix else 0)
 
 
+def length_of(draw: random.Random) -> int:
+    """Tokens of a prompt after its shared prefix."""
+    return round(math.exp(draw.uniform(*map(math.log, LENGTHS))))
+
+
 def prefix_of(draw: random.Random) -> int:
     """The number of a shared prefix, or 0; the n-th one has the weight 1/n."""
     numbers = range(1, NUM_PREFIXES + 1)
@@ -93,7 +102,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
     """Poisson arrivals of prompts of mixed length."""
     draw = random.Random(seed)
     return [
-        Arrival(at_s, draw.choice(LENGTHS), prefix_of(draw))
+        Arrival(at_s, length_of(draw), prefix_of(draw))
         for at_s in poisson_times(draw, rate, 0.0, seconds)
     ]
 
@@ -137,7 +146,7 @@ async def sustained(client: StackClient, seconds: float, seed: int) -> float:
     async def user() -> list[float]:
         ended: list[float] = []
         while time.perf_counter() < started + seconds:
-            prompt = prompt_of(Arrival(0.0, draw.choice(LENGTHS), prefix_of(draw)), draw)
+            prompt = prompt_of(Arrival(0.0, length_of(draw), prefix_of(draw)), draw)
             if await client.complete_prompt(prompt, OUTPUT_TOKENS) is not None:
                 ended.append(time.perf_counter() - started)
         return ended

@@ -19,6 +19,7 @@ from benchmarks.sim_error_load import (
     OUTPUT_TOKENS,
     Arrival,
     Stack,
+    length_of,
     metrics,
     prefix_of,
 )
@@ -110,7 +111,7 @@ def simulated_rate(profile: Profile, stack: Stack, seconds: float, seed: int) ->
     traces: list[TraceRequest] = []
     for number in range(NUM_USERS * turns):
         user, turn = divmod(number, turns)
-        each = Arrival(float(turn), draw.choice(LENGTHS), prefix_of(draw))
+        each = Arrival(float(turn), length_of(draw), prefix_of(draw))
         ids, tokens = _ids(number, each), each.input_tokens
         traces.append(TraceRequest(each.at_s, tokens, OUTPUT_TOKENS, ids, f"u{user}", turn))
     result = simulate(scenario(profile, stack, traces, closed=True))

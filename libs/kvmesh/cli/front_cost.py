@@ -26,9 +26,9 @@ _OFFERS = "kvmesh_gateway_prefill_offers_sum"
 
 LONE_REQUESTS, LONE_TOKENS = 20, 2
 STREAMS, STREAM_TOKENS = 4, 256
-CROWD_USERS, CROWD_LENGTH, CROWD_S = 12, 512, 5.0
-SHORT_LENGTH = 4
-"""Loads: a batch with long answers, and more users with long prompts than there are slots."""
+CROWD_USERS, CROWD_S = 12, 5.0
+SHORT_LENGTH, LONG_LENGTH = 4, 512
+"""Loads: lone requests, a batch with long answers, and more users than there are slots."""
 
 
 def cpu_s() -> dict[str, float]:
@@ -79,17 +79,29 @@ class Span:
         return max(self.cpu_s - idle_cores * self.seconds, 0.0)
 
 
-def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) -> Front:
-    """Fits the costs to spans with few tokens, many tokens and many refusals."""
+def fit_front(
+    idle: Span, lone: Span, long: Span, streams: Span, crowd: Span, cores: float
+) -> Front:
+    """Fits the costs to spans with few tokens, long prompts, many tokens and many refusals.
+
+    Args:
+        lone, streams: of prompts of `SHORT_LENGTH` tokens.
+        long, crowd: of prompts of `LONG_LENGTH` tokens.
+    """
     idle_cores = idle.cpu_s / idle.seconds
-    request_s = token_s = 0.0
+    request_s = token_s = prompt_token_s = 0.0
     # Each round brings them closer: a lone request has few tokens, a batch few requests.
     for _ in range(8):
-        request_s = max((lone.beyond(idle_cores) - token_s * lone.tokens) / lone.requests, 0.0)
-        rest = streams.beyond(idle_cores) - request_s * streams.requests
+        short_s = (lone.beyond(idle_cores) - token_s * lone.tokens) / lone.requests
+        long_s = (long.beyond(idle_cores) - token_s * long.tokens) / long.requests
+        prompt_token_s = max((long_s - short_s) / (LONG_LENGTH - SHORT_LENGTH), 0.0)
+        request_s = max(short_s - SHORT_LENGTH * prompt_token_s, 0.0)
+        rest = streams.beyond(idle_cores) - short_s * streams.requests
         token_s = max(rest / streams.tokens, 0.0)
-    rest = crowd.beyond(idle_cores) - request_s * crowd.requests - token_s * crowd.tokens
-    return Front(cores, request_s, token_s, max(rest / max(crowd.refusals, 1.0), 0.0))
+    rest = crowd.beyond(idle_cores) - token_s * crowd.tokens
+    rest -= (request_s + LONG_LENGTH * prompt_token_s) * crowd.requests
+    ask_s = max(rest / max(crowd.refusals, 1.0), 0.0)
+    return Front(cores, request_s, token_s, ask_s, prompt_token_s, idle_cores)
 
 
 def fit_loop(prefill: Front, decode: Front) -> Loop:
@@ -97,7 +109,13 @@ def fit_loop(prefill: Front, decode: Front) -> Loop:
 
     A loop's work per step is included in the measured step.
     """
-    return Loop(prefill.request_s, decode.request_s, prefill.ask_s)
+    return Loop(
+        prefill.request_s,
+        decode.request_s,
+        prefill.ask_s,
+        prefill.prompt_token_s,
+        decode.prompt_token_s,
+    )
 
 
 async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[str, Span]:
@@ -123,9 +141,9 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop]:
         await asyncio.sleep(2.0)
         return 0
 
-    async def one_by_one() -> int:
+    async def one_by_one(length: int) -> int:
         for _ in range(LONE_REQUESTS):
-            await client.together(1, SHORT_LENGTH, LONE_TOKENS)
+            await client.together(1, length, LONE_TOKENS)
         return LONE_REQUESTS
 
     async def batch() -> int:
@@ -137,25 +155,28 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop]:
         async def user() -> int:
             served = 0
             while time.perf_counter() < end:
-                served += len(await client.together(1, CROWD_LENGTH, LONE_TOKENS))
+                served += len(await client.together(1, LONG_LENGTH, LONE_TOKENS))
             return served
 
         return sum(await asyncio.gather(*(user() for _ in range(CROWD_USERS))))
 
     idle = await _span(client, nothing(), 0)
-    lone = await _span(client, one_by_one(), LONE_TOKENS)
+    lone = await _span(client, one_by_one(SHORT_LENGTH), LONE_TOKENS)
+    long = await _span(client, one_by_one(LONG_LENGTH), LONE_TOKENS)
     streams = await _span(client, batch(), STREAM_TOKENS)
     crowded = await _span(client, crowd(), LONE_TOKENS)
     cores = float(usable_cores())
     costs = {
-        name: fit_front(idle[name], lone[name], streams[name], crowded[name], cores)
-        for name in idle
+        name: fit_front(each, lone[name], long[name], streams[name], crowded[name], cores)
+        for name, each in idle.items()
     }
     front, loop = costs[FRONT], fit_loop(costs[PREFILL], costs[DECODE])
     sys.stderr.write(
         f"before the workers: {1000 * front.request_s:.2f} ms a request, "
+        f"{1e6 * front.prompt_token_s:.1f} us a prompt token, "
         f"{1000 * front.token_s:.3f} ms a token, {1000 * front.ask_s:.2f} ms a refusal\n"
         f"workers beside steps: {1000 * loop.prompt_s:.2f} ms a prompt, "
+        f"{1e6 * (loop.prompt_token_s + loop.decode_token_s):.1f} us a prompt token, "
         f"{1000 * loop.decode_s:.2f} ms a decode, {1000 * loop.ask_s:.2f} ms a refusal\n"
     )
     return front, loop

@@ -77,10 +77,11 @@ class Host:
 
     # --- the front ---------------------------------------------------------------------------
 
-    def note_request(self) -> None:
-        """Counts the front's work for an arriving request."""
+    def note_request(self, num_tokens: int) -> None:
+        """Counts the front's work for an arriving request with a prompt of so many tokens."""
         front = self.sharing.front
-        self._spend(0.0 if front is None else front.request_s)
+        if front is not None:
+            self._spend(front.request_s + num_tokens * front.prompt_token_s)
 
     def note_tokens(self, count: int) -> None:
         """Counts the front's work for tokens sent to clients."""
@@ -94,13 +95,17 @@ class Host:
 
     def _spend(self, seconds: float) -> None:
         if seconds:
-            self._front_cores = self.front_cores + seconds / FRONT_WINDOW_S
-            self._front_at = self._now()
+            now = self._now()
+            kept = math.exp((self._front_at - now) / FRONT_WINDOW_S)
+            self._front_cores = self._front_cores * kept + seconds / FRONT_WINDOW_S
+            self._front_at = now
 
     @property
     def front_cores(self) -> float:
         """Number of cores that the front uses now."""
-        return self._front_cores * math.exp((self._front_at - self._now()) / FRONT_WINDOW_S)
+        front = self.sharing.front
+        idle = 0.0 if front is None else front.idle_cores
+        return idle + self._front_cores * math.exp((self._front_at - self._now()) / FRONT_WINDOW_S)
 
     # --- how long work takes -----------------------------------------------------------------
 

@@ -120,12 +120,16 @@ class Front:
         request_s: seconds per request, without its tokens.
         token_s: seconds per token sent to the client.
         ask_s: seconds per refused offer; a waiting request makes many.
+        prompt_token_s: seconds per token of a prompt.
+        idle_cores: cores that they take while nobody asks.
     """
 
     cores: float
     request_s: float
     token_s: float
     ask_s: float
+    prompt_token_s: float = 0.0
+    idle_cores: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +140,14 @@ class Loop:
         prompt_s: seconds per prompt that it accepts and hands off.
         decode_s: seconds per request that it reserves for and decodes, without its steps.
         ask_s: seconds per request that it refuses.
+        prompt_token_s, decode_token_s: further seconds of the first two per token of the prompt.
     """
 
     prompt_s: float
     decode_s: float
     ask_s: float
+    prompt_token_s: float = 0.0
+    decode_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Tests: tests/unit/sim/test_profile.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -97,20 +98,27 @@ def _sharing(fields: Fields) -> Sharing:
 
 
 def _loop(fields: Fields) -> Loop:
-    names = ("prompt_s", "decode_s", "ask_s")
-    fields.only(*names)
-    found = Loop(*(fields.number(name) for name in names))
-    if min(found.prompt_s, found.decode_s, found.ask_s) < 0:
-        raise ConfigError(f"{fields.path}: times are not negative: {found}")
-    return found
+    return Loop(**_costs(fields, ("prompt_s", "decode_s", "ask_s"), _LOOP_MORE))
 
 
 def _front(fields: Fields) -> Front:
-    names = ("cores", "request_s", "token_s", "ask_s")
-    fields.only(*names)
-    found = Front(*(fields.number(name) for name in names))
-    if found.cores <= 0 or min(found.request_s, found.token_s, found.ask_s) < 0:
-        raise ConfigError(f"{fields.path}: cores are more than 0, times not negative: {found}")
+    found = Front(**_costs(fields, ("cores", "request_s", "token_s", "ask_s"), _FRONT_MORE))
+    if found.cores <= 0:
+        raise ConfigError(f"{fields.path}: cores are more than 0: {found}")
+    return found
+
+
+_LOOP_MORE = ("prompt_token_s", "decode_token_s")
+_FRONT_MORE = ("prompt_token_s", "idle_cores")
+"""Entries that files of earlier versions do not have."""
+
+
+def _costs(fields: Fields, names: Sequence[str], more: Sequence[str]) -> dict[str, float]:
+    fields.only(*names, *more)
+    present = [*names, *(name for name in more if fields.has(name))]
+    found = {name: fields.number(name) for name in present}
+    if min(found.values()) < 0:
+        raise ConfigError(f"{fields.path}: times are not negative: {found}")
     return found
 
 

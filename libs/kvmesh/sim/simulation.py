@@ -234,7 +234,7 @@ class Simulation:
         request = SimRequest.from_trace(len(self.result.requests), trace, self.events.now(), limit)
         self.result.requests.append(request)
         if self.fleet.host is not None:
-            self.fleet.host.note_request()
+            self.fleet.host.note_request(trace.input_tokens)
         turns = self._desk.lanes.of(request)
         if self._desk.deadlines is Deadlines.ADMISSION and turns.is_hopeless(request):
             self._refused(request, RefusalReason.BUSY, turns.retry_after_s)

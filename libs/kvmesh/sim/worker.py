@@ -133,7 +133,8 @@ class SimWorker:
         self._decodes.add(sequence)
         self._num_reserved += 1
         if self._loop is not None:
-            self.steps.note_work(self._loop.decode_s)
+            loop = self._loop
+            self.steps.note_work(loop.decode_s + request.num_tokens * loop.decode_token_s)
         self._changed()
         return sequence
 
@@ -196,7 +197,8 @@ class SimWorker:
         self.cached_tokens += sequence.num_cached
         self._prefills.add(sequence)
         if self._loop is not None:
-            self.steps.note_work(self._loop.prompt_s)
+            loop = self._loop
+            self.steps.note_work(loop.prompt_s + sequence.num_tokens * loop.prompt_token_s)
         self._changed()
         if not held:
             self._load_or_join(sequence)

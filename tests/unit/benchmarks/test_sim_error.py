@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 import statistics
 from pathlib import Path
@@ -44,7 +45,9 @@ def test_arrivals_come_at_the_rate_and_from_the_seed() -> None:
     found = arrivals(20.0, 30.0, 1)
     assert found == arrivals(20.0, 30.0, 1)
     assert 500 < len(found) < 700
-    assert {each.tokens for each in found} == set(LENGTHS)
+    lengths = sorted(each.tokens for each in found)
+    assert LENGTHS[0] <= lengths[0] < lengths[-1] <= LENGTHS[1]
+    assert lengths[len(lengths) // 2] == pytest.approx(math.sqrt(64 * 640), rel=0.15)
     assert {each.prefix for each in found} == {0, 1, 2, 3, 4}
     assert all(a.at_s < b.at_s < 30 for a, b in itertools.pairwise(found))
 
@@ -58,10 +61,10 @@ def test_a_load_in_several_seeds_is_one_load() -> None:
 
 
 def test_users_of_a_closed_loop_get_what_the_scarcer_side_gives() -> None:
-    """Prompts of 288 tokens in the mean and a prefix of 512, a millisecond each, one at a time."""
+    """Two workers; prompts of 250 tokens in the mean and a prefix of 512, a millisecond each."""
     profile = profile_of(profiled())
     rate = simulated_rate(profile, PAIR, 8.0, 1)
-    assert 1 / 0.8 < rate < 1 / 0.288
+    assert 1 / 0.8 < rate < 2 / 0.25
 
 
 def test_shared_prefixes_are_equal_and_the_rest_is_not() -> None:

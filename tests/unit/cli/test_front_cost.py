@@ -1,27 +1,44 @@
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
-from kvmesh.cli.front_cost import FRONT, Span, cpu_s, fit_front, fit_loop, offers_of
+from kvmesh.cli.front_cost import (
+    FRONT,
+    LONG_LENGTH,
+    SHORT_LENGTH,
+    Span,
+    cpu_s,
+    fit_front,
+    fit_loop,
+    offers_of,
+)
 from kvmesh.sim.profile import Front, Loop
 
 IDLE_CORES = 0.05
 
 
-def span(seconds: float, requests: int, tokens: int, refusals: int = 0) -> Span:
-    """4 ms a request, 0.2 ms a token, 1 ms a refusal, and what is always there."""
+def span(
+    seconds: float, requests: int, tokens: int, refusals: int = 0, length: int = SHORT_LENGTH
+) -> Span:
+    """4 ms a request, 2 us a prompt token, 0.2 ms a token, 1 ms a refusal, and what is always."""
     cpu = IDLE_CORES * seconds + 0.004 * requests + 0.0002 * tokens + 0.001 * refusals
-    return Span(seconds, cpu, requests, tokens, refusals)
+    return Span(seconds, cpu + 2e-6 * length * requests, requests, tokens, refusals)
 
 
 def test_costs_are_found_again() -> None:
-    found = fit_front(span(2, 0, 0), span(1, 20, 40), span(3, 4, 1024), span(5, 30, 60, 900), 2.0)
-    assert found == Front(2.0, pytest.approx(0.004), pytest.approx(0.0002), pytest.approx(0.001))  # type: ignore[arg-type]
+    lone, long = span(1, 20, 40), span(1, 20, 40, 0, LONG_LENGTH)
+    crowd = span(5, 30, 60, 900, LONG_LENGTH)
+    found = fit_front(span(2, 0, 0), lone, long, span(3, 4, 1024), crowd, 2.0)
+    expected = Front(2.0, 0.004, 0.0002, 0.001, 2e-6, IDLE_CORES)
+    assert astuple(found) == pytest.approx(astuple(expected))
 
 
 def test_noise_makes_no_cost_negative() -> None:
     less = Span(1.0, 0.01, 5, 10)
-    assert fit_front(span(2, 0, 0), less, less, less, 2.0) == Front(2.0, 0.0, 0.0, 0.0)
+    found = fit_front(span(2, 0, 0), less, less, less, less, 2.0)
+    assert found == Front(2.0, 0.0, 0.0, 0.0, 0.0, IDLE_CORES)
 
 
 def test_offers_are_read_from_the_metrics() -> None:
@@ -42,5 +59,5 @@ def test_time_of_this_process_counts() -> None:
 
 
 def test_what_a_loop_does_for_steps_is_theirs() -> None:
-    prefill, decode = Front(2.0, 0.003, 0.0, 0.0004), Front(2.0, 0.002, 0.0002, 0.0)
-    assert fit_loop(prefill, decode) == Loop(0.003, 0.002, 0.0004)
+    prefill, decode = Front(2.0, 0.003, 0.0, 0.0004, 2e-6), Front(2.0, 0.002, 0.0002, 0.0, 1e-6)
+    assert fit_loop(prefill, decode) == Loop(0.003, 0.002, 0.0004, 2e-6, 1e-6)

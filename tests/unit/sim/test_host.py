@@ -104,7 +104,7 @@ def test_the_front_takes_cores_from_those_that_compute() -> None:
     host.note(first, Work.PROMPT)
     host.note(second, Work.PROMPT)
     assert host.prefill_stretch(first) == pytest.approx(1.5)
-    host.note_request()
+    host.note_request(1000)
     host.note_refusals(1)
     host.note_tokens(15)
     cores = 0.125 / FRONT_WINDOW_S
