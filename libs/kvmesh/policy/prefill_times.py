@@ -16,7 +16,11 @@ WAY_SHARE = 0.01
 """Fraction of a request's TTFT limit reserved for the network to the client and back."""
 
 MAX_SHARE = 0.5
-"""Largest fraction of a request's TTFT limit reserved for its prefill."""
+"""Largest fraction of a request's TTFT limit reserved for how much prefill times vary."""
+
+LEAST_SHARE = 0.05
+"""Smallest fraction of the limit in which a request looks for a worker, although most prompts of
+its length take longer than the limit: one that is free serves it late rather than not at all."""
 
 
 @dataclass(slots=True)
@@ -53,17 +57,26 @@ class PrefillTimes:
 
     def expected_s(self, num_tokens: int) -> float:
         """Returns the seconds that most prompts of this length stay under; 0 while not known."""
-        if not self._by_length:
-            return 0.0
+        times = self._times(num_tokens)
+        return 0.0 if times is None else times.mean_s + _DEVIATIONS * times.deviation_s
+
+    def patience_s(self, num_tokens: int, ttft_s: float) -> float:
+        """Returns the seconds to look for a worker so that the first token comes in `ttft_s`.
+
+        What is begun so late that its first token is late takes the time of others.
+        """
+        times = self._times(num_tokens)
+        mean_s = 0.0 if times is None else times.mean_s
+        way_s = WAY_SHARE * ttft_s
+        reserved_s = max(min(self.expected_s(num_tokens) + way_s, MAX_SHARE * ttft_s), mean_s)
+        return max(ttft_s - reserved_s, LEAST_SHARE * ttft_s)
+
+    def _times(self, num_tokens: int) -> _Smoothed | None:
+        """Times of this length, or of the nearest one that is known."""
         length = num_tokens.bit_length()
         times = self._by_length.get(length)
-        if times is None:
+        if times is None and self._by_length:
             # The estimate of the nearest length is better than none.
             nearest = min(self._by_length, key=lambda known: (abs(known - length), known))
             times = self._by_length[nearest]
-        return times.mean_s + _DEVIATIONS * times.deviation_s
-
-    def patience_s(self, num_tokens: int, ttft_s: float) -> float:
-        """Returns the seconds to look for a worker so that the first token comes in `ttft_s`."""
-        expected_s = self.expected_s(num_tokens) + WAY_SHARE * ttft_s
-        return ttft_s - min(expected_s, MAX_SHARE * ttft_s)
+        return times

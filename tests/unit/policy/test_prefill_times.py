@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvmesh.policy.prefill_times import MAX_SHARE, WAY_SHARE, PrefillTimes
+from kvmesh.policy.prefill_times import LEAST_SHARE, MAX_SHARE, WAY_SHARE, PrefillTimes
 
 
 def test_nothing_known_takes_no_time_but_the_way() -> None:
@@ -41,7 +41,18 @@ def test_lengths_are_apart_and_the_nearest_one_stands_in() -> None:
     assert times.expected_s(100_000) == times.expected_s(4096)
 
 
-def test_patience_keeps_a_share() -> None:
+def test_patience_keeps_a_share_although_times_vary() -> None:
     times = PrefillTimes()
-    times.note(40, 100.0)
-    assert times.patience_s(40, 1.0) == 1.0 - MAX_SHARE
+    for number in range(50):
+        times.note(40, 0.1 + number % 2)
+    assert times.expected_s(40) > 2.0
+    assert times.patience_s(40, 4.0) == 4.0 * (1 - MAX_SHARE)
+
+
+def test_what_takes_longer_than_its_limit_waits_for_nobody() -> None:
+    times = PrefillTimes()
+    for _ in range(50):
+        times.note(40, 3.0)
+    assert times.patience_s(40, 4.0) == pytest.approx(1.0)
+    assert times.patience_s(40, 3.1) == pytest.approx(LEAST_SHARE * 3.1)
+    assert times.patience_s(40, 1.0) == LEAST_SHARE
