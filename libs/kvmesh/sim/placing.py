@@ -111,7 +111,7 @@ class Placing:
         self._turns = desk.lanes.of(request)
         self._failed = avoid
         self._refused: dict[WorkerId, float] = {}
-        self._asked: set[WorkerId] = set()  # workers of this plan that refused
+        self._asked: set[WorkerId] = set()  # workers that refused in the last round
         self._reserved: tuple[SimWorker, SimSequence] | None = None
         self._plan: RoutePlan | None = None
         self.remote: bool | None = None
@@ -214,7 +214,6 @@ class Placing:
     def _planned(self, outcome: RoutePlan | Refusal) -> None:
         now = self._desk.events.now()
         self._refused = still_refusing(self._refused, now)
-        self._asked.clear()
         self._plan_rounds = 0
         self._plan_old_at = now + REROUTE_AFTER_S
         self._plan = outcome if isinstance(outcome, RoutePlan) else None
@@ -235,6 +234,7 @@ class Placing:
         self._ask_workers()
 
     def _ask_workers(self) -> None:
+        self._asked.clear()  # one that refused in an earlier round may have accepted since
         if self._plan is not None and self._try(self._plan):
             return
         self._plan_rounds += 1

@@ -259,7 +259,7 @@ class Search:
             block_hashes=self._hashes(block_size),
             scenario=request.scenario,
             avoid=self._failed.union(self._refusals.workers, unanswered),
-            ttft_budget_ms=as_ms(remaining_s),
+            ttft_budget_ms=as_ms(self._first_token_s(remaining_s)),
             placement=request.placement,
             waiting=told.reserved + told.unreserved,
             waiting_reserved=told.reserved,
@@ -316,6 +316,12 @@ class Search:
         late_s = min(lag.peak_s, patience_s / 2)
         longest_s = mesh.limits.request_timeout_s
         return request.arrived_at + min(longest_s, patience_s - late_s)
+
+    def _first_token_s(self, remaining_s: float) -> float:
+        """Seconds in which the first token is in time: of these the search has `remaining_s`."""
+        if self._again_until is not None:
+            return remaining_s
+        return max(self._request.arrived_at + self._request.ttft_s - self._now(), remaining_s)
 
     def _remaining_s(self) -> float:
         """Seconds left, more than zero.
