@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict
 from benchmarks.policies_grid import OURS, Entrant, Limits, Load, run_cell, split, with_equal_rights
 from kvmesh.policy import (
+    fleet_index,
     forwarding,
     ranking,
     role_loop,
@@ -67,7 +68,7 @@ CONSTANTS: Mapping[str, tuple[_Constant, ...]] = {
     "HELP_SLOWDOWN": ((routing, "HELP_SLOWDOWN"),),
     "AGGREGATE_SHARE": ((ranking, "AGGREGATE_SHARE"),),
     "TRANSFER_SHARE": ((routing, "TRANSFER_SHARE"),),
-    "BUSY_TOKENS": ((ranking, "BUSY_TOKENS"),),
+    "BUSY_TOKENS": ((ranking, "BUSY_TOKENS"), (fleet_index, "BUSY_TOKENS")),
     "DECODE_CACHE_WEIGHT": ((ranking, "DECODE_CACHE_WEIGHT"),),
     "SCORE_WINDOW_S": ((role_loop, "SCORE_WINDOW_S"),),
     "REROUTE_AFTER_S": ((forwarding, "REROUTE_AFTER_S"),),
@@ -160,7 +161,7 @@ def sensitivity(cells: Sequence[tuple[Load, Limits]]) -> Experiment:
     variants = {"as it is": _Variant()}
     for constant, places in CONSTANTS.items():
         for factor in FACTORS:
-            scaled = {place: getattr(*place) * factor for place in places}
+            scaled = {place: scaled_number(getattr(*place), factor) for place in places}
             variants[f"{constant} x{factor:g}"] = _Variant(changes=scaled)
     for factor in FACTORS:  # a field of the policy has its value already
         slack = _route(slack_tokens=ranking.SLACK_TOKENS * factor)
@@ -172,11 +173,16 @@ def sensitivity(cells: Sequence[tuple[Load, Limits]]) -> Experiment:
     limits = role_switch.SwitchLimits()
     for each in LIMIT_FIELDS:
         for factor in FACTORS:
-            value = type(getattr(limits, each))(getattr(limits, each) * factor)
+            value = scaled_number(getattr(limits, each), factor)
             made = partial(_same, dataclasses.replace(limits, **{each: value}))
             changed_limits = {(role_loop, "SwitchLimits"): made}
             variants[f"SwitchLimits.{each} x{factor:g}"] = _Variant(changes=changed_limits)
     return Experiment(name, _jobs(name, variants, cells), _judge)
+
+
+def scaled_number(value: Any, factor: float) -> Any:
+    """A number of the same type: compiled code takes no other."""
+    return type(value)(value * factor)
 
 
 def _same(limits: role_switch.SwitchLimits) -> role_switch.SwitchLimits:

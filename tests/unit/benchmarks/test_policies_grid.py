@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.policies import main
-from benchmarks.policies_ablation import CONSTANTS, MECHANISMS, constants, without
+from benchmarks.policies_ablation import (
+    CONSTANTS,
+    MECHANISMS,
+    constants,
+    scaled_number,
+    without,
+)
 from benchmarks.policies_grid import (
     OURS,
     REPORT_S,
@@ -120,6 +126,14 @@ def test_another_constant_makes_another_run(name: str) -> None:
     before = run_cell(ours, load, Limits(100)).row
     with constants({(ranking, name): 0.0}):
         assert run_cell(ours, load, Limits(100)).row != before
+
+
+@pytest.mark.parametrize(
+    ("value", "factor", "scaled"), [(2048, 0.5, 1024), (3, 2.0, 6), (0.5, 2.0, 1.0)]
+)
+def test_a_scaled_constant_has_its_type(value: float, factor: float, scaled: float) -> None:
+    found = scaled_number(value, factor)
+    assert (type(found), found) == (type(value), scaled)
 
 
 def test_workers_without_roles_are_mixed_or_apart_as_the_limits_ask() -> None:
