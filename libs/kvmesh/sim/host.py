@@ -133,10 +133,11 @@ class Host:
 
     def _stretch(self, by_each: float, sharer: Sharer, work: Work) -> float:
         others = [each for other, each in self._busy.items() if other is not sharer]
-        alone = 1 + (by_each - 1) * len(others)
         front = self.sharing.front
         if front is None:
-            return alone
+            return 1 + (by_each - 1) * len(others)
+        # Of the others, no more than there are further cores compute at the same time.
+        alone = 1 + (by_each - 1) * min(len(others), max(front.cores - 1, 1))
         num_steps = others.count(Work.STEPS) + (work is Work.STEPS)
         crowded = crowding(num_steps, len(others) + 1 - num_steps, self.front_cores, front.cores)
         return alone * crowded[work]

@@ -94,6 +94,15 @@ def test_every_other_one_that_computes_counts() -> None:
     assert host.prefill_stretch(sharers[2]) == pytest.approx(1.0)
 
 
+def test_no_more_disturb_a_worker_than_there_are_other_cores() -> None:
+    host = Host(Sharing(1.5, 1.2, Front(2.0, 0.0, 0.0, 0.0)), lambda: 0.0)
+    sharers = [Quiet() for _ in range(4)]
+    for each in sharers:
+        host.add(each)
+        host.note(each, Work.PROMPT)
+    assert host.prefill_stretch(sharers[0]) == pytest.approx(1.5 * 4 / 2)
+
+
 def test_the_front_takes_cores_from_those_that_compute() -> None:
     now = 0.0
     host = Host(Sharing(1.5, 1.0, Front(2.0, 0.1, 0.001, 0.01)), lambda: now)
