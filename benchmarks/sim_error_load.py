@@ -160,7 +160,7 @@ async def sustained(client: StackClient, seconds: float, seed: int) -> float:
 
 
 def metrics(ttft_s: Sequence[float], tpot_s: Sequence[float], aggregated: float) -> Row:
-    """What is compared of a load: percentiles in milliseconds, and where prompts were computed."""
+    """Metrics of a load: percentiles in milliseconds, and the share of aggregated requests."""
     found: Row = {
         f"{name} p{percent}": round(1000 * percentile(values, percent), 2)
         for name, values in (("ttft", ttft_s), ("tpot", tpot_s))

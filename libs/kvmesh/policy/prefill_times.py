@@ -63,7 +63,7 @@ class PrefillTimes:
     def patience_s(self, num_tokens: int, ttft_s: float) -> float:
         """Returns the seconds to look for a worker so that the first token comes in `ttft_s`.
 
-        What is begun so late that its first token is late takes the time of others.
+        A prompt that begins later would miss its limit and delay other prompts.
         """
         times = self._times(num_tokens)
         mean_s = 0.0 if times is None else times.mean_s

@@ -7,7 +7,6 @@ prompts take the rest of the step. Tests: tests/unit/policy/test_step_rules.py.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from kvmesh.core.types import Role
@@ -15,20 +14,6 @@ from kvmesh.core.types import Role
 MAX_LEFT_OUT = 2
 """Maximum number of steps in a row without decoding while prompts come first. A worker that changed
 its role still decodes its sequences, at a third of the steps or more."""
-
-
-class StepPriority(enum.Enum):
-    """The kind of work that goes first in a step."""
-
-    PREFILL = "prefill"
-    """Prompts take the budget first; sequences decode in the rest, if all of them fit."""
-    DECODE = "decode"
-    """All sequences decode; prompts take the rest of the budget."""
-
-
-def priority_of(role: Role) -> StepPriority:
-    """Returns the priority of a role's steps."""
-    return StepPriority.PREFILL if role is Role.PREFILL else StepPriority.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +30,15 @@ class StepRules:
     beside_decode: int | None = None
 
 
-def step_rules(priority: StepPriority, *, has_limits: bool, limit: int | None) -> StepRules:
-    """Returns the rules of the next steps.
+def step_rules(role: Role, *, has_limits: bool, limit: int | None) -> StepRules:
+    """Returns the rules of the next steps of a worker with this role.
 
     Args:
         has_limits: whether a sequence that decodes has a limit on its time per token or between
             tokens. Then decoding goes first in every role.
         limit: maximum number of prompt tokens with which these limits are kept; None for any.
     """
-    return StepRules(priority is StepPriority.PREFILL and not has_limits, limit)
+    return StepRules(role is Role.PREFILL and not has_limits, limit)
 
 
 class StepTurns:

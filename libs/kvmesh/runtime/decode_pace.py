@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from kvmesh.core.pace import PaceRoom
 from kvmesh.core.types import Role
 from kvmesh.policy.mixed_step import MixedSteps
-from kvmesh.policy.step_rules import StepRules, priority_of, step_rules
+from kvmesh.policy.step_rules import StepRules, step_rules
 from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.runtime.decode_task import DecodeTask
 
@@ -60,7 +60,7 @@ class DecodePace:
         limit_s = min((task.itl_s for task in decoding), default=math.inf)
         decode_s = self._decode_s(sum(map(_context, decoding)))
         return step_rules(
-            priority_of(role),
+            role,
             has_limits=any(math.isfinite(task.tpot_s) for task in decoding),
             limit=self._mixed.most_tokens(limit_s, decode_s),
         )

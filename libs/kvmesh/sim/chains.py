@@ -98,8 +98,7 @@ class Chains:
         return held * TRACE_BLOCK + num_tokens, begin_s
 
     def _work_s(self, worker: SimWorker, first: int, begin: int, end: int) -> float:
-        device = worker.device
-        return device.span_s(begin, end) + (device.prefill_s(0) if begin == first else 0.0)
+        return worker.device.chunk_s(begin, end, is_first=begin == first)
 
     def _kv_bytes(self, num_tokens: int) -> float:
         kv_bytes = self._profile.kv_bytes

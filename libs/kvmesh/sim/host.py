@@ -95,17 +95,19 @@ class Host:
 
     def _spend(self, seconds: float) -> None:
         if seconds:
-            now = self._now()
-            kept = math.exp((self._front_at - now) / FRONT_WINDOW_S)
-            self._front_cores = self._front_cores * kept + seconds / FRONT_WINDOW_S
-            self._front_at = now
+            self._front_cores = self._asked_cores + seconds / FRONT_WINDOW_S
+            self._front_at = self._now()
+
+    @property
+    def _asked_cores(self) -> float:
+        """Number of cores that the front uses now for what it was asked."""
+        return self._front_cores * math.exp((self._front_at - self._now()) / FRONT_WINDOW_S)
 
     @property
     def front_cores(self) -> float:
         """Number of cores that the front uses now."""
         front = self.sharing.front
-        idle = 0.0 if front is None else front.idle_cores
-        return idle + self._front_cores * math.exp((self._front_at - self._now()) / FRONT_WINDOW_S)
+        return self._asked_cores + (0.0 if front is None else front.idle_cores)
 
     # --- how long work takes -----------------------------------------------------------------
 

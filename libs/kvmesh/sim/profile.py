@@ -57,17 +57,16 @@ class Device:
     decode_slots: int
     spread: float = 0.0
 
-    def span_s(self, begin: int, end: int) -> float:
-        """Returns the seconds to compute a prompt's tokens from `begin` to `end`, without the fixed
-        cost of a prompt.
+    def chunk_s(self, begin: int, end: int, *, is_first: bool) -> float:
+        """Returns the seconds to compute a prompt's tokens from `begin` to `end`.
 
         They attend to all tokens before them, cached or not.
-        """
-        return self.prefill_s(end) - self.prefill_s(begin)
 
-    def prompt_s(self, num_tokens: int, num_cached: int) -> float:
-        """Returns the seconds to compute what is not cached of a prompt."""
-        return self.prefill_s(0) + self.span_s(num_cached, num_tokens)
+        Args:
+            is_first: whether the fixed cost of a prompt is part of it.
+        """
+        fixed_s = self.prefill_s(0) if is_first else 0.0
+        return self.prefill_s(end) - self.prefill_s(begin) + fixed_s
 
     @property
     def pair_share(self) -> float:

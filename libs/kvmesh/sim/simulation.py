@@ -266,7 +266,7 @@ class Simulation:
         if self._desk.deadlines is Deadlines.TIMEOUT:
             return request.deadline_s
         cached = len(worker.pool.match(request.reusable_hashes)) * TRACE_BLOCK
-        prompt_s = worker.device.prompt_s(request.num_tokens, cached)
+        prompt_s = worker.device.chunk_s(cached, request.num_tokens, is_first=True)
         return max(request.deadline_s - prompt_s, self.events.now())
 
     def _give_up(self, placed: Placed) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated worker's step loop has begun: a run of decode steps, or a step with prompts.
+"""Steps in progress in a simulated worker: a run of decode steps, or one step with prompts.
 
 Tests: tests/unit/sim/test_worker.py, tests/unit/sim/test_host.py.
 """
@@ -58,6 +58,7 @@ class MixedStep:
         chunks: prompts, and how many of their tokens are computed.
         decodes: whether the decoding sequences take part.
         chunks_s, decode_s: seconds of both parts on a host of their own.
+        stretched_s: seconds of both on the shared host, if its other workers stay as they are.
     """
 
     chunks: list[tuple[SimSequence, int]]

@@ -365,10 +365,8 @@ class StepLoop:
         cost of a prompt.
         """
         before = sequence.num_computed
-        alone = self._device.span_s(before, before + count)
-        if before == sequence.num_cached:
-            alone += self._device.prefill_s(0)
-        return alone * self._varied()
+        is_first = before == sequence.num_cached
+        return self._device.chunk_s(before, before + count, is_first=is_first) * self._varied()
 
     def _varied(self) -> float:
         """Returns a factor on the time of a chunk or a run of steps; log-normal, of mean 1."""

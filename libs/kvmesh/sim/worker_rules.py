@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvmesh.core.types import Role
-from kvmesh.policy.step_rules import StepRules, priority_of, step_rules
+from kvmesh.policy.step_rules import StepRules, step_rules
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.tiers import TierSizes
 
@@ -34,4 +34,4 @@ class WorkerRules:
     def steps_of(self, role: Role) -> StepRules:
         """Returns the order within steps of a worker with this role."""
         has_limits = min(self.tpot_s, self.itl_s) < math.inf
-        return step_rules(priority_of(role), has_limits=has_limits, limit=None)
+        return step_rules(role, has_limits=has_limits, limit=None)

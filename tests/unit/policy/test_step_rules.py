@@ -5,32 +5,30 @@ import pytest
 from kvmesh.core.types import Role
 from kvmesh.policy.step_rules import (
     MAX_LEFT_OUT,
-    StepPriority,
     StepRules,
     StepTurns,
-    priority_of,
     step_rules,
 )
 
 
 def test_prompts_come_first_on_prefill_workers_only() -> None:
-    first = {role for role in Role if priority_of(role) is StepPriority.PREFILL}
-    assert first == {Role.PREFILL}
+    rules = {role: step_rules(role, has_limits=False, limit=None) for role in Role}
+    assert {role for role in Role if rules[role].prompts_first} == {Role.PREFILL}
 
 
 @pytest.mark.parametrize(
-    ("priority", "has_limits", "limit", "rules"),
+    ("role", "has_limits", "limit", "rules"),
     [
-        (StepPriority.PREFILL, False, None, StepRules(True, None)),
-        (StepPriority.PREFILL, True, 32, StepRules(False, 32)),
-        (StepPriority.DECODE, False, None, StepRules(False, None)),
-        (StepPriority.DECODE, True, 32, StepRules(False, 32)),
+        (Role.PREFILL, False, None, StepRules(True, None)),
+        (Role.PREFILL, True, 32, StepRules(False, 32)),
+        (Role.DECODE, False, None, StepRules(False, None)),
+        (Role.DECODE, True, 32, StepRules(False, 32)),
     ],
 )
 def test_limits_of_requests_come_before_the_role(
-    priority: StepPriority, has_limits: bool, limit: int | None, rules: StepRules
+    role: Role, has_limits: bool, limit: int | None, rules: StepRules
 ) -> None:
-    assert step_rules(priority, has_limits=has_limits, limit=limit) == rules
+    assert step_rules(role, has_limits=has_limits, limit=limit) == rules
 
 
 def test_decoding_is_not_left_out_for_ever() -> None:
