@@ -196,6 +196,7 @@ def test_heads_ask_by_their_place_and_together_as_often_as_equal_ones(count: int
     assert sum(1 / each for each in pauses) == pytest.approx(count)
     assert list(pauses) == sorted(pauses)
     assert pauses[-1] / pauses[0] <= 8
+    assert pauses[-1] / pauses[0] == pytest.approx(min(2 ** (count - 1), 8)), "half as often each"
 
 
 def test_the_pace_of_one_line_is_by_the_place_in_it() -> None:
