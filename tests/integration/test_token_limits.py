@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from pathlib import Path
 
 import pytest
@@ -102,11 +101,8 @@ async def test_a_prompt_is_cut_into_parts_that_keep_the_time_between_two_tokens(
     if itl_ms:
         assert max(mixed) <= itl_ms / 1000
         assert len(mixed) < NUM_PROMPT / 32, "parts are as large as the limit allows"
-    elif role == "hybrid":
-        middle = statistics.median(mixed)
-        assert 1.5 * DECODE_S < middle < 3 * DECODE_S, "prompts get the time that answers take"
     else:
-        assert max(mixed) > ITL_MS / 1000
+        assert max(mixed) > ITL_MS / 1000, "without a limit, prompts get the rest of each step"
 
 
 async def test_a_worker_that_has_seen_only_short_prompts_takes_a_long_one(tmp_path: Path) -> None:
