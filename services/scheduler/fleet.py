@@ -121,6 +121,7 @@ class Fleet:
         self._fingerprints: dict[str, set[str]] = {}
         self._labels: dict[str, set[str]] = {}
         self._lacking: dict[tuple[str, str], frozenset[WorkerId]] = {}
+        self._unwell: set[WorkerId] = set()  # a look at the ill must not scan the fleet
         self._last_session = _RESTORED
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
         self._lost: deque[WorkerInfo] = deque(maxlen=MAX_GONE)
@@ -213,6 +214,10 @@ class Fleet:
             before = member.verdict
             is_news = (before.level, before.is_ill) != (verdict.level, verdict.is_ill)
             member.verdict = verdict
+            if verdict.level is Health.OK:
+                self._unwell.discard(name)
+            else:
+                self._unwell.add(name)
             self._note_change(urgent=is_news)
             member.changed_at = self.version
             if is_news:
@@ -303,11 +308,12 @@ class Fleet:
 
     def ill(self) -> Iterator[WorkerInfo]:
         """Workers that were ejected and have not recovered, or the last of a role that hangs."""
-        return (each.info for each in self._members.values() if each.verdict.is_ill)
+        unwell = map(self._members.__getitem__, self._unwell)
+        return (each.info for each in unwell if each.verdict.is_ill)
 
     def hanging(self) -> set[WorkerId]:
         """Workers whose step does not end, ejected or not."""
-        return {name for name, each in self._members.items() if each.verdict.hangs}
+        return {name for name in self._unwell if self._members[name].verdict.hangs}
 
     def take_lost(self) -> list[WorkerInfo]:
         """Returns the workers that left without a goodbye since the last call."""
@@ -428,6 +434,7 @@ class Fleet:
 
     def _remove(self, worker_id: WorkerId, *, is_lost: bool) -> None:
         info = self._members.pop(worker_id).info
+        self._unwell.discard(worker_id)
         self._counts[GroupKey.of(info), info.role] -= 1
         self._layouts.remove(info)
         if is_lost:
@@ -447,6 +454,7 @@ class Fleet:
         waits: bool = False,
     ) -> None:
         before = self._members.get(info.worker_id)
+        self._unwell.discard(info.worker_id)
         if before is not None:
             self._counts[GroupKey.of(before.info), before.info.role] -= 1
             self._layouts.remove(before.info)

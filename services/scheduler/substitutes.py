@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
@@ -26,6 +26,7 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.empty_spare import Assignment
 from kvmesh.core.health import Health
 from kvmesh.core.launch import Launcher, LaunchError, LaunchSpec
+from kvmesh.core.turns import WORKERS_IN_A_TURN
 from kvmesh.core.types import Role, WorkerId, WorkerInfo
 from kvmesh.policy.health import REST_S
 from kvmesh.policy.substitute import START_S, Means, Member, Option, Paces, Place, substitutes
@@ -66,8 +67,19 @@ GivePlace = Callable[[WorkerId, Role, str, str], bool]
 """Orders a worker to take a role in a scenario's group, with a reason. False if it cannot."""
 
 
-Here = Mapping[WorkerId, FleetWorker]
-"""The present workers by name."""
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """The fleet at one look.
+
+    Attributes:
+        workers: the present workers by name.
+        hanging: those whose step does not end.
+        members: those that may take a place, unless they take one already.
+    """
+
+    workers: dict[WorkerId, FleetWorker]
+    hanging: set[WorkerId]
+    members: list[Member]
 
 
 @dataclass(slots=True)
@@ -154,7 +166,7 @@ class Substitutes:
         if not await self._planner.leads():
             self._losses.clear()
             return True  # ill workers are still ill when this scheduler may give orders
-        here = {each.info.worker_id: each for each in self._fleet.workers()}
+        here = await self._here()
         for loss in list(self._losses.values()):
             await self._follow(loss, here, now)
         is_open = [loss for loss in self._losses.values() if loss.option is None]
@@ -163,6 +175,19 @@ class Substitutes:
             await self._choose(loss, here, now)
             await asyncio.sleep(0)
         return True
+
+    async def _here(self) -> _Here:
+        workers: dict[WorkerId, FleetWorker] = {}
+        for part in self._fleet.workers_in_parts(WORKERS_IN_A_TURN):
+            workers.update((each.info.worker_id, each) for each in part)
+            await asyncio.sleep(0)
+        loads = {info.worker_id: load for info, load in self._fleet.reports()}
+        members = [
+            Member(each.info, loads[name], each.health, each.detail)
+            for name, each in workers.items()
+            if name in loads
+        ]
+        return _Here(workers, self._fleet.hanging(), members)
 
     def _take_losses(self, now: float) -> None:
         lost = [(info, False) for info in self._fleet.take_lost()]
@@ -185,9 +210,9 @@ class Substitutes:
 
     # --- one place -----------------------------------------------------------------------------
 
-    async def _follow(self, loss: _Loss, here: Here, now: float) -> None:
-        found = here.get(loss.info.worker_id)
-        hangs = loss.info.worker_id in self._fleet.hanging()
+    async def _follow(self, loss: _Loss, here: _Here, now: float) -> None:
+        found = here.workers.get(loss.info.worker_id)
+        hangs = loss.info.worker_id in here.hanging
         if found is not None and found.health < Health.DEGRADED and not hangs:
             if not self._is_loading(loss, here, now):
                 self._returned(loss, found, here)
@@ -203,10 +228,10 @@ class Substitutes:
             self._watch(loss, option, here, now)
             await self._end_hung(loss, option)
 
-    def _is_loading(self, loss: _Loss, here: Here, now: float) -> bool:
+    def _is_loading(self, loss: _Loss, here: _Here, now: float) -> bool:
         """Whether an empty spare still loads the model for the place of a worker that is back."""
         option = loss.option
-        if option is None or option.means is not Means.EMPTY or option.worker_id in here:
+        if option is None or option.means is not Means.EMPTY or option.worker_id in here.workers:
             return False
         return self._changes is RoleChanges.APPLY and not _is_late(loss, option, now)
 
@@ -230,10 +255,10 @@ class Substitutes:
             return True
         return False
 
-    def _watch(self, loss: _Loss, option: Option, here: Here, now: float) -> None:
+    def _watch(self, loss: _Loss, option: Option, here: _Here, now: float) -> None:
         """Checks whether the substitute takes the place and stays there."""
-        taker = here.get(option.worker_id)
-        hangs = option.worker_id in self._fleet.hanging()
+        taker = here.workers.get(option.worker_id)
+        hangs = option.worker_id in here.hanging
         is_there = taker is not None and taker.health < Health.DEGRADED and not hangs
         if loss.is_filled and is_there:
             return
@@ -271,14 +296,9 @@ class Substitutes:
         if option is not None and option.worker_id == old:
             loss.option = dataclasses.replace(option, worker_id=name)
 
-    async def _choose(self, loss: _Loss, here: Here, now: float) -> None:
-        takers = self._takers()
-        loads = {info.worker_id: load for info, load in self._fleet.reports()}
-        members = [
-            Member(each.info, loads[name], each.health, each.detail)
-            for name, each in here.items()
-            if name in loads and name not in loss.failed and name not in takers
-        ]
+    async def _choose(self, loss: _Loss, here: _Here, now: float) -> None:
+        taken = {*self._takers(), *loss.failed}
+        members = [each for each in here.members if each.info.worker_id not in taken]
         empties = [each for each in self._empties.all() if each.worker_id not in loss.failed]
         back_s, new_s, load_s = (
             self._back_s(loss, now),
@@ -310,16 +330,16 @@ class Substitutes:
                 is_ordered = self._ordered(loss, option)
         return option if is_ordered else None
 
-    def _before(self, loss: _Loss, option: Option, here: Here) -> WorkerInfo | None:
+    def _before(self, loss: _Loss, option: Option, here: _Here) -> WorkerInfo | None:
         """The role and group to which a substitute is ordered when it is no longer needed."""
         if self._changes is not RoleChanges.APPLY or option.means is Means.RETURN:
             return None
         if option.means is Means.EMPTY:
             return dataclasses.replace(loss.info, role=Role.SPARE, scenario="")
-        taker = here.get(option.worker_id)
+        taker = here.workers.get(option.worker_id)
         return None if taker is None else taker.info
 
-    def _new_s(self, loss: _Loss, here: Here) -> float | None:
+    def _new_s(self, loss: _Loss, here: _Here) -> float | None:
         """Estimated seconds until a new process serves: the median start time for its model.
 
         At least as long as the lost worker took: the process starts on the same machine, where
@@ -327,7 +347,7 @@ class Substitutes:
         """
         if self._launcher is None or loss.num_started >= MOST_STARTED:
             return None
-        infos = [loss.info, *(each.info for each in here.values())]
+        infos = [loss.info, *(each.info for each in here.workers.values())]
         starts = (info.origin.start_s for info in infos if info.model == loss.info.model)
         told = [start_s for start_s in starts if start_s]
         return max(statistics.median(told), loss.info.origin.start_s) if told else START_S
@@ -379,7 +399,7 @@ class Substitutes:
         seconds = round(now - loss.at, 3)
         self._note(loss, "filled", f"after {seconds} s", option.worker_id, seconds=seconds)
 
-    def _returned(self, loss: _Loss, found: FleetWorker, here: Here) -> None:
+    def _returned(self, loss: _Loss, found: FleetWorker, here: _Here) -> None:
         """Ends the substitution: the worker that holds less KV of the group leaves the place."""
         name, info, option, before = found.info.worker_id, loss.info, loss.option, loss.before
         del self._losses[name]
@@ -389,7 +409,7 @@ class Substitutes:
             self._note(loss, "returned", f"{stays} has the place", leaves)
             self._stop(leaves)
             return
-        is_other = option is not None and option.worker_id in here.keys() - {name}
+        is_other = option is not None and option.worker_id in here.workers.keys() - {name}
         if option is None or before is None or not is_other:
             if found.info.role is Role.SPARE:  # its configuration makes it a spare in its new life
                 self._give(loss, name, info.role, info.scenario, "it is back as a spare")
@@ -449,13 +469,13 @@ def _is_late(loss: _Loss, option: Option, now: float) -> bool:
     return now > loss.ordered_at + LATE_FACTOR * option.ready_s + LATE_S
 
 
-def _load_s(loss: _Loss, here: Here) -> float:
+def _load_s(loss: _Loss, here: _Here) -> float:
     """Estimated seconds in which an empty spare loads the lost worker's model.
 
     The median of those that did. Before, that of all workers of the model, which may have loaded it
     at the same time.
     """
-    infos = (loss.info, *(each.info for each in here.values()))
+    infos = (loss.info, *(each.info for each in here.workers.values()))
     origins = [info.origin for info in infos if info.model == loss.info.model]
     told = [each.load_s for each in origins if each.load_s]
     as_spares = [each.load_s for each in origins if each.load_s and each.assignment is not None]

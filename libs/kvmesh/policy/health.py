@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -223,6 +223,25 @@ class _Record:
             _drop_before(times, now - DAMAGED_WINDOW_S)
 
 
+@dataclass(slots=True)
+class _Peers:
+    """The workers of a cluster, to compare one with the others.
+
+    Attributes:
+        slowdowns: of all that report one, sorted.
+        lateness: `_lateness` of those with any, sorted, by machine.
+        damaged: when sequences were damaged, and by which worker.
+        able: number of workers that are not ejected and do not drain, by group and role.
+        judged: those that `is_fine_with` does not clear.
+    """
+
+    slowdowns: list[float] = field(default_factory=list)
+    lateness: dict[str, list[float]] = field(default_factory=dict)
+    damaged: list[tuple[_Record, float]] = field(default_factory=list)
+    able: Counter[tuple[GroupKey, Role]] = field(default_factory=Counter)
+    judged: list[tuple[WorkerInfo, WorkerLoad, _Record]] = field(default_factory=list)
+
+
 class HealthBoard:
     """Health records of all workers. Every `now` is on one monotonic clock."""
 
@@ -279,49 +298,65 @@ class HealthBoard:
             names = {info.worker_id for info, _ in workers}
             self._records = {name: each for name, each in self._records.items() if name in names}
         for cluster in clusters:
-            found |= self._of_cluster([each for each in workers if each[0].cluster == cluster], now)
+            members = [each for each in workers if each[0].cluster == cluster]
+            found |= yield from self._of_cluster(members, now)
         return found
 
     def _of_cluster(
         self, members: Sequence[tuple[WorkerInfo, WorkerLoad]], now: float
-    ) -> dict[WorkerId, Verdict]:
+    ) -> Parts[dict[WorkerId, Verdict]]:
         """Judges those members of one cluster that `is_fine_with` does not clear."""
         budget = max(1, int(EJECTED_SHARE * len(members)))
-        slowdowns = sorted(load.slowdown for _, load in members if load.slowdown > 0)
-        machines: dict[str, list[float]] = {}
-        for info, load in members:
-            if (late := _lateness(load)) > 0:
-                insort(machines.setdefault(info.control_endpoint.host, []), late)
-        records = [self._record(info) for info, _ in members]
-        damaged = [(each, at) for each in records for at in each.damaged]
-        known = list(zip(members, records, strict=True))
-        awake = [(info, record) for (info, load), record in known if not load.draining]
-        judged = [each for each, record in known if not record.is_fine_with(each[1])]
-        # Workers that are out already use the budget first, until their rest is over.
-        judged.sort(key=lambda each: self._record(each[0]).ejected_at is None)
-        for info, load in judged:
-            record = self._record(info)
-            beside = machines.get(info.control_endpoint.host, [])
+        peers = yield from self._peers(members)
+        able, judged = peers.able, peers.judged
+        for number, (info, load, record) in enumerate(judged):
+            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+                yield
+            place = (GroupKey.of(info), info.role)
+            beside = peers.lateness.get(info.control_endpoint.host, [])
             crowd = min(_usual(_lateness(load), beside), MOST_CROWDED)
-            elsewhere = [at for each, at in damaged if each is not record]
-            fault, share = self._fault(record, load, crowd, slowdowns, elsewhere, now)
+            elsewhere = [at for each, at in peers.damaged if each is not record]
+            fault, share = self._fault(record, load, crowd, peers.slowdowns, elsewhere, now)
             record.verdict = self._judged(record, fault, share, now)
             if record.verdict.level < Health.DEGRADED:
+                if record.ejected_at is not None and not load.draining:
+                    able[place] += 1
                 record.ejected_at = None
                 continue
             if record.ejected_at is None and not load.draining:
-                others = [each for each in awake if each[0].worker_id != info.worker_id]
-                stays = _must_stay(info, others)
+                stays = _must_stay(info, able)
                 if stays or budget <= 0:
                     why = HealthReason.LAST if stays else HealthReason.BUDGET
                     record.verdict = Verdict(Health.SUSPECT, why, fault)
                     continue
                 if fault is not HealthReason.SILENT:  # its next report ends it, without a rest
                     record.ejected_at = now
+                    able[place] -= 1
                     record.damaged.clear()  # faults after its pause count anew
                     record.device_errors.clear()
             budget -= 1
-        return {info.worker_id: self._record(info).verdict for info, _ in judged}
+        return {info.worker_id: record.verdict for info, _, record in judged}
+
+    def _peers(self, members: Sequence[tuple[WorkerInfo, WorkerLoad]]) -> Parts[_Peers]:
+        """Looks at all members of one cluster."""
+        peers = _Peers()
+        for number, (info, load) in enumerate(members):
+            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+                yield
+            record = self._record(info)
+            if load.slowdown > 0:
+                peers.slowdowns.append(load.slowdown)
+            if (late := _lateness(load)) > 0:
+                insort(peers.lateness.setdefault(info.control_endpoint.host, []), late)
+            peers.damaged += [(record, at) for at in record.damaged]
+            if not load.draining and record.ejected_at is None:
+                peers.able[GroupKey.of(info), info.role] += 1
+            if not record.is_fine_with(load):
+                peers.judged.append((info, load, record))
+        peers.slowdowns.sort()
+        # Workers that are out already use the budget first, until their rest is over.
+        peers.judged.sort(key=lambda each: each[2].ejected_at is None)
+        return peers
 
     def _judged(self, record: _Record, fault: HealthReason, share: float, now: float) -> Verdict:
         if share >= 1.0:
@@ -424,14 +459,14 @@ def _lateness(load: WorkerLoad) -> float:
     return max(load.slowdown, running)
 
 
-def _must_stay(info: WorkerInfo, others: Iterable[tuple[WorkerInfo, _Record]]) -> bool:
-    """Whether no other worker of its group could take over its role; ejected ones do not count."""
+def _must_stay(info: WorkerInfo, able: Mapping[tuple[GroupKey, Role], int]) -> bool:
+    """Whether no other worker of its group could take over its role.
+
+    Args:
+        able: number of workers that are not ejected and do not drain, `info`'s among them.
+    """
     group = GroupKey.of(info)
-    roles = {
-        other.role
-        for other, record in others
-        if record.ejected_at is None and GroupKey.of(other) == group
-    }
+    roles = {each for each in Role if able.get((group, each), 0) > (each is info.role)}
     if Role.HYBRID in roles:
         return False
     if info.role is Role.HYBRID:

@@ -10,6 +10,7 @@ tests/unit/policy/test_substitute.py.
 from __future__ import annotations
 
 import enum
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,10 @@ START_S = 30.0
 
 HORIZON_S = 300.0
 """Seconds for which a lost worker counts as missing if its return is not expected."""
+
+
+MAX_OF_A_SIDE = 16
+"""Workers of a side that are named as substitutes, so that a choice among thousands stays short."""
 
 
 class Means(enum.Enum):
@@ -68,6 +73,10 @@ class Member:
         """Number of token positions whose KV the worker holds."""
         used = self.info.num_blocks - self.load.blocks_free
         return (used + self.detail.blocks_cached) * self.info.layout.block_size
+
+
+_Sides = dict[tuple[GroupKey, Role], list[Member]]
+"""Workers by what they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,9 @@ def substitutes(
     paces: Paces,
     empties: Iterable[EmptySpare] = (),
 ) -> list[Option]:
-    """Returns all ways to fill a place, cheapest first; empty if there is none.
+    """Returns the ways to fill a place, cheapest first; empty if there is none.
+
+    Of the workers of a side, only the cheapest `MAX_OF_A_SIDE` are among them.
 
     Args:
         members: all live workers; ill, draining and cordoned ones are skipped.
@@ -146,7 +157,8 @@ def substitutes(
     """
     info = place.info
     able = [each for each in members if _is_able(each, info)]
-    need = _need(_side(able, GroupKey.of(info), info.role))
+    sides = _sides(able)
+    need = _need(sides.get((GroupKey.of(info), info.role), []))
     away_s = HORIZON_S if place.back_s is None else place.back_s
     order = list(Means)
 
@@ -171,15 +183,19 @@ def substitutes(
     ]
     if place.new_s is not None:
         found.append(Option(Means.PROCESS, WorkerId(""), place.new_s, need * place.new_s))
-    for means, side in _givers(able, info):
-        # Even an idle side loses capacity for later load when it gives a worker away.
-        asked = sum(each.busy for each in side) / (len(side) - 1)
-        missed = max(1 / len(side), min(asked, 1.0))
-        for each in side:
-            kv_tokens = each.kv_tokens if means is Means.SLACK else 0
-            found.append(option(means, each, kv_tokens=kv_tokens, missed=missed))
     # Ties go to the least busy worker, then by name, so that all schedulers agree.
     busy = {each.info.worker_id: each.busy for each in able}
+    for means, side in _givers(sides, info):
+        # Even an idle side loses capacity for later load when it gives a worker away.
+        asked = sum(busy[each.info.worker_id] for each in side) / (len(side) - 1)
+        missed = max(1 / len(side), min(asked, 1.0))
+        moves = means is Means.SLACK
+        costs = [
+            (each.kv_tokens if moves else 0, busy[each.info.worker_id], each.info.worker_id, each)
+            for each in side
+        ]
+        for kv_tokens, _, _, each in heapq.nsmallest(MAX_OF_A_SIDE, costs):
+            found.append(option(means, each, kv_tokens=kv_tokens, missed=missed))
     return sorted(
         found,
         key=lambda each: (
@@ -203,8 +219,11 @@ def _is_able(member: Member, lost: WorkerInfo) -> bool:
     )
 
 
-def _side(members: Iterable[Member], group: GroupKey, role: Role) -> list[Member]:
-    return [e for e in members if GroupKey.of(e.info) == group and e.info.role is role]
+def _sides(members: Iterable[Member]) -> _Sides:
+    sides: _Sides = {}
+    for each in members:
+        sides.setdefault((GroupKey.of(each.info), each.info.role), []).append(each)
+    return sides
 
 
 def _need(left: Sequence[Member]) -> float:
@@ -215,12 +234,14 @@ def _need(left: Sequence[Member]) -> float:
     return max(1 / (len(left) + 1), min(asked, 1.0))
 
 
-def _givers(able: Sequence[Member], info: WorkerInfo) -> Iterator[tuple[Means, list[Member]]]:
+def _givers(sides: _Sides, info: WorkerInfo) -> Iterator[tuple[Means, list[Member]]]:
     """Yields the sides with at least two workers, which can give one away."""
     here = GroupKey.of(info)
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(info.role)
-    groups = {GroupKey.of(each.info) for each in able}
-    sides = [(Means.SLACK, _side(able, group, info.role)) for group in groups - {here}]
-    if other is not None:
-        sides.append((Means.FLIP, _side(able, here, other)))
-    yield from ((means, side) for means, side in sides if len(side) > 1)
+    for (group, role), side in sides.items():
+        if len(side) < 2:
+            continue
+        if group != here and role is info.role:
+            yield Means.SLACK, side
+        elif group == here and role is other:
+            yield Means.FLIP, side

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -432,3 +433,17 @@ def test_who_cannot_be_ill_is_judged_as_if_all_were_compared(
     assert {each.level for told in found for each in told.values()} == set(Health)
     monkeypatch.setattr("kvmesh.policy.health._Record.is_fine_with", lambda *_: False)
     assert found == history()
+
+
+def test_the_time_to_judge_a_silent_part_of_the_fleet_grows_with_the_fleet_only() -> None:
+    def seconds(num_each: int) -> float:
+        fleet = Fleet(num_each=num_each)
+        fleet.silent = {WorkerId(f"d{n}"): SILENT_S for n in range(num_each // 2)}
+        started = time.perf_counter()
+        found = fleet.judge()
+        took = time.perf_counter() - started
+        assert sum(each.fault is HealthReason.SILENT for each in found.values()) == num_each // 2
+        return took
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (100, 1600))
+    assert many < 64 * few, "a comparison of all with all takes 256 times as long"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,14 @@ from kvmesh.core.empty_spare import EmptySpare, Origin
 from kvmesh.core.health import Health
 from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.policy.groups import GroupKey
-from kvmesh.policy.substitute import Means, Member, Paces, Place, substitutes
+from kvmesh.policy.substitute import (
+    MAX_OF_A_SIDE,
+    Means,
+    Member,
+    Paces,
+    Place,
+    substitutes,
+)
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 
 PACES = Paces({Means.SPARE: 0.1, Means.FLIP: 0.1, Means.SLACK: 0.1}, token_s=0.001)
@@ -156,3 +164,12 @@ def test_a_spare_that_is_sooner_than_the_return_is_never_dearer(
 ) -> None:
     found = substitutes(Place(LOST, back_s), [*fleet, member("s", Role.SPARE)], PACES)
     assert found[0].means is not Means.RETURN
+
+
+def test_of_thousands_the_least_busy_are_named() -> None:
+    busy = [n / 500 % 1 for n in range(500)]
+    helpers = [
+        member(f"p{n}", Role.PREFILL, share, prefill_slots=1000) for n, share in enumerate(busy)
+    ]
+    flips = [e for e in substitutes(Place(LOST), helpers, PACES) if e.means is Means.FLIP]
+    assert [each.worker_id for each in flips] == [f"p{n}" for n in range(MAX_OF_A_SIDE)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.health import Health
 from kvmesh.core.types import (
     Placement,
     Refusal,
@@ -19,6 +20,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.groups import GroupKey
+from kvmesh.policy.health import HealthReason, Verdict
 from kvmesh.policy.routing import plan_route
 from kvmesh.transfer.layouts import layout_words
 from services.scheduler.fleet import IN_FLIGHT_S, SETTLE_S, Fleet, Membership
@@ -272,3 +274,15 @@ class TestInFlight:
             "p3": 2,
             "d": 0,
         }
+
+
+def test_a_worker_is_ill_until_it_is_judged_well_or_comes_anew(fleet: Fleet) -> None:
+    hangs = Verdict(Health.DEAD, HealthReason.HANGS, HealthReason.HANGS)
+    names = [WorkerId(f"d{number}") for number in range(4)]
+    members = [join(fleet, worker_info(name, Role.DECODE)) for name in names]
+    fleet.judge(dict.fromkeys(names, hangs))
+    assert fleet.hanging() == {each.worker_id for each in fleet.ill()} == set(names)
+    fleet.judge({names[0]: Verdict()})
+    join(fleet, replace(worker_info(names[1], Role.DECODE), incarnation=2))
+    fleet.leave(members[2])
+    assert fleet.hanging() == {each.worker_id for each in fleet.ill()} == {names[3]}
