@@ -189,12 +189,7 @@ def substitutes(
         # Even an idle side loses capacity for later load when it gives a worker away.
         asked = sum(busy[each.info.worker_id] for each in side) / (len(side) - 1)
         missed = max(1 / len(side), min(asked, 1.0))
-        moves = means is Means.SLACK
-        costs = [
-            (each.kv_tokens if moves else 0, busy[each.info.worker_id], each.info.worker_id, each)
-            for each in side
-        ]
-        for kv_tokens, _, _, each in heapq.nsmallest(MAX_OF_A_SIDE, costs):
+        for each, kv_tokens in _cheapest(means, side, busy):
             found.append(option(means, each, kv_tokens=kv_tokens, missed=missed))
     return sorted(
         found,
@@ -245,3 +240,15 @@ def _givers(sides: _Sides, info: WorkerInfo) -> Iterator[tuple[Means, list[Membe
             yield Means.SLACK, side
         elif group == here and role is other:
             yield Means.FLIP, side
+
+
+def _cheapest(
+    means: Means, side: Iterable[Member], busy: Mapping[WorkerId, float]
+) -> list[tuple[Member, int]]:
+    """Returns the workers of a side that cost least, with the KV tokens that become useless."""
+    moves = means is Means.SLACK
+    costs = [
+        (each.kv_tokens if moves else 0, busy[each.info.worker_id], each.info.worker_id, each)
+        for each in side
+    ]
+    return [(each, kv_tokens) for kv_tokens, _, _, each in heapq.nsmallest(MAX_OF_A_SIDE, costs)]

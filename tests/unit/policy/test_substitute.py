@@ -167,9 +167,7 @@ def test_a_spare_that_is_sooner_than_the_return_is_never_dearer(
 
 
 def test_of_thousands_the_least_busy_are_named() -> None:
-    busy = [n / 500 % 1 for n in range(500)]
-    helpers = [
-        member(f"p{n}", Role.PREFILL, share, prefill_slots=1000) for n, share in enumerate(busy)
-    ]
+    helpers = [member(f"p{n}", Role.PREFILL, n / 500, prefill_slots=1000) for n in range(500)]
+    random.Random(1).shuffle(helpers)
     flips = [e for e in substitutes(Place(LOST), helpers, PACES) if e.means is Means.FLIP]
     assert [each.worker_id for each in flips] == [f"p{n}" for n in range(MAX_OF_A_SIDE)]
