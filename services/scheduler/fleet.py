@@ -201,7 +201,7 @@ class Fleet:
             return self.report(membership, member.load, now)
         member.reported_at = now
         member.expires_at = now + self._lease_s
-        self._index.refresh(view_of(member))
+        self._index.heard(membership.worker_id, now)
         return True
 
     def judge(self, verdicts: Mapping[WorkerId, Verdict]) -> list[WorkerInfo]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.health import Health
-from kvmesh.core.turns import in_turns
+from kvmesh.core.turns import REST_FACTOR, in_turns
 from kvmesh.core.types import RequestId, RouteQuery, WorkerId
 from kvmesh.policy.health import FINE, LOST_WINDOW_S, HealthBoard
 from kvmesh.telemetry.logs import event_logger
@@ -48,15 +48,17 @@ class FleetHealth:
 
     async def run(self) -> None:
         """Judges periodically, until cancelled."""
+        pause_s = JUDGE_S
         while True:
             slept_at = self._clock.now()
-            await asyncio.sleep(JUDGE_S)
+            await asyncio.sleep(pause_s)
             now = self._clock.now()
             # After a pause of this process itself, reports of workers are still unread.
-            silent = self._fleet.silent(now) if now < slept_at + 2 * JUDGE_S else {}
+            silent = self._fleet.silent(now) if now < slept_at + pause_s + JUDGE_S else {}
             if silent or not self.is_quiet:
                 await self.judge(now, silent)
                 self._feed.changed()
+            pause_s = max(JUDGE_S, REST_FACTOR * (self._clock.now() - now))
 
     def note_query(self, query: RouteQuery, now: float) -> None:
         """Notes what a query tells of workers. A loss or refusal counts once per request."""

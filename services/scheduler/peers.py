@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.peers import Peer, PeerReport
+from kvmesh.core.turns import REST_FACTOR, Parts, at_once, in_turns, is_turn_over
 from kvmesh.core.types import HostRoute, Role, WorkerId, WorkerInfo
 from kvmesh.policy.groups import GroupKey
-from kvmesh.policy.peer_checks import CheckState, Pair, Party, admit, pairs_to_check
+from kvmesh.policy.peer_checks import (
+    PAIRS_IN_A_TURN,
+    CheckState,
+    Pair,
+    Party,
+    admit,
+    pairs_to_check,
+)
 from kvmesh.rpc.convert_peers import peers_to_proto
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerResponse
@@ -41,11 +49,13 @@ LOOK_S = 0.5
 """Seconds between two looks while a check is awaited."""
 
 GATHER_S = 0.01
-PAUSE_FACTOR = 10
-"""Seconds in which news share one look, and the minimum pause as a multiple of the last look."""
+"""Seconds in which news share one look."""
 
 SMALL = 64
-"""Maximum number of workers of a fleet that is looked at in the moment that a worker arrives."""
+"""Maximum number of workers of a fleet that is looked at in the moment that a worker arrives.
+
+Their pairs are one part (`PAIRS_IN_A_TURN`).
+"""
 
 Order = Callable[[WorkerId, RegisterWorkerResponse], bool]
 """Sends a message to a worker. False if it is not connected here."""
@@ -56,6 +66,10 @@ _COUNTERPARTS = {
     Role.HYBRID: (Role.PREFILL, Role.DECODE),
     Role.SPARE: (),
 }
+
+
+_CheckKey = tuple[Pair, int, int]
+"""A pair and the incarnations of both workers."""
 
 
 class _Told(NamedTuple):
@@ -92,7 +106,7 @@ class Peers:
         self._clock = clock
         self._told: dict[WorkerId, _Told] = {}
         self._named: dict[WorkerId, _Named] = {}
-        self._asked_at: dict[tuple[Pair, int, int], float] = {}
+        self._asked_at: dict[_CheckKey, float] = {}
         self._states: dict[Pair, CheckState] = {}
         self._news = asyncio.Event()
 
@@ -103,9 +117,9 @@ class Peers:
             while True:
                 began = self._clock.now()
                 self._news.clear()
-                is_awaited = self.look()
+                is_awaited = await in_turns(self.looking())
                 took_s = self._clock.now() - began
-                await asyncio.sleep(max(GATHER_S, PAUSE_FACTOR * took_s))
+                await asyncio.sleep(max(GATHER_S, REST_FACTOR * took_s))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S if is_awaited else None):
                         await self._news.wait()
@@ -139,25 +153,36 @@ class Peers:
 
     def look(self) -> bool:
         """Names peers to workers and holds workers back. Returns whether a check is awaited."""
+        return at_once(self.looking())
+
+    def looking(self) -> Parts[bool]:
+        """`look` in parts. A small fleet is looked at in one part."""
         here = {each.info.worker_id: each for each in self._fleet.standings()}
         for name in self._told.keys() - here.keys():
             del self._told[name]
         states: dict[Pair, CheckState] = {}
+        keys: set[_CheckKey] = set()
         holds: dict[WorkerId, str] = {}
         for group in _groups(here.values()):
             parties = [Party(each.info.worker_id, each.info.role, each.serves) for each in group]
-            mine = {pair: self._state(pair, here) for pair in pairs_to_check(parties)}
+            mine: dict[Pair, CheckState] = {}
+            for number, pair in enumerate((yield from pairs_to_check(parties))):
+                if is_turn_over(number, PAIRS_IN_A_TURN):
+                    yield
+                mine[pair] = self._state(pair, here)
+                keys.add(_key(pair, here))
             states |= mine
             # Nobody waits for a worker that is ejected or leaves.
-            admission = admit([each for each in parties if not here[each.name].is_out], mine)
+            staying = [each for each in parties if not here[each.name].is_out]
+            admission = yield from admit(staying, mine)
             holds |= dict.fromkeys(admission.waiting, "")
             holds |= {
                 name: self._reason(name, pairs, here) for name, pairs in admission.failed.items()
             }
         self._states = states
-        unreported = {_key(pair, here) for pair in states} & self._asked_at.keys()
+        unreported = keys & self._asked_at.keys()
         self._asked_at = {key: at for key, at in self._asked_at.items() if key in unreported}
-        self._name_peers(states, here, {sender for (sender, _), *_ in unreported})
+        yield from self._name_peers(states, here, {sender for (sender, _), *_ in unreported})
         self._hold(holds)
         return bool(unreported) or CheckState.PENDING in states.values()
 
@@ -194,16 +219,21 @@ class Peers:
 
     def _name_peers(
         self, pairs: Iterable[Pair], here: Mapping[WorkerId, Standing], silent: Set[WorkerId]
-    ) -> None:
+    ) -> Parts[None]:
         """Tells workers their peers, if these are others than before; `silent` ones repeatedly."""
-        wanted: dict[WorkerId, list[Peer]] = {}
-        for sender, receiver in sorted(pairs):
+        wanted: dict[WorkerId, list[WorkerId]] = {}
+        for number, (sender, receiver) in enumerate(pairs):
+            if is_turn_over(number, PAIRS_IN_A_TURN):
+                yield
             if sender in self._told and here[sender].is_here and here[receiver].is_here:
-                wanted.setdefault(sender, []).append(self._peer(here[receiver].info))
+                wanted.setdefault(sender, []).append(receiver)
         for name in self._named.keys() - here.keys():
             del self._named[name]
-        for name in self._named.keys() | wanted.keys():
-            peers = tuple(wanted.get(name, ()))
+        for number, name in enumerate(self._named.keys() | wanted.keys()):
+            if is_turn_over(number):
+                yield
+            receivers = sorted(wanted.get(name, ()))
+            peers = tuple(self._peer(here[receiver].info) for receiver in receivers)
             session, now = here[name].session, self._clock.now()
             last = self._named.get(name, _Named(session, (), now))
             is_silent = name in silent and now >= last.at + REPEAT_S
@@ -265,6 +295,6 @@ def _groups(standings: Iterable[Standing]) -> list[list[Standing]]:
     ]
 
 
-def _key(pair: Pair, here: Mapping[WorkerId, Standing]) -> tuple[Pair, int, int]:
+def _key(pair: Pair, here: Mapping[WorkerId, Standing]) -> _CheckKey:
     sender, receiver = (here[name].info.incarnation for name in pair)
     return pair, sender, receiver

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker, ModelDetail
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts, in_turns
+from kvmesh.core.turns import REST_FACTOR, WORKERS_IN_A_TURN, Parts, in_turns
 from kvmesh.core.types import Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
@@ -146,9 +146,12 @@ class Planner:
                     await self._store.release_lease(LEASE, self._owner)
 
     async def _run_fast(self) -> None:
+        pause_s = CYCLE_S
         while True:
-            await asyncio.sleep(CYCLE_S)
+            await asyncio.sleep(pause_s)
+            began = self._clock.now()
             await self.cycle(may_order=await self._may_order())
+            pause_s = max(CYCLE_S, REST_FACTOR * (self._clock.now() - began))
 
     async def _run_slow(self) -> None:
         while True:

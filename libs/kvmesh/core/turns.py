@@ -18,6 +18,19 @@ WORKERS_IN_A_TURN = 200
 """Number of a fleet's workers processed in one part, which takes about half a millisecond."""
 
 
+def is_turn_over(number: int, count: int = WORKERS_IN_A_TURN) -> bool:
+    """Whether work on a fleet in parts of `count` items has a break before this item."""
+    return number % count == count - 1
+
+
+REST_FACTOR = 4.0
+"""A loop over the fleet pauses at least this multiple of the time that its last round took.
+
+So no loop takes more than a fifth of a process, however large the fleet, and less if others keep
+the process busy.
+"""
+
+
 async def in_turns(work: Parts[Made]) -> Made:
     """Runs the work to its end and lets other callbacks run between the parts."""
     while True:

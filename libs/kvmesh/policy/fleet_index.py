@@ -13,6 +13,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
 from kvmesh.policy.holders import longest_holders
@@ -22,6 +23,13 @@ from kvmesh.policy.view import FleetView, WorkerView
 
 WIDTH = 6
 """Number of shortlisted workers per side, role and group, and of shortlisted prefix holders."""
+
+MAX_SEEN = 1_000
+"""Maximum number of workers that are looked at to find `WIDTH` of a side that take the query.
+
+If all reports are late because the scheduler is behind, a look at the whole fleet would make it
+later.
+"""
 
 SMALL_FLEET = 32
 """Largest fleet of which a route looks at all workers."""
@@ -35,7 +43,8 @@ TOKENS_IN_FLIGHT = 1024
 route."""
 
 _Key = tuple[float, float, float, WorkerId]
-"""Sort key: whether the worker is full, its load, a random tie-break, its name."""
+"""Sort key: 1 for a full worker, 2 for one that is tried last; its load, a random tie-break, its
+name."""
 
 
 @dataclass(slots=True)
@@ -86,6 +95,7 @@ class _Entry:
     """A worker in its bucket; mutable, because every report changes it.
 
     Attributes:
+        heard_at: as the view's `reported_at`, or when the worker confirmed that report.
         longest: tokens of the longest sequence that fits the worker.
         model, block_size: copies from `name`; a route reads them for dozens of holders.
     """
@@ -96,8 +106,23 @@ class _Entry:
     longest: int
     model: str
     block_size: int
+    heard_at: float
     prefill: _Key = _UNKNOWN
     decode: _Key = _UNKNOWN
+
+    def current(self) -> WorkerView:
+        """The view with the time at which the worker was last heard."""
+        view = self.view
+        if view.reported_at != self.heard_at:
+            view = self.view = WorkerView(
+                view.info,
+                view.load,
+                self.heard_at,
+                view.prefill_in_flight,
+                view.decode_in_flight,
+                view.pending_tokens,
+            )
+        return view
 
     def can_hold(self, num_tokens: int) -> bool:
         """Whether the worker takes sequences of that length."""
@@ -148,27 +173,29 @@ class FleetIndex:
         # Most updates change only the load. They skip hashing the bucket's name, the slowest part.
         if entry is not None and entry.view.info is info:
             entry.bucket.take_out(entry)
-            entry.view = view
+            entry.view, entry.heard_at = view, view.reported_at
         else:
             self.remove(worker_id)
             name = (info.model, info.layout, info.cluster, info.role, info.scenario)
             longest = min(info.max_model_len, info.num_blocks * info.layout.block_size)
-            size = info.layout.block_size
-            entry = _Entry(view, name, self._bucket(name), longest, info.model, size)
+            size, bucket = info.layout.block_size, self._bucket(name)
+            entry = _Entry(view, name, bucket, longest, info.model, size, view.reported_at)
             self._entries[worker_id] = entry
         tie = self._rng.random()
         bucket = entry.bucket
         if bucket.prefill is not None:
             busy, load = self._prefill_load(view)
-            entry.prefill = (busy, load, tie, worker_id)
+            entry.prefill = (_rank(view, busy=busy), load, tie, worker_id)
         if bucket.decode is not None:
             share = _decode_share(view)
-            entry.decode = (share >= 1.0, share, tie, worker_id)
+            entry.decode = (_rank(view, busy=share >= 1.0), share, tie, worker_id)
         bucket.put(entry)
 
-    def refresh(self, view: WorkerView) -> None:
-        """Replaces a worker's view by one of equal load; its place in the order stays."""
-        self._entries[view.info.worker_id].view = view
+    def heard(self, worker_id: WorkerId, at: float) -> None:
+        """Notes that a worker confirmed its last report; its place in the order stays."""
+        entry = self._entries[worker_id]
+        if entry.view.reported_at > -math.inf:  # else it is tried last, whenever it was heard
+            entry.heard_at = at
 
     def _bucket(self, name: _BucketName) -> _Bucket:
         if name not in self._buckets:
@@ -215,7 +242,7 @@ class FleetIndex:
 
     def view(self, version: int = 0, num_routes: int = 0) -> FleetView:
         """Returns the view of the whole fleet."""
-        return FleetView(tuple(e.view for e in self._entries.values()), version, num_routes)
+        return FleetView(tuple([e.current() for e in self._entries.values()]), version, num_routes)
 
     def shortlist(
         self,
@@ -259,7 +286,7 @@ class FleetIndex:
                 chosen[worker_id] = entry
         if not any(entry.can_hold(query.num_tokens) for entry in chosen.values()):
             return self.view()
-        return FleetView(tuple([entry.view for entry in chosen.values()]))
+        return FleetView(tuple([entry.current() for entry in chosen.values()]))
 
     def _walk(
         self,
@@ -271,14 +298,13 @@ class FleetIndex:
         """Adds workers from the least loaded on to `chosen`, until `WIDTH` of them count."""
         left, seen = WIDTH, 0
         entries, avoid, num_tokens = self._entries, query.avoid, query.num_tokens
-        for _, _, _, worker_id in keys:
+        for _, _, _, worker_id in islice(keys, MAX_SEEN):
             entry = entries[worker_id]
-            view = entry.view
             counts = (
                 worker_id not in avoid
-                and view.reported_at >= heard_since
+                and entry.heard_at >= heard_since
                 and entry.longest >= num_tokens
-                and not view.load.draining
+                and not entry.view.load.draining
             )
             # A worker that does not count is tried last, but is better than none.
             if counts or seen < WIDTH:
@@ -303,7 +329,7 @@ class FleetIndex:
             room = entry.view.load.room
             if (
                 worker_id not in query.avoid
-                and entry.view.reported_at >= heard_since
+                and entry.heard_at >= heard_since
                 and entry.can_hold(query.num_tokens)
                 and takes(room, query.tpot_s, query.num_tokens)
             ):
@@ -323,7 +349,7 @@ class FleetIndex:
             entry = self._entries.get(worker_id)
             if entry is None or entry.model != query.model:
                 continue
-            if entry.view.reported_at < heard_since or not entry.can_hold(query.num_tokens):
+            if entry.heard_at < heard_since or not entry.can_hold(query.num_tokens):
                 continue
             most = blocks
             found.append(worker_id)
@@ -354,6 +380,11 @@ class FleetIndex:
         prefill.sort()
         decode.sort()
         return [worker_id for _, _, worker_id in prefill[:WIDTH] + decode[:WIDTH]]
+
+
+def _rank(view: WorkerView, *, busy: bool) -> float:
+    """The first part of a sort key. Routes need not walk past workers that are tried last."""
+    return 2.0 if view.reported_at == -math.inf else float(busy)
 
 
 def _decode_share(view: WorkerView) -> float:

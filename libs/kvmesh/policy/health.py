@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvmesh.core.health import Health
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.turns import Parts, is_turn_over
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.groups import GroupKey
 
@@ -285,7 +285,7 @@ class HealthBoard:
         found: dict[WorkerId, Verdict] = {}
         clusters: set[str] = set()
         for number, (info, load) in enumerate(workers):
-            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+            if is_turn_over(number):
                 yield
             record = self._record(info)
             record.take(load, now)
@@ -310,7 +310,7 @@ class HealthBoard:
         peers = yield from self._peers(members)
         able, judged = peers.able, peers.judged
         for number, (info, load, record) in enumerate(judged):
-            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+            if is_turn_over(number):
                 yield
             place = (GroupKey.of(info), info.role)
             beside = peers.lateness.get(info.control_endpoint.host, [])
@@ -341,7 +341,7 @@ class HealthBoard:
         """Looks at all members of one cluster."""
         peers = _Peers()
         for number, (info, load) in enumerate(members):
-            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+            if is_turn_over(number):
                 yield
             record = self._record(info)
             if load.slowdown > 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.kv_groups import PLAIN, KvGroups
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.turns import Parts, is_turn_over
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.curves import Curve, Quadratic, Scaled
 from kvmesh.policy.prfaas import ServingProfile
@@ -149,7 +149,7 @@ class ServingMeter:
         generated = 0
         before, self._seen = self._seen, {}
         for number, worker in enumerate(workers):
-            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+            if is_turn_over(number):
                 yield
             if not worker.reported:
                 continue

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, ASK, COPY, GET, FleetWorker, LinkDetail
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.turns import Parts, is_turn_over
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
@@ -72,7 +72,7 @@ class PathMeter:
         self._forget(clusters)
         before, self._seen = self._seen, {}
         for number, worker in enumerate(workers):
-            if number % WORKERS_IN_A_TURN == WORKERS_IN_A_TURN - 1:
+            if is_turn_over(number):
                 yield
             info = worker.info
             self._token_bytes = info.layout.block_bytes / info.layout.block_size

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvmesh.core.turns import Parts, is_turn_over
 from kvmesh.core.types import Role, WorkerId
 
 FANOUT = 16
@@ -22,6 +23,9 @@ FANOUT = 16
 So all pairs of groups with at most 16 workers on each side are checked, and in a larger group each
 worker takes part in 16 to about 32 checks, if both sides are of similar size.
 """
+
+PAIRS_IN_A_TURN = 1_200
+"""Pairs that are processed in one part, which takes one to two milliseconds."""
 
 _SENDS_TO = {
     Role.PREFILL: (Role.DECODE, Role.HYBRID, Role.SPARE),
@@ -73,7 +77,7 @@ class Admission:
     failed: Mapping[WorkerId, tuple[Pair, ...]]
 
 
-def pairs_to_check(parties: Iterable[Party]) -> set[Pair]:
+def pairs_to_check(parties: Iterable[Party]) -> Parts[set[Pair]]:
     """Returns the pairs to check: all of a small group, a bounded part of a large one.
 
     Senders and receivers lie on a ring by the hash of their names. A sender checks the next
@@ -85,33 +89,42 @@ def pairs_to_check(parties: Iterable[Party]) -> set[Pair]:
         by_role[each.role].append(each.name)
     pairs: set[Pair] = set()
     for role, roles in _SENDS_TO.items():
-        receivers = [name for receiving in roles for name in by_role[receiving]]
-        pairs |= {*_on_ring(by_role[role], receivers)}
+        ring = _ring(name for receiving in roles for name in by_role[receiving])
+        for number, sender in enumerate(by_role[role]):
+            if is_turn_over(number):
+                yield
+            pairs.update((sender, receiver) for receiver in _on_ring(ring, sender))
     for receiving in (Role.DECODE, Role.HYBRID, Role.SPARE):
         sending = [role for role, roles in _SENDS_TO.items() if receiving in roles]
-        senders = [name for role in sending for name in by_role[role]]
-        before = _on_ring(by_role[receiving], senders, backwards=True)
-        pairs |= {(sender, receiver) for receiver, sender in before}
+        ring = _ring(name for role in sending for name in by_role[role])
+        for number, receiver in enumerate(by_role[receiving]):
+            if is_turn_over(number):
+                yield
+            before = _on_ring(ring, receiver, backwards=True)
+            pairs.update((sender, receiver) for sender in before)
     return pairs
 
 
-def _on_ring(
-    names: Iterable[WorkerId], others: Iterable[WorkerId], *, backwards: bool = False
-) -> Iterator[Pair]:
-    """Yields each name with the next `FANOUT` others on the ring, or those before it."""
-    ring = sorted((_place(other), other) for other in others)
-    for name in names:
-        start = bisect_left(ring, (_place(name), name))
-        for number in range(min(FANOUT, len(ring))):
-            index = start - 1 - number if backwards else start + number
-            yield name, ring[index % len(ring)][1]
+_Ring = list[tuple[int, WorkerId]]
+
+
+def _ring(names: Iterable[WorkerId]) -> _Ring:
+    return sorted((_place(name), name) for name in names)
+
+
+def _on_ring(ring: _Ring, name: WorkerId, *, backwards: bool = False) -> Iterator[WorkerId]:
+    """Yields the next `FANOUT` names on the ring after this one, or those before it."""
+    start = bisect_left(ring, (_place(name), name))
+    for number in range(min(FANOUT, len(ring))):
+        index = start - 1 - number if backwards else start + number
+        yield ring[index % len(ring)][1]
 
 
 def _place(name: WorkerId) -> int:
     return zlib.crc32(name.encode())
 
 
-def admit(parties: Sequence[Party], states: Mapping[Pair, CheckState]) -> Admission:
+def admit(parties: Sequence[Party], states: Mapping[Pair, CheckState]) -> Parts[Admission]:
     """Decides which workers of a group take requests.
 
     No two open workers have a failed pair, so any of them may be chosen for a request. If a pair
@@ -125,17 +138,22 @@ def admit(parties: Sequence[Party], states: Mapping[Pair, CheckState]) -> Admiss
         states: the pairs to check.
     """
     members = {each.name: each for each in parties if each.role is not Role.SPARE}
-    tally = _Tally(members, states)
+    tally = _Tally(members)
+    yield from tally.count(states)
     able: dict[WorkerId, None] = {}
     failed: dict[WorkerId, tuple[Pair, ...]] = {}
-    for name in tally.order():
+    for number, name in enumerate((yield from tally.order())):
+        if is_turn_over(number):
+            yield
         conflicts = tuple(p for p in tally.failing[name] if not able.keys().isdisjoint(p))
         if conflicts:
             failed[name] = conflicts
         else:
             able[name] = None
     taking = {name for name in able if members[name].serves}
-    for name in able:
+    for number, name in enumerate(able):
+        if is_turn_over(number):
+            yield
         if tally.pending[name].isdisjoint(taking):
             taking.add(name)
     return Admission(frozenset(taking), frozenset(able) - taking, failed)
@@ -149,16 +167,19 @@ class _Tally:
         pending: the peers with which each worker waits for a check.
     """
 
-    def __init__(
-        self, members: Mapping[WorkerId, Party], states: Mapping[Pair, CheckState]
-    ) -> None:
+    def __init__(self, members: Mapping[WorkerId, Party]) -> None:
         self._members = members
         self.failing: dict[WorkerId, list[Pair]] = {name: [] for name in members}
         self.pending: dict[WorkerId, set[WorkerId]] = {name: set() for name in members}
         self._num_pairs = dict.fromkeys(members, 0)
         self._verified: list[Pair] = []
-        for pair, state in states.items():
-            if pair[0] in members and pair[1] in members:
+
+    def count(self, states: Mapping[Pair, CheckState]) -> Parts[None]:
+        """Adds the pairs whose workers are both members."""
+        for number, (pair, state) in enumerate(states.items()):
+            if is_turn_over(number, PAIRS_IN_A_TURN):
+                yield
+            if pair[0] in self._members and pair[1] in self._members:
                 self._add(pair, state)
 
     def _add(self, pair: Pair, state: CheckState) -> None:
@@ -171,13 +192,23 @@ class _Tally:
             elif state is CheckState.PENDING:
                 self.pending[name].add(other)
 
-    def order(self) -> list[WorkerId]:
+    def order(self) -> Parts[list[WorkerId]]:
         """The workers: the verified pair with the fewest failures, then by failures."""
-        rank = {name: self._rank(name) for name in self._members}
+        rank: dict[WorkerId, tuple[float, int, bool, str]] = {}
+        for number, name in enumerate(self._members):
+            if is_turn_over(number):
+                yield
+            rank[name] = self._rank(name)
         order = sorted(rank, key=rank.__getitem__)
         if not self._verified:
             return order
-        best = min(self._verified, key=lambda pair: (max(rank[n] for n in pair), pair))
+        place = {name: number for number, name in enumerate(order)}
+        most = (len(order), self._verified[0])
+        for number, pair in enumerate(self._verified):
+            if is_turn_over(number, PAIRS_IN_A_TURN):
+                yield
+            most = min(most, (max(place[pair[0]], place[pair[1]]), pair))
+        best = most[1]
         return [*best, *(name for name in order if name not in best)]
 
     def _rank(self, name: WorkerId) -> tuple[float, int, bool, str]:

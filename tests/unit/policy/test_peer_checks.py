@@ -6,6 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.peer_checks import (
     FANOUT,
@@ -39,22 +40,22 @@ def admitted(
 ) -> tuple[str, str, str]:
     """Who takes requests, who waits, who failed; pairs that are not named are verified."""
     members = parties(names, serving)
-    states = dict.fromkeys(pairs_to_check(members), VERIFIED)
+    states = dict.fromkeys(at_once(pairs_to_check(members)), VERIFIED)
     for words, state in ((failed, FAILED), (pending, PENDING)):
         for each in words.split():
             assert pair(each) in states, "it is one to check"
             states[pair(each)] = state
-    found = admit(members, states)
+    found = at_once(admit(members, states))
     return tuple(" ".join(sorted(each)) for each in (found.open, found.waiting, found.failed))  # type: ignore[return-value]
 
 
 def test_prefill_reaches_decode_and_hybrids_serve_alone() -> None:
-    assert pairs_to_check(parties("p1 p2 d1 d2")) == {
+    assert at_once(pairs_to_check(parties("p1 p2 d1 d2"))) == {
         *map(pair, ("p1>d1", "p1>d2", "p2>d1", "p2>d2"))
     }
-    assert pairs_to_check(parties("h1 h2 h3")) == set()
-    assert pairs_to_check(parties("p1 h1 d1")) == {*map(pair, ("p1>d1", "p1>h1", "h1>d1"))}
-    assert pairs_to_check(parties("p1 d1 s1 s2")) == {
+    assert at_once(pairs_to_check(parties("h1 h2 h3"))) == set()
+    assert at_once(pairs_to_check(parties("p1 h1 d1"))) == {*map(pair, ("p1>d1", "p1>h1", "h1>d1"))}
+    assert at_once(pairs_to_check(parties("p1 d1 s1 s2"))) == {
         *map(pair, ("p1>d1", "p1>s1", "p1>s2", "s1>d1", "s2>d1"))
     }
 
@@ -90,7 +91,7 @@ def groups(draw: st.DrawFn) -> tuple[list[Party], dict[Pair, CheckState]]:
         party(f"{letter}{number}", serves=draw(st.booleans()))
         for number, letter in enumerate(letters)
     ]
-    return members, {each: draw(STATES) for each in sorted(pairs_to_check(members))}
+    return members, {each: draw(STATES) for each in sorted(at_once(pairs_to_check(members)))}
 
 
 def is_split(found: Admission, members: list[Party]) -> bool:
@@ -101,7 +102,7 @@ def is_split(found: Admission, members: list[Party]) -> bool:
 @given(groups())
 def test_open_workers_reach_each_other(group: tuple[list[Party], dict[Pair, CheckState]]) -> None:
     members, states = group
-    found = admit(members, states)
+    found = at_once(admit(members, states))
     serving = {each.name for each in members if each.serves}
     assert is_split(found, members), "each worker has one state"
     within = {pair: state for pair, state in states.items() if found.open.issuperset(pair)}
@@ -134,28 +135,28 @@ def test_when_nothing_is_pending_nobody_waits(
 ) -> None:
     members, states = group
     done = {pair: FAILED if state is FAILED else VERIFIED for pair, state in states.items()}
-    assert not admit(members, done).waiting
+    assert not at_once(admit(members, done)).waiting
 
 
 def test_large_groups_check_a_bounded_part_which_one_more_worker_hardly_changes() -> None:
     size = 500
     members = [party(f"{letter}{number}") for letter in "pd" for number in range(size)]
-    pairs = pairs_to_check(members)
+    pairs = at_once(pairs_to_check(members))
     senders, receivers = Counter(s for s, _ in pairs), Counter(r for _, r in pairs)
     for counts in (senders, receivers):
         assert len(counts) == size, "everyone takes part"
         assert min(counts.values()) >= FANOUT
         assert max(counts.values()) <= 16 * FANOUT
     assert len(pairs) <= 2 * FANOUT * size
-    changed = pairs ^ pairs_to_check([*members, party("d-new")])
+    changed = pairs ^ at_once(pairs_to_check([*members, party("d-new")]))
     assert len(changed) <= 6 * FANOUT
 
 
 def test_a_thousand_workers_are_decided_on_in_moments() -> None:
     members = [party(f"{letter}{number}") for letter in "pd" for number in range(500)]
     started = time.process_time()
-    states = dict.fromkeys(pairs_to_check(members), VERIFIED)
-    assert admit(members, states).open == {each.name for each in members}
+    states = dict.fromkeys(at_once(pairs_to_check(members)), VERIFIED)
+    assert at_once(admit(members, states)).open == {each.name for each in members}
     assert time.process_time() - started < 1.0
 
 
@@ -165,7 +166,7 @@ def test_everyone_is_checked_by_as_many_as_there_are(num_prefill: int, num_decod
         *(party(f"p{number}") for number in range(num_prefill)),
         *(party(f"d{number}") for number in range(num_decode)),
     ]
-    pairs = pairs_to_check(members)
+    pairs = at_once(pairs_to_check(members))
     for number in range(num_prefill):
         told = sum(sender == f"p{number}" for sender, _ in pairs)
         assert told >= min(FANOUT, num_decode)
