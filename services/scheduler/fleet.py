@@ -134,6 +134,10 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._members)
 
+    def trust(self, patience_s: float) -> None:
+        """Lets all reports be so many seconds later than in a small fleet."""
+        self._index.patience_s = patience_s
+
     def register(
         self, info: WorkerInfo, now: float, *, waits: bool = False
     ) -> Membership | Refusal:
@@ -272,8 +276,9 @@ class Fleet:
         return [(each.info, each.load) for each in self._members.values()]
 
     def silent(self, now: float) -> dict[WorkerId, float]:
-        """Seconds since the last report of workers that are silent and were heard before."""
-        heard = ((name, now - each.reported_at) for name, each in self._members.items())
+        """Seconds since the last report, less the patience, of workers that were heard before."""
+        due_at = now - self._index.patience_s
+        heard = ((name, due_at - each.reported_at) for name, each in self._members.items())
         return {name: age for name, age in heard if SILENT_AFTER_S < age < math.inf}
 
     def note_detail(self, membership: Membership, detail: WorkerDetail) -> None:
@@ -301,7 +306,8 @@ class Fleet:
 
     def expire(self, now: float) -> list[WorkerId]:
         """Removes the workers whose lease ended. Returns their names."""
-        lost = [name for name, member in self._members.items() if member.expires_at <= now]
+        due_at = now - self._index.patience_s
+        lost = [name for name, member in self._members.items() if member.expires_at <= due_at]
         for name in lost:
             self._remove(name, is_lost=True)
         return lost

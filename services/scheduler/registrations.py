@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from kvmesh.core.adapters import AdapterReport
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.turns import is_turn_over
 from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerId, WorkerInfo
-from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.rpc.convert_adapters import adapter_report_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
 from kvmesh.rpc.convert_empty import empty_spare_from_proto
@@ -25,7 +25,6 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
     RegisterWorkerRequest,
     RegisterWorkerResponse,
-    WorkerAccepted,
     WorkerDrain,
     WorkerRole,
 )
@@ -35,11 +34,9 @@ from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.peers import Peers
+from services.scheduler.report_pace import ReportPace
 
 log = event_logger(__name__)
-
-ALIVE_INTERVAL_S = SILENT_AFTER_S * 2 / 3
-"""Seconds between messages of a worker with an unchanged load: before it counts as silent."""
 
 Orders = Outbox[RegisterWorkerResponse]
 """The messages to one worker."""
@@ -76,6 +73,7 @@ class Registrations:
         self._config = config
         self._clock = clock
         self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
+        self._pace = ReportPace(config)
         self._closing = False
         self._counted_at = -1
         self.on_registered: Callable[[WorkerInfo], None] = lambda _info: None
@@ -190,6 +188,7 @@ class Registrations:
         """Removes silent workers, until cancelled."""
         pause_s = self._config.lease_s / 6
         while True:
+            await self._adapt_pace()
             slept_at = self._clock.now()
             await asyncio.sleep(pause_s)
             now = self._clock.now()
@@ -199,6 +198,20 @@ class Registrations:
                 log.warning("worker_lost", worker_id=worker_id, cause="lease")
                 metrics.WORKERS_LOST.labels("lease").inc()
             self._note_change()
+
+    async def _adapt_pace(self) -> None:
+        """Tells all workers how often to report if the size of the fleet asks for another pace."""
+        now = self._clock.now()
+        changed = self._pace.adapt(len(self._fleet), now)
+        self._fleet.trust(self._pace.patience_s(now))
+        if not changed:
+            return
+        log.info("report_pace", factor=self._pace.factor, num_workers=len(self._fleet))
+        message = RegisterWorkerResponse(accepted=self._pace.accepted())
+        for number, (_, orders) in enumerate(tuple(self._orders.values())):
+            if is_turn_over(number):
+                await asyncio.sleep(0)
+            orders.put(message)
 
     def close(self) -> None:
         """Marks that streams end because this service does, not because workers left."""
@@ -213,12 +226,7 @@ class Registrations:
         if isinstance(registered, Refusal):
             return registered
         self._replace_orders(info, orders)
-        accepted = WorkerAccepted(
-            report_interval_ms=round(self._config.report_interval_s * 1000),
-            lease_ms=round(self._config.lease_s * 1000),
-            alive_interval_ms=round(min(self._config.lease_s / 3, ALIVE_INTERVAL_S) * 1000),
-        )
-        orders.put(RegisterWorkerResponse(accepted=accepted))
+        orders.put(RegisterWorkerResponse(accepted=self._pace.accepted()))
         log.info(
             "worker_registered",
             worker_id=info.worker_id,

@@ -110,19 +110,19 @@ class _Entry:
     prefill: _Key = _UNKNOWN
     decode: _Key = _UNKNOWN
 
-    def current(self) -> WorkerView:
-        """The view with the time at which the worker was last heard."""
-        view = self.view
-        if view.reported_at != self.heard_at:
-            view = self.view = WorkerView(
-                view.info,
-                view.load,
-                self.heard_at,
-                view.prefill_in_flight,
-                view.decode_in_flight,
-                view.pending_tokens,
-            )
-        return view
+    def current(self, patience_s: float) -> WorkerView:
+        """The view with the time at which the worker was last heard, or `patience_s` later."""
+        view, reported_at = self.view, self.heard_at + patience_s
+        if view.reported_at == reported_at:
+            return view
+        return WorkerView(
+            view.info,
+            view.load,
+            reported_at,
+            view.prefill_in_flight,
+            view.decode_in_flight,
+            view.pending_tokens,
+        )
 
     def can_hold(self, num_tokens: int) -> bool:
         """Whether the worker takes sequences of that length."""
@@ -153,11 +153,16 @@ class FleetIndex:
         rng: orders workers of equal load.
         by_tokens: whether prefill load is counted in waiting tokens, as by the policy `kvmesh`;
             else in prompts.
+
+    Attributes:
+        patience_s: seconds by which workers may be heard later than in a small fleet; views show
+            them as heard so much later.
     """
 
     def __init__(self, rng: random.Random, *, by_tokens: bool = False) -> None:
         self._rng = rng
         self._by_tokens = by_tokens
+        self.patience_s = 0.0
         self._entries: dict[WorkerId, _Entry] = {}
         self._buckets: dict[_BucketName, _Bucket] = {}
         self._models: dict[str, _Model] = {}
@@ -242,7 +247,9 @@ class FleetIndex:
 
     def view(self, version: int = 0, num_routes: int = 0) -> FleetView:
         """Returns the view of the whole fleet."""
-        return FleetView(tuple([e.current() for e in self._entries.values()]), version, num_routes)
+        return FleetView(
+            tuple([e.current(self.patience_s) for e in self._entries.values()]), version, num_routes
+        )
 
     def shortlist(
         self,
@@ -267,6 +274,7 @@ class FleetIndex:
             return self.view()
 
         chosen: dict[WorkerId, _Entry] = {}
+        silent_after_s += self.patience_s
         for bucket in model.buckets:
             for keys in (bucket.prefill, bucket.decode):
                 if keys is not None:
@@ -286,7 +294,7 @@ class FleetIndex:
                 chosen[worker_id] = entry
         if not any(entry.can_hold(query.num_tokens) for entry in chosen.values()):
             return self.view()
-        return FleetView(tuple([entry.current() for entry in chosen.values()]))
+        return FleetView(tuple([each.current(self.patience_s) for each in chosen.values()]))
 
     def _walk(
         self,

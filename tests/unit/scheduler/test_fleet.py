@@ -22,6 +22,7 @@ from kvmesh.core.types import (
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.health import HealthReason, Verdict
 from kvmesh.policy.routing import plan_route
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.transfer.layouts import layout_words
 from services.scheduler.fleet import IN_FLIGHT_S, SETTLE_S, Fleet, Membership
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
@@ -286,3 +287,18 @@ def test_a_worker_is_ill_until_it_is_judged_well_or_comes_anew(fleet: Fleet) -> 
     join(fleet, replace(worker_info(names[1], Role.DECODE), incarnation=2))
     fleet.leave(members[2])
     assert fleet.hanging() == {each.worker_id for each in fleet.ill()} == {names[3]}
+
+
+def test_a_patient_fleet_hears_of_workers_later(fleet: Fleet) -> None:
+    members = [join(fleet, worker_info(f"w{number}")) for number in range(2)]
+    for member in members:
+        assert fleet.report(member, WorkerLoad(), 0.0)
+    fleet.trust(4.0)
+    assert fleet.confirm(members[0], 1.0)
+    late = SILENT_AFTER_S + 4.0
+    assert fleet.silent(late) == {}
+    assert fleet.silent(late + 0.5).keys() == {"w1"}
+    heard = {each.worker_id: each.reported_at for each in fleet.view(late).workers}
+    assert heard == {"w0": 5.0, "w1": 4.0}
+    assert fleet.expire(LEASE_S + 3.9) == []
+    assert fleet.expire(LEASE_S + 4.0) == ["w1"]
