@@ -12,7 +12,7 @@ from functools import partial
 from operator import mul
 
 from kvmesh.core.details import ANSWER, COPY, GET, TCP, FleetWorker
-from kvmesh.core.turns import Parts
+from kvmesh.core.turns import Parts, at_once, is_turn_over
 from kvmesh.core.types import Role, RouteQuery, WorkerId
 from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload
@@ -26,7 +26,7 @@ from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.profiled_ratio import MeanLengths
 from kvmesh.policy.sending import Life, SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
-from kvmesh.policy.waiting import Demand, Waiting, split_waiting
+from kvmesh.policy.waiting import Demand, split_waiting
 from services.scheduler.config import PlanningConfig
 
 _USUAL_TOKENS = 512
@@ -94,11 +94,17 @@ class ModelLoops:
     # --- every second ------------------------------------------------------------------------
 
     def observe(
-        self, workers: Sequence[FleetWorker], demand: Demand, num_new: int, elapsed_s: float
+        self,
+        workers: Sequence[FleetWorker],
+        home: Sequence[FleetWorker],
+        demand: Demand,
+        num_new: int,
+        elapsed_s: float,
     ) -> Parts[None]:
         """Adds the loads of a cycle.
 
         Args:
+            home: those of `workers` that `home` returns.
             num_new: requests routed for the first time since the last cycle.
             elapsed_s: seconds since the last cycle.
         """
@@ -106,10 +112,10 @@ class ModelLoops:
         yield from self._paths.observe(workers)
         self._pace = self._paths.pace(self._prompt_token_s())
         yield
-        waiting = self._waiting(workers, demand)
-        self._allocation.observe(waiting)
+        loads = [each.load for each in home]
+        self._allocation.observe(split_waiting(demand.reserved, demand.unreserved, loads))
         yield
-        yield from self._groups.observe(self._home(workers), demand, elapsed_s)
+        yield from self._groups.observe(home, demand, elapsed_s)
 
     def _prompt_token_s(self) -> float | None:
         measured, expected = self._meter.prompt_token_s, self._expected
@@ -117,21 +123,29 @@ class ModelLoops:
             return measured
         return expected.local_prefill_s(_USUAL_TOKENS) / _USUAL_TOKENS
 
-    def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
+    def end_window(self, home: Sequence[FleetWorker]) -> list[GroupStep]:
         """The steps of P/D-Serve's monitor for each local group, once per `planning.monitor_s`."""
         token_s = self._prompt_token_s()
         prompt_s = None if token_s is None else partial(mul, token_s)
-        return list(self._groups.end_window(self._home(workers), prompt_s))
+        return list(self._groups.end_window(home, prompt_s))
 
     def carried_out(self, step: GroupStep) -> None:
         """Notes that the monitor's step was ordered."""
         self._groups.carried_out(step.group)
 
-    def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:
+    def adjust(
+        self,
+        workers: Sequence[FleetWorker],
+        home: Sequence[FleetWorker],
+        demand: Demand,
+        elapsed_s: float,
+    ) -> bool:
         """Moves the threshold (PrfaaS 3.4.3 point 2). Returns True if it changed."""
+        if not self._remote:
+            return False
         far = [each for each in workers if each.info.cluster == self._remote]
-        near = [each for each in self._home(workers) if each.info.role is not Role.DECODE]
-        read, reading = self._take_read(workers, far)
+        near = [each for each in home if each.info.role is not Role.DECODE]
+        read, reading = self._take_read(home, far)
         sent = read + self._take_sent(far)
         waiting = reading + sum(each.load.sending_bytes for each in far)
         sending = self._sending.observe(
@@ -141,7 +155,7 @@ class ModelLoops:
                 if each.reported
             }
         )
-        with_signs = self._signs.observe(self._leaving_links(workers, far))
+        with_signs = self._signs.observe(self._leaving_links(home, far))
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
         measured = ThresholdReading(
@@ -150,13 +164,13 @@ class ModelLoops:
         return self._offload.cycle(measured, elapsed_s)
 
     def _leaving_links(
-        self, workers: Sequence[FleetWorker], far: Sequence[FleetWorker]
+        self, home: Sequence[FleetWorker], far: Sequence[FleetWorker]
     ) -> Iterator[tuple[LinkName, LinkCounts]]:
         """Yields what senders of the remote cluster tell of their TCP links to local workers."""
-        home = {each.info.worker_id for each in self._home(workers)}
+        names = {each.info.worker_id for each in home}
         for worker in far:
             for link in worker.detail.links:
-                if link.channel == TCP and link.peer in home:
+                if link.channel == TCP and link.peer in names:
                     name = LinkName(worker.info.worker_id, worker.info.incarnation, link.peer)
                     yield name, LinkCounts(link.bytes_total, link.retransmits, link.rtt_s)
 
@@ -169,7 +183,7 @@ class ModelLoops:
         return sent
 
     def _take_read(
-        self, workers: Sequence[FleetWorker], far: Sequence[FleetWorker]
+        self, home: Sequence[FleetWorker], far: Sequence[FleetWorker]
     ) -> tuple[int, int]:
         """Bytes that local workers read from the remote cluster in this cycle, and bytes queued.
 
@@ -179,7 +193,7 @@ class ModelLoops:
         holders = {each.info.worker_id for each in far}
         before, self._read = self._read, {}
         read = reading = 0
-        for worker in self._home(workers):
+        for worker in home:
             for link in worker.detail.links:
                 if link.channel in (GET, COPY, ANSWER) and link.peer in holders:
                     here = worker.info
@@ -190,24 +204,25 @@ class ModelLoops:
                     reading += link.queued_bytes
         return read, reading
 
-    def role_work(self, workers: Sequence[FleetWorker], demand: Demand) -> list[RoleWork]:
+    def role_work(self, home: Sequence[FleetWorker], demand: Demand) -> Parts[list[RoleWork]]:
         """The work of FlowKV's cycle for every local group."""
-        return self._roles.work(self._home(workers), demand)
+        return self._roles.work(home, demand)
 
-    def _waiting(self, workers: Sequence[FleetWorker], demand: Demand) -> Waiting:
-        loads = [each.load for each in self._home(workers)]
-        return split_waiting(demand.reserved, demand.unreserved, loads)
-
-    def _home(self, workers: Sequence[FleetWorker]) -> list[FleetWorker]:
-        return [
-            each for each in workers if each.info.cluster != self._remote and not each.load.draining
-        ]
+    def home(self, workers: Sequence[FleetWorker]) -> Parts[list[FleetWorker]]:
+        """Returns the local workers that do not drain."""
+        found: list[FleetWorker] = []
+        for number, each in enumerate(workers):
+            if is_turn_over(number):
+                yield
+            if each.info.cluster != self._remote and not each.load.draining:
+                found.append(each)
+        return found
 
     # --- every few minutes -------------------------------------------------------------------
 
     def question(self, workers: Sequence[FleetWorker]) -> AllocationQuestion | None:
         """The input of PrfaaS's slow loop; None if too little is known or a worker helps out."""
-        home = self._home(workers)
+        home = at_once(self.home(workers))
         num_prefill = sum(each.info.role is Role.PREFILL for each in home)
         queues = self._allocation.take_queues(num_prefill, len(home) - num_prefill)
         serving = self._meter.serving or self._expected
@@ -225,7 +240,7 @@ class ModelLoops:
         Lengths and queues are known only for all groups together, so they do not tell which group
         can spare a worker. With several local groups, no worker moves.
         """
-        return sole_giver(to_role, self._home(workers))
+        return sole_giver(to_role, at_once(self.home(workers)))
 
     def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
         """Takes over the threshold of an evaluation, for the split of roles from now on.
@@ -236,7 +251,7 @@ class ModelLoops:
         has_far = any(each.info.cluster == self._remote for each in workers)
         if self._policy.offload is not Offload.ADAPTIVE or not has_far or not self._egress:
             return
-        home = self._home(workers)
+        home = at_once(self.home(workers))
         num_prefill = sum(each.info.role is Role.PREFILL for each in home)
         if moved:
             num_prefill += 1 if found.move.to_role is Role.PREFILL else -1

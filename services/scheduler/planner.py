@@ -199,8 +199,9 @@ class Planner:
         for model, workers in models.items():
             loops, demand = self._loops(model), self.demand.current(model, now)
             num_new = self.demand.take_new(model)
-            await in_turns(loops.observe(workers, demand, num_new, elapsed_s))
-            if loops.adjust(workers, demand, elapsed_s):
+            home = await in_turns(loops.home(workers))
+            await in_turns(loops.observe(workers, home, demand, num_new, elapsed_s))
+            if loops.adjust(workers, home, demand, elapsed_s):
                 threshold = loops.threshold
                 self._decisions.add_fleet(
                     "threshold", threshold.reason.name.lower(), model=model, tokens=threshold.tokens
@@ -210,16 +211,20 @@ class Planner:
                 metrics.PATH_TOKEN_SECONDS.labels(model, *ends).set(travel_s)
             await asyncio.sleep(0)  # routes come first
             if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
-                await self._switch_roles(model, loops, workers, may_order=may_order)
+                wanted = await self._switch_roles(model, loops, home, may_order=may_order)
+                if self.role_orders.num_recommended:
+                    # Recommendations for other models' workers stay: they were not considered.
+                    names = {each.info.worker_id for each in workers}
+                    self.role_orders.withdraw(names, wanted)
             if ends_window and self._changes is not RoleChanges.OFF:
-                self._move_ratios(model, loops, workers, may_order=may_order)
+                self._move_ratios(model, loops, home, may_order=may_order)
         self._show_details()
 
     def _move_ratios(
-        self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
+        self, model: str, loops: ModelLoops, home: list[FleetWorker], *, may_order: bool
     ) -> None:
         """Changes the roles of a group's workers permanently, if the monitor says so."""
-        for found in loops.end_window(workers):
+        for found in loops.end_window(home):
             role, reason = found.step.grow, found.step.reason
             giving = givers(role, found.members, found.step.count)
             if role is None or not giving:
@@ -241,12 +246,13 @@ class Planner:
             self.on_details()
 
     async def _switch_roles(
-        self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
-    ) -> None:
+        self, model: str, loops: ModelLoops, home: list[FleetWorker], *, may_order: bool
+    ) -> set[tuple[WorkerId, Role]]:
+        """Runs the role loops. Returns the wanted changes."""
         now = self._clock.now()
         demand = self.demand.current(model, now)
         wanted: set[tuple[WorkerId, Role]] = set()
-        for work in loops.role_work(workers, demand):
+        for work in await in_turns(loops.role_work(home, demand)):
             cycle = await in_turns(work.cycle(now))
             group = work.group
             labels = (model, group.cluster, group.scenario)
@@ -265,8 +271,7 @@ class Planner:
             # Idle workers are seen by a scheduler that nobody asks, too; waiting requests are not.
             leads = self.leads if signal.step > 0 else self._holds_lease
             await self.scale_orders.follow(group, members, signal, leads)
-        # Recommendations for other models' workers stay: this cycle did not consider them.
-        self.role_orders.withdraw({each.info.worker_id for each in workers}, wanted)
+        return wanted
 
     async def reallocate(self, *, may_order: bool) -> None:
         """Runs one step of the slow loop."""

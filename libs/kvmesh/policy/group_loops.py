@@ -8,13 +8,13 @@ Tests: tests/unit/scheduler/test_groups.py, tests/unit/scheduler/test_equal_loop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import StepPace
 from kvmesh.core.summary_statistics import mean
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts, at_once, is_turn_over
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.groups import GroupKey, shares_of_groups
 from kvmesh.policy.pdserve import InstanceProfile, RatioStep
@@ -64,17 +64,18 @@ class RoleLoops:
         """Whether a worker of any group helps the other side now."""
         return any(loop.is_helping for loop in self._loops.values())
 
-    def work(self, workers: Iterable[FleetWorker], demand: Demand) -> list[RoleWork]:
+    def work(self, workers: Sequence[FleetWorker], demand: Demand) -> Parts[list[RoleWork]]:
         """Returns the work of FlowKV's cycle for every group.
 
         Args:
             workers: all local ones.
             demand: requests that wait at the gateways.
         """
-        groups = by_group(_movable(workers))
+        groups = yield from _grouped(workers)
         for key in self._loops.keys() - groups.keys():
             del self._loops[key]
         waiting = waiting_by_group(groups, demand)
+        yield
         return [
             RoleWork(
                 key,
@@ -136,7 +137,7 @@ class GroupLoops:
         Args:
             demand: requests that wait at the gateways.
         """
-        groups = by_group(_movable(workers))
+        groups = yield from _grouped(workers)
         yield
         new, self._new = self._new, {}
         sizes = sizes_of(groups)
@@ -163,7 +164,7 @@ class GroupLoops:
         Args:
             prompt_s: measured speed of prefill; None while unknown.
         """
-        groups = by_group(_movable(workers))
+        groups = at_once(_grouped(workers))
         for key in self._monitors.keys() - groups.keys():
             del self._monitors[key]
         for key, members in sorted(groups.items()):
@@ -201,12 +202,16 @@ def profile_of(
     return measured_profile(prompt_s(lengths.uncached), pace, slots, room, lengths)
 
 
-def by_group(workers: Iterable[FleetWorker]) -> dict[GroupKey, list[FleetWorker]]:
-    """Workers by their group."""
+def _grouped(workers: Sequence[FleetWorker]) -> Parts[dict[GroupKey, list[FleetWorker]]]:
+    """Workers with one role each by their group."""
     # By plain tuples first: making and hashing a key for each of thousands takes milliseconds.
     groups: dict[tuple[str, str, str, str], list[FleetWorker]] = {}
-    for worker in workers:
+    for number, worker in enumerate(workers):
+        if is_turn_over(number):
+            yield
         info = worker.info
+        if info.role is Role.HYBRID:
+            continue
         name = (info.model, info.layout.model_fingerprint, info.scenario, info.cluster)
         members = groups.get(name)
         if members is None:
@@ -234,10 +239,6 @@ def waiting_by_group(groups: Groups, demand: Demand) -> dict[GroupKey, Waiting]:
     }
 
 
-def _movable(workers: Iterable[FleetWorker]) -> Iterator[FleetWorker]:
-    return (each for each in workers if each.info.role is not Role.HYBRID)
-
-
 def sole_giver(to_role: Role | None, home: Sequence[FleetWorker]) -> WorkerId | None:
     """Returns the least loaded worker of the side that gives one up; None if it can spare none.
 
@@ -247,7 +248,7 @@ def sole_giver(to_role: Role | None, home: Sequence[FleetWorker]) -> WorkerId | 
     Args:
         home: all local workers, or those of one group.
     """
-    if to_role is None or len(by_group(home)) > 1:
+    if to_role is None or len({GroupKey.of(each.info) for each in home}) > 1:
         return None
     return choose_giver([(each.info, each.load) for each in home], to_role)
 

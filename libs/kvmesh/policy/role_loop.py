@@ -207,7 +207,9 @@ class RoleLoop:
             scored.append(self._score(each, now))
             if len(scored) % WORKERS_IN_A_TURN == 0:
                 yield
+        yield
         fleet = fleet_score(scored)
+        yield
         regime = classify(fleet)
         resting = [role for role, rest in self._rests.items() if rest.cycles_left]
         switches = plan_switches(

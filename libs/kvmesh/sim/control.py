@@ -165,7 +165,7 @@ class Control:
     # --- role switches -----------------------------------------------------------------------
 
     def _switch_roles(self, workers: Sequence[FleetWorker], demand: Demand) -> None:
-        for work in self._roles.work(workers, demand):
+        for work in at_once(self._roles.work(workers, demand)):
             cycle = at_once(work.cycle(self._events.now()))
             self._reasons[f"regime: {cycle.regime.value}"] += 1
             for switch in cycle.switches:

@@ -50,7 +50,7 @@ def test_splits_are_planned_and_fetches_priced_before_anything_is_measured(profi
         loops = parts.planner._loops(model)
         for _ in range(MIN_LENGTHS):
             loops.note_prompt(query(1000), 1000)
-        at_once(loops.observe(WORKERS, parts.planner.demand.current(model, 0.0), 0, 1.0))
+        at_once(loops.observe(WORKERS, WORKERS, parts.planner.demand.current(model, 0.0), 0, 1.0))
         question = loops.question(WORKERS)
         if model == "another":
             assert question is None
