@@ -115,8 +115,9 @@ def _link_speed(result: Result) -> tuple[str, str]:
     return f"{_target(result, names[0]):.2f}x", "iperf3 1x"
 
 
-def _decision(result: Result) -> tuple[str, str]:
-    return f"{_target(result, 'decide_p99_ms at 1000 workers'):.2f} ms", "–"
+def _routes(result: Result) -> tuple[str, str]:
+    rows = [_row(result, asked="1,900 known", workers=count) for count in (1_000, 10_000)]
+    return ", ".join(f"{row['p50_ms']:.1f} / {row['p99_ms']:.0f} ms" for row in rows), "–"
 
 
 def _phases(result: Result) -> tuple[str, str]:
@@ -173,6 +174,10 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
         "gateway, scheduler and kvmanager at rest: memory together, slowest start",
         _at_rest,
     ),
-    ("routing", "one route decision among 1,000 workers, p99", _decision),
+    (
+        "route_path",
+        "route of a prompt of 30,000 tokens, p50 / p99: among 1,000 workers, among 10,000",
+        _routes,
+    ),
     ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
 )
