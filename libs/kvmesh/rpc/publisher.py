@@ -48,6 +48,12 @@ REPORT_S = 0.5
 FLUSH_DELAY_S = 0.02
 """Seconds that the first change waits for others to share its message, as in a report of load."""
 
+MIN_GAP_S = 0.1
+"""Minimum seconds between two messages of changes.
+
+A busy worker fills blocks in every step. A message costs the control plane more than its blocks do.
+"""
+
 
 class BlockEvents(Protocol):
     """Net changes of the published names (`core/block_names.py`) since the last call."""
@@ -151,7 +157,7 @@ class BlockPublisher:
         return self._acked == self._sequence and not self._snapshot_due
 
     def notify(self) -> None:
-        """Notes that blocks changed; the changes are published 20 ms later."""
+        """Notes that blocks changed: they are published 20 ms later, or at the next `MIN_GAP_S`."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -189,14 +195,17 @@ class BlockPublisher:
                 self._send(pool=pool_report_to_proto(report))
 
     async def _flush_often(self) -> None:
+        now = asyncio.get_running_loop().time
+        flushed_at = now() - MIN_GAP_S
         while True:
             with contextlib.suppress(TimeoutError):
                 # Not `wait_for`: in Python 3.11 it can lose a cancel.
                 async with asyncio.timeout(self._interval_s):
                     await self._wake.wait()
-                await asyncio.sleep(FLUSH_DELAY_S)
+                await asyncio.sleep(max(FLUSH_DELAY_S, flushed_at + MIN_GAP_S - now()))
             self._wake.clear()
             self._flush()
+            flushed_at = now()
 
     def _flush(self) -> None:
         """Sends the changes, with no await between taking them from the pool and sending them."""
