@@ -107,7 +107,7 @@ class RequestRecord:
             span.set(finish_reason=self._finish.value, completion_tokens=self._num_tokens)
 
     def close(self, trace_id: str) -> None:
-        """Writes the log line of the request."""
+        """Counts the end of the request, and logs it once the answer has been sent."""
         self._flush()
         elapsed_s = self._loop.time() - self._started_at
         if self._finish in (FinishReason.STOP, FinishReason.LENGTH):
@@ -121,7 +121,7 @@ class RequestRecord:
             self._request.request_id, self._loop.time(), FINISH_WORDS[self._finish], self._error
         )
         if log.tells_info:
-            self._log(trace_id, elapsed_s)
+            self._loop.call_soon(self._log, trace_id, elapsed_s)
 
     def _log(self, trace_id: str, elapsed_s: float) -> None:
         # From the trace and not from the last piece: a cancelled request has no last piece.
