@@ -54,6 +54,10 @@ class Plan:
     seed: int
     rounds: int = 1
 
+    def seed_of(self, turn: int) -> int:
+        """Of the chats of a round."""
+        return 100 * self.seed + turn
+
 
 @dataclass(slots=True)
 class Bench:
@@ -70,7 +74,7 @@ class Bench:
 
     def chats(self, *requests: Request, grown: bool = False) -> Iterator[bytes]:
         """Requests with this round's chats; several kinds take turns."""
-        seed = 100 * self.plan.seed + self.turn
+        seed = self.plan.seed_of(self.turn)
         messages = grown_chats(seed) if grown else fresh_chats(seed)
         return payloads(self.system.endpoint, messages, *requests)
 

@@ -1,8 +1,8 @@
 """All systems of `benchmarks.gateway` side by side, in turn in every phase, some rounds each.
 
 A host does not run at one speed for minutes: of two systems measured one after the other, the ratio
-is partly the host's. Here a round of a phase takes seconds and holds all systems, every second one
-in the opposite order, and a row is the median of its rounds. The systems that wait for their turn
+is partly the host's. Here a round of a phase takes seconds and holds all systems, each round in
+another order, and a row is the median of its rounds. The systems that wait for their turn
 are idle; `idle_share` says what that costs the one that is measured.
 Tests: tests/unit/benchmarks/test_gateway_rounds.py.
 """
@@ -13,11 +13,15 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from benchmarks.gateway_load import Loader
 from benchmarks.gateway_phases import PHASES, Bench, Phase, Plan
 from benchmarks.gateway_systems import System
+from benchmarks.gateway_traffic import prepare
 from benchmarks.result import Row
+
+Item = TypeVar("Item")
 
 WORST = frozenset({"failed", "late"})
 """Of these the largest counts: what must not happen may not happen in any round."""
@@ -36,7 +40,7 @@ async def measure(systems: Sequence[System], plan: Plan, note: Callable[[Row], N
     try:
         for phase in PHASES:
             taking_part = [bench for bench in benches if phase.load in bench.system.loads]
-            rows += await _measure_phase(phase, taking_part, plan.rounds, note)
+            rows += await _measure_phase(phase, taking_part, plan, note)
     finally:
         for bench in benches:
             bench.loader.close()
@@ -44,16 +48,25 @@ async def measure(systems: Sequence[System], plan: Plan, note: Callable[[Row], N
 
 
 async def _measure_phase(
-    phase: Phase, benches: Sequence[Bench], rounds: int, note: Callable[[Row], None]
+    phase: Phase, benches: Sequence[Bench], plan: Plan, note: Callable[[Row], None]
 ) -> list[Row]:
     measured: dict[str, list[Row]] = {bench.system.name: [] for bench in benches}
-    for number in range(min(rounds, phase.most_rounds)):
-        for bench in benches if number % 2 == 0 else reversed(benches):
+    rounds = min(plan.rounds, phase.most_rounds)
+    for number in range(rounds):
+        prepare(plan.seed_of(number))
+        for bench in in_order(benches, number, rounds):
             bench.turn = number
             row = await phase.run(bench)
             measured[bench.system.name].append(row)
             note(row)
     return [median_row(found, phase.main) for found in measured.values()]
+
+
+def in_order(benches: Sequence[Item], number: int, rounds: int) -> Sequence[Item]:
+    """The systems in the order of a round: each begins elsewhere, every second one backwards."""
+    first = number * len(benches) // rounds
+    turned = [*benches[first:], *benches[:first]]
+    return turned if number % 2 == 0 else turned[::-1]
 
 
 def median_row(rounds: Sequence[Row], main: str) -> Row:

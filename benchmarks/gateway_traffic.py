@@ -6,6 +6,7 @@ Tests: tests/unit/benchmarks/test_gateway_traffic.py.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ NUM_CHATS = 3000
 """A system that answers more of them in a round begins anew."""
 
 USERS, TURNS = 60, 12
+
+KEPT = 4
+"""Rounds whose chats are kept for the next phase."""
 
 WEATHER = {
     "type": "function",
@@ -93,7 +97,17 @@ def payloads(
         yield next(kinds).to_bytes(endpoint, each)
 
 
-@lru_cache(2)
+def prepare(seed: int) -> None:
+    """Makes the chats of a round before any system has its turn: the first would wait for it, and
+    run beside the garbage collections that follow.
+    """
+    fresh_chats(seed)
+    grown_chats(seed)
+    gc.collect()
+    gc.freeze()
+
+
+@lru_cache(KEPT)
 def fresh_chats(seed: int) -> Sequence[Messages]:
     """Chats that have nothing in common but their first lines."""
     return [messages for _, messages in chats(NUM_CHATS, seed)]
@@ -106,7 +120,7 @@ def mean_tokens(tokenizer: Tokenizer) -> float:
     return sum(len(each.ids) for each in tokenizer.encode_batch(contents)) / len(some)
 
 
-@lru_cache(2)
+@lru_cache(KEPT)
 def grown_chats(seed: int) -> Sequence[Messages]:
     """Chats of some users who go on, turn by turn: most of each was sent before."""
     return list(growing(USERS, TURNS, seed))

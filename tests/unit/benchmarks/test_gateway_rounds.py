@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gateway_rounds import median_row
+from benchmarks.gateway_rounds import in_order, median_row
 from benchmarks.result import Row
 
 
@@ -28,3 +28,11 @@ def test_a_median_of_two_is_as_precise_as_they_are() -> None:
 
 def test_one_round_has_no_spread() -> None:
     assert median_row([_round(100, 1.5, 0)], "per s") == _round(100, 1.5, 0)
+
+
+def test_each_round_begins_with_another_system_and_holds_all() -> None:
+    systems = [f"s{number}" for number in range(7)]
+    orders = [in_order(systems, number, 3) for number in range(3)]
+    assert all(sorted(order) == systems for order in orders)
+    assert len({order[0] for order in orders}) == 3
+    assert in_order(systems, 0, 1) == systems
