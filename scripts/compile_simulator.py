@@ -29,7 +29,8 @@ MODULES = tuple(
         "core": "busy_time pace types",
         "kv": "bit_tree block_news block_parts block_pool free_segments handoff handoff_types",
         "policy": "allocation_loop baselines batching chain composition connections crowd curves "
-        "fair_share fetch_route fleet_index forwarding group_route groups holders joint load_score "
+        "fair_share fetch_route fleet_index forwarding group_route groups holders joint late "
+        "load_score "
         "mixed_step offload pdserve prefill_times prefix_source ranking reasons "
         "recent_reads role_loop role_switch routing seats step_rules token_pace view waiting",
         "sim": "control decoding events fetch fleet gaps link placing prefix_index profile "

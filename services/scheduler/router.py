@@ -184,6 +184,8 @@ class Router:
         if policy.route.fetches and (matches or policy.joint is not None):
             reads = self._reads.among(view.workers, matches)
             view = changed(view, pace=self._planner.pace(query.model), reads=reads)
+        elif policy.refuses_late:
+            view = changed(view, pace=self._planner.pace(query.model))
         if policy.route.weighs_links and (links := self._planner.links(query.model)):
             view = changed(view, links=links)
         return Ask(query, view, matches)

@@ -371,3 +371,16 @@ async def test_the_scheduler_is_told_of_all_that_wait_also_of_those_behind(stack
         answers = await asyncio.gather(*asked)
         assert {answer.status for answer in answers} == {200}
     await stack.idle()
+
+
+async def test_a_prompt_that_would_be_late_does_not_wait(stack: Stack) -> None:
+    late = Refusal(RefusalReason.DEADLINE, "its first token is expected late", retry_after_ms=1500)
+    stack.mesh.refuse_routes = late
+    with pytest.raises(openai.InternalServerError, match="is expected late") as caught:
+        await stack.client.chat.completions.create(
+            model=MODEL, messages=HELLO, extra_headers={"x-slo-ttft-ms": "60000"}
+        )
+    assert caught.value.response.headers["x-kvmesh-refusal"] == "scheduler-deadline"
+    assert caught.value.response.headers["retry-after"] == "2"
+    assert len(stack.mesh.queries) == 1
+    await stack.idle()

@@ -28,6 +28,7 @@ from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PEN
 from kvmesh.policy.chain import with_chain
 from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.joint_choice import JOINT_WINDOW_S, JointRule
+from kvmesh.policy.late import late_refusal
 from kvmesh.policy.offload import OffloadReason, OffloadState
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
 from kvmesh.policy.ranking import (
@@ -66,6 +67,7 @@ class Composition:
         joint: rule that divides requests that arrive at the same time; None: each is decided alone.
         joint_window_s: seconds that a request waits for others where its prompt would wait anyway.
         chains: whether idle prefill workers compute long prompts together.
+        refuses_late: whether a prompt that would miss its TTFT limit gives way to others.
         knows_tpot: whether requests' TPOT limits are kept. Only simulations read it, so that the
             baselines ignore the limits.
     """
@@ -79,6 +81,7 @@ class Composition:
     joint: JointRule | None = None
     joint_window_s: float = JOINT_WINDOW_S
     chains: bool = False
+    refuses_late: bool = False
     knows_tpot: bool = False
 
     @property
@@ -92,7 +95,13 @@ COMPOSITIONS: dict[str, Composition] = {
     each.name: each
     for each in (
         Composition(
-            DEFAULT, KVMESH, switch_roles=True, reallocate=True, chains=True, knows_tpot=True
+            DEFAULT,
+            KVMESH,
+            switch_roles=True,
+            reallocate=True,
+            chains=True,
+            refuses_late=True,
+            knows_tpot=True,
         ),
         Composition(
             "joint", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.FIRST_TOKEN
@@ -178,4 +187,6 @@ def decide_route(
         route = dataclasses.replace(route, cause=cause, remote=choice.remote)
     if policy.chains:
         route = with_chain(route, members, query, matches, now)
+    if policy.refuses_late and (refusal := late_refusal(route, members, query)) is not None:
+        return dataclasses.replace(planned, route=refusal)
     return planned if route is planned.route else dataclasses.replace(planned, route=route)

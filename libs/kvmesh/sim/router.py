@@ -13,6 +13,7 @@ from functools import partial
 from kvmesh.core.types import BlockHash, Refusal, RefusalReason, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.composition import decide_route
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
+from kvmesh.policy.late import first_token_s
 from kvmesh.policy.offload import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.ranking import ROUND_ROBIN
@@ -122,12 +123,9 @@ class SimRouter:
 
     def _first_token_s(self, query: RouteQuery, plan: RoutePlan) -> float:
         """Returns the predicted time of the first token on a plan's first prefill worker."""
-        best = plan.prefill[0]
         views = self._fleet.view().workers
-        worker = next(each for each in views if each.worker_id == best.worker_id)
-        ahead = worker.pending_tokens + worker.prefill_in_flight * query.num_tokens
-        own = query.num_tokens - best.cached_tokens - best.saved_tokens
-        return self._events.now() + (ahead + own) * self._pace.token_s
+        worker = next(each for each in views if each.worker_id == plan.prefill[0].worker_id)
+        return self._events.now() + first_token_s(plan, worker, query, self._pace.token_s)
 
     def _route_together(self, gathered: Sequence[Waiting]) -> None:
         # Sorted by id, as in the scheduler: the order of arrival does not matter.
@@ -170,6 +168,11 @@ class SimRouter:
             self._reads.note(plan.route, TRACE_BLOCK)
         return plan.route
 
+    def _budget_ms(self, request: SimRequest) -> int:
+        """Milliseconds until the first token is late; 0 for a client that is already reading."""
+        left_s = request.deadline_s - self._events.now()
+        return 0 if request.generated else max(round(1e3 * left_s), 1)
+
     def _query(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
         return RouteQuery(
             request.request_id,
@@ -179,6 +182,6 @@ class SimRouter:
             request.hashes,
             avoid=avoid,
             scenario=request.trace.scenario,
-            ttft_budget_ms=max(round(1e3 * (request.deadline_s - self._events.now())), 1),
+            ttft_budget_ms=self._budget_ms(request),
             tpot_s=self._tpot_s,
         )

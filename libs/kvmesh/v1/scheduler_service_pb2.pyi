@@ -101,7 +101,7 @@ class RouteRequest(_message.Message):
     scenario: _builtins.str
     """Scenario name."""
     ttft_budget_ms: _builtins.int
-    """Time left to the first token, in milliseconds."""
+    """Time left to the first token, in milliseconds; 0: no limit, the client is already reading."""
     placement: _types_pb2.PlacementMode.ValueType
     """Placement override."""
     traceparent: _builtins.str

@@ -68,7 +68,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_DRAINING: _RefusalReason.ValueType  # 4
     """The worker is draining and takes nothing new."""
     REFUSAL_REASON_DEADLINE: _RefusalReason.ValueType  # 5
-    """The request's deadline passed before work began."""
+    """The request's deadline passed before work began, or would pass before its first token."""
     REFUSAL_REASON_TOO_LONG: _RefusalReason.ValueType  # 6
     """The request can never fit this worker (context or block limits)."""
     REFUSAL_REASON_STALE: _RefusalReason.ValueType  # 7
@@ -96,7 +96,7 @@ REFUSAL_REASON_NO_SLOTS: RefusalReason.ValueType  # 3
 REFUSAL_REASON_DRAINING: RefusalReason.ValueType  # 4
 """The worker is draining and takes nothing new."""
 REFUSAL_REASON_DEADLINE: RefusalReason.ValueType  # 5
-"""The request's deadline passed before work began."""
+"""The request's deadline passed before work began, or would pass before its first token."""
 REFUSAL_REASON_TOO_LONG: RefusalReason.ValueType  # 6
 """The request can never fit this worker (context or block limits)."""
 REFUSAL_REASON_STALE: RefusalReason.ValueType  # 7

@@ -36,7 +36,7 @@ from kvmesh.policy.forwarding import (
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.waiting import looking
 from kvmesh.telemetry.tracing import start_span
-from services.gateway.errors import Stage
+from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.request.candidates import PERMANENT
 from services.gateway.request.ledger import Ledger
 from services.gateway.request.mesh import GenerationRequest, Mesh
@@ -229,6 +229,8 @@ class Search:
         self.refused(Stage.SCHEDULER, plan, None)
         if plan.reason in PERMANENT:
             raise InvalidRequestError(plan.message, code="context_length_exceeded")
+        if plan.reason is RefusalReason.DEADLINE:  # waiting would only make it later
+            raise StageRefusedError(plan, Stage.SCHEDULER)
         return None
 
     def _hashes(self, block_size: int) -> tuple[BlockHash, ...]:
@@ -259,7 +261,7 @@ class Search:
             block_hashes=self._hashes(block_size),
             scenario=request.scenario,
             avoid=self._failed.union(self._refusals.workers, unanswered),
-            ttft_budget_ms=as_ms(self._first_token_s(remaining_s)),
+            ttft_budget_ms=self._budget_ms(remaining_s),
             placement=request.placement,
             waiting=told.reserved + told.unreserved,
             waiting_reserved=told.reserved,
@@ -317,11 +319,12 @@ class Search:
         longest_s = mesh.limits.request_timeout_s
         return request.arrived_at + min(longest_s, patience_s - late_s)
 
-    def _first_token_s(self, remaining_s: float) -> float:
-        """Seconds in which the first token is in time: of these the search has `remaining_s`."""
+    def _budget_ms(self, remaining_s: float) -> int:
+        """Milliseconds until the first token is late; 0 for a client that is already reading."""
         if self._again_until is not None:
-            return remaining_s
-        return max(self._request.arrived_at + self._request.ttft_s - self._now(), remaining_s)
+            return 0
+        request = self._request
+        return as_ms(max(request.arrived_at + request.ttft_s - self._now(), remaining_s))
 
     def _remaining_s(self) -> float:
         """Seconds left, more than zero.
