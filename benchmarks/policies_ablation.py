@@ -58,6 +58,7 @@ MECHANISMS: Mapping[str, _Off] = {
     "waiting for a holder": (_route(slack_tokens=math.inf), {}),
     "decode by prefix": (None, {(ranking, "DECODE_CACHE_WEIGHT"): 0.0}),
     "limits per token": (_fields(knows_tpot=False), {}),
+    "late prompts give way": (_fields(refuses_late=False), {}),
 }
 """How each is taken away."""
 
