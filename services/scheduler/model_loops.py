@@ -6,6 +6,7 @@ Tests: tests/unit/scheduler/test_planner.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -110,7 +111,10 @@ class ModelLoops:
         """
         yield from self._meter.observe(workers, num_new, elapsed_s)
         yield from self._paths.observe(workers)
-        self._pace = self._paths.pace(self._prompt_token_s())
+        pace = self._paths.pace(self._prompt_token_s())
+        is_measured = self._meter.prompt_token_s is not None
+        reach = self._meter.reach_tokens if is_measured else math.inf
+        self._pace = dataclasses.replace(pace, reach_tokens=reach)
         yield
         loads = [each.load for each in home]
         self._allocation.observe(split_waiting(demand.reserved, demand.unreserved, loads))

@@ -43,6 +43,10 @@ class KvBytes:
         return self.block_bytes * self.groups.handed_off(length, self.block_size)
 
 
+REACH = 4.0
+"""A measured speed tells of prompts up to this multiple of the mean length."""
+
+
 @dataclass(slots=True)
 class _Speed:
     """Number of tokens and their busy time, both with exponential forgetting.
@@ -183,6 +187,12 @@ class ServingMeter:
     def prompt_token_s(self) -> float | None:
         """Seconds to compute a prompt token at home, else remotely; None while unknown."""
         return self._near.token_s or self._far.token_s
+
+    @property
+    def reach_tokens(self) -> float:
+        """Tokens of the longest prompt of which `prompt_token_s` tells."""
+        lengths = self._near.lengths or self._far.lengths
+        return REACH * sum(lengths) / len(lengths) if lengths else 0.0
 
     @property
     def serving(self) -> ServingProfile | None:

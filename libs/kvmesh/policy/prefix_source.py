@@ -11,6 +11,7 @@ Source: PrfaaS 3.3 (prefix transfer), TokenLake 4. Tests: tests/unit/policy/test
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class FetchPace:
             source, target. Directions that were not measured are absent.
         ask_chunk_s: for the remote queries of one chunk in all layers, without their attention.
         ask_pair_s: of attention per pair of a new token and a prefix token.
+        reach_tokens: longest prompt of which `token_s` tells: the measured ones were much shorter
+            than longer ones, and took more time per token, because each takes some time of its own.
     """
 
     token_s: float = 0.0
@@ -72,6 +75,7 @@ class FetchPace:
     between_token_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     ask_chunk_s: float = 0.0
     ask_pair_s: float = 0.0
+    reach_tokens: float = math.inf
 
     def share(self, source: str, target: str) -> float:
         """Returns the cost of a token that a cluster fetches from another, in computed tokens."""

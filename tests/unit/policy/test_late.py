@@ -76,12 +76,13 @@ def test_prompts_before_it_count_and_its_prefix_does_not() -> None:
     [
         (plan(), BUSY, query(LONG)),
         (plan(), view(*BUSY.workers[:2], token_s=0.0), WITH_LIMIT),
+        (plan(), dataclasses.replace(BUSY, pace=FetchPace(TOKEN_S, reach_tokens=2999)), WITH_LIMIT),
         (plan(remote=True), BUSY, WITH_LIMIT),
         (plan(cause=RouteCause.CHAIN), BUSY, WITH_LIMIT),
         (plan("gone"), BUSY, WITH_LIMIT),
         (plan("h0"), view(holds("h0", Role.HYBRID, pending_tokens=9)), WITH_LIMIT),
     ],
-    ids=["no limit", "no speed", "remote", "chain", "gone", "hybrid"],
+    ids=["no limit", "no speed", "longer than measured ones", "remote", "chain", "gone", "hybrid"],
 )
 def test_nothing_is_refused_that_cannot_be_predicted(
     route: RoutePlan, fleet: FleetView, asked: RouteQuery

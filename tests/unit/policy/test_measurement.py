@@ -9,7 +9,7 @@ from kvmesh.core.kv_groups import KvGroups
 from kvmesh.core.turns import at_once
 from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.curves import Quadratic
-from kvmesh.policy.measurement import MeanAnswer, ServingMeter
+from kvmesh.policy.measurement import REACH, MeanAnswer, ServingMeter
 from kvmesh.policy.prfaas import ServingProfile
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 
@@ -208,3 +208,11 @@ def test_what_a_hybrid_hands_off_grows_by_its_full_group_alone() -> None:
     assert serving is not None
     assert serving.kv_bytes(32) == LAYOUT.block_bytes * (2 + 2 + 3)
     assert serving.kv_bytes(6400) == LAYOUT.block_bytes * (400 + 4 + 3)
+
+
+def test_a_speed_tells_of_prompts_that_are_not_much_longer_than_the_measured_ones() -> None:
+    meter = ServingMeter(FAR)
+    assert meter.reach_tokens == 0.0
+    for num_tokens in (100, 300):
+        meter.note_prompt(num_tokens, is_far=False)
+    assert meter.reach_tokens == REACH * 200
