@@ -13,12 +13,8 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.errors import DeadlineError, KvMeshError, RefusedError
 from kvmesh.core.types import RefusalReason
 
-_FINAL = {
-    # The same request would be refused again, or its time is over.
-    RefusalReason.TOO_LONG,
-    RefusalReason.INVALID,
-    RefusalReason.DEADLINE,
-}
+_FINAL = {RefusalReason.TOO_LONG, RefusalReason.INVALID}
+"""The same request would be refused again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +58,12 @@ class RetryPolicy:
         backoff = min(self.max_s, self.initial_s * 2 ** (attempt - 1))
         wait = rng.uniform(0.0, backoff)
         if isinstance(error, RefusedError):
-            if error.refusal.reason in _FINAL:
+            refusal = error.refusal
+            is_over = refusal.reason is RefusalReason.DEADLINE and not refusal.retry_after_ms
+            if is_over or refusal.reason in _FINAL:
                 return None
             # The server knows best when it has room; the jitter on top keeps clients apart.
-            wait += error.refusal.retry_after_ms / 1000
+            wait += refusal.retry_after_ms / 1000
         if remaining_s is not None and wait >= remaining_s:
             return None
         return wait

@@ -58,6 +58,13 @@ def test_the_servers_hint_is_a_lower_bound() -> None:
     assert 3.0 <= wait <= 3.2
 
 
+def test_what_would_be_late_now_may_be_in_time_later() -> None:
+    late = RefusedError(Refusal(RefusalReason.DEADLINE, "others first", retry_after_ms=3000))
+    wait = _wait(late)
+    assert wait is not None
+    assert 3.0 <= wait <= 3.2
+
+
 def test_no_wait_beyond_the_deadline() -> None:
     hint = RefusedError(Refusal(RefusalReason.BUSY, "busy", retry_after_ms=3000))
     assert _wait(hint, remaining_s=2.0) is None
