@@ -439,11 +439,11 @@ def test_the_time_to_judge_a_silent_part_of_the_fleet_grows_with_the_fleet_only(
     def seconds(num_each: int) -> float:
         fleet = Fleet(num_each=num_each)
         fleet.silent = {WorkerId(f"d{n}"): SILENT_S for n in range(num_each // 2)}
-        started = time.perf_counter()
+        started = time.process_time()
         found = fleet.judge()
-        took = time.perf_counter() - started
+        took = time.process_time() - started
         assert sum(each.fault is HealthReason.SILENT for each in found.values()) == num_each // 2
         return took
 
-    few, many = (min(seconds(count) for _ in range(3)) for count in (100, 1600))
-    assert many < 64 * few, "a comparison of all with all takes 256 times as long"
+    few, many = (min(seconds(count) for _ in range(5)) for count in (100, 1600))
+    assert many < 100 * few, "a comparison of all with all takes 256 times as long"
