@@ -172,5 +172,5 @@ def test_time_grows_with_the_size_only() -> None:
         assert "leads back to" in endless_schema(schema)
         return time.process_time() - begin
 
-    small = min(seconds(500) for _ in range(5))
-    assert min(seconds(8000) for _ in range(3)) < 100 * small, "squared it would be 256 times"
+    small = min(seconds(250) for _ in range(5))
+    assert min(seconds(4000) for _ in range(3)) < 100 * small, "squared it would be 256 times"
