@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.health import Health
-from kvmesh.core.turns import REST_FACTOR, in_turns
+from kvmesh.core.turns import in_turns, rest_s
 from kvmesh.core.types import RequestId, RouteQuery, WorkerId
 from kvmesh.policy.health import FINE, LOST_WINDOW_S, HealthBoard
 from kvmesh.telemetry.logs import event_logger
@@ -58,7 +58,7 @@ class FleetHealth:
             if silent or not self.is_quiet:
                 await self.judge(now, silent)
                 self._feed.changed()
-            pause_s = max(JUDGE_S, REST_FACTOR * (self._clock.now() - now))
+            pause_s = rest_s(JUDGE_S, self._clock.now() - now)
 
     def note_query(self, query: RouteQuery, now: float) -> None:
         """Notes what a query tells of workers. A loss or refusal counts once per request."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.peers import Peer, PeerReport
-from kvmesh.core.turns import REST_FACTOR, Parts, at_once, in_turns, is_turn_over
+from kvmesh.core.turns import Parts, at_once, in_turns, is_turn_over, rest_s
 from kvmesh.core.types import HostRoute, Role, WorkerId, WorkerInfo
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.peer_checks import (
@@ -118,8 +118,7 @@ class Peers:
                 began = self._clock.now()
                 self._news.clear()
                 is_awaited = await in_turns(self.looking())
-                took_s = self._clock.now() - began
-                await asyncio.sleep(max(GATHER_S, REST_FACTOR * took_s))
+                await asyncio.sleep(rest_s(GATHER_S, self._clock.now() - began))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S if is_awaited else None):
                         await self._news.wait()
@@ -169,8 +168,9 @@ class Peers:
             for number, pair in enumerate((yield from pairs_to_check(parties))):
                 if is_turn_over(number, PAIRS_IN_A_TURN):
                     yield
-                mine[pair] = self._state(pair, here)
-                keys.add(_key(pair, here))
+                key = _key(pair, here)
+                keys.add(key)
+                mine[pair] = self._state(pair, key, here)
             states |= mine
             # Nobody waits for a worker that is ejected or leaves.
             staying = [each for each in parties if not here[each.name].is_out]
@@ -186,14 +186,13 @@ class Peers:
         self._hold(holds)
         return bool(unreported) or CheckState.PENDING in states.values()
 
-    def _state(self, pair: Pair, here: Mapping[WorkerId, Standing]) -> CheckState:
+    def _state(self, pair: Pair, key: _CheckKey, here: Mapping[WorkerId, Standing]) -> CheckState:
         sender, receiver = (here[name] for name in pair)
         told = self._told.get(sender.info.worker_id)
         if told is None or told.incarnation != sender.info.incarnation:
             # Nothing is known of a remembered worker; one of an older version cannot check.
             return CheckState.VERIFIED if sender.is_here else CheckState.PENDING
         problem = told.results.get((receiver.info.worker_id, receiver.info.incarnation))
-        key = _key(pair, here)
         if problem is not None:
             self._asked_at.pop(key, None)
             return CheckState.FAILED if problem else CheckState.VERIFIED

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker, ModelDetail
-from kvmesh.core.turns import REST_FACTOR, WORKERS_IN_A_TURN, Parts, in_turns
+from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts, in_turns, rest_s
 from kvmesh.core.types import Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.allocation_loop import Allocation
@@ -151,7 +151,7 @@ class Planner:
             await asyncio.sleep(pause_s)
             began = self._clock.now()
             await self.cycle(may_order=await self._may_order())
-            pause_s = max(CYCLE_S, REST_FACTOR * (self._clock.now() - began))
+            pause_s = rest_s(CYCLE_S, self._clock.now() - began)
 
     async def _run_slow(self) -> None:
         while True:

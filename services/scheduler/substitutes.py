@@ -26,7 +26,7 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.empty_spare import Assignment
 from kvmesh.core.health import Health
 from kvmesh.core.launch import Launcher, LaunchError, LaunchSpec
-from kvmesh.core.turns import REST_FACTOR, WORKERS_IN_A_TURN
+from kvmesh.core.turns import WORKERS_IN_A_TURN, rest_s
 from kvmesh.core.types import Role, WorkerId, WorkerInfo
 from kvmesh.policy.health import REST_S
 from kvmesh.policy.substitute import START_S, Means, Member, Option, Paces, Place, substitutes
@@ -151,7 +151,7 @@ class Substitutes:
         while self._changes is not RoleChanges.OFF:
             version, began = self._fleet.version, self._clock.now()
             is_open = await self.look()
-            pause_s = max(GATHER_S, REST_FACTOR * (self._clock.now() - began))
+            pause_s = rest_s(GATHER_S, self._clock.now() - began)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if is_open else None):
                     await self._feed.wait_urgent_past(version)

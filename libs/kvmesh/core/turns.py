@@ -24,11 +24,20 @@ def is_turn_over(number: int, count: int = WORKERS_IN_A_TURN) -> bool:
 
 
 REST_FACTOR = 4.0
-"""A loop over the fleet pauses at least this multiple of the time that its last round took.
+"""Pause of a loop over the fleet, as a multiple of the time that its last round took."""
 
-So no loop takes more than a fifth of a process, however large the fleet, and less if others keep
-the process busy.
-"""
+
+def rest_s(least_s: float, took_s: float) -> float:
+    """Returns the seconds that a loop over the fleet pauses before its next round.
+
+    So no loop takes more than a fifth of a process, however large the fleet, and less if others
+    keep the process busy.
+
+    Args:
+        least_s: pause in a small fleet.
+        took_s: seconds that the last round took.
+    """
+    return max(least_s, REST_FACTOR * took_s)
 
 
 async def in_turns(work: Parts[Made]) -> Made:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.pace import StepPace
 from kvmesh.core.summary_statistics import mean
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts, at_once, is_turn_over
+from kvmesh.core.turns import Parts, at_once, is_turn_over
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.groups import GroupKey, shares_of_groups
 from kvmesh.policy.pdserve import InstanceProfile, RatioStep
@@ -46,10 +46,10 @@ class RoleWork:
     def cycle(self, now: float) -> Parts[RoleCycle]:
         """Runs the cycle in parts."""
         readings: list[WorkerReading] = []
-        for each in self.members:
-            readings.append(self.loop.read(each.info, each.load, self.share))
-            if len(readings) % WORKERS_IN_A_TURN == 0:
+        for number, each in enumerate(self.members):
+            if is_turn_over(number):
                 yield
+            readings.append(self.loop.read(each.info, each.load, self.share))
         return (yield from self.loop.cycle(readings, now))
 
 

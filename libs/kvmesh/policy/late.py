@@ -12,7 +12,7 @@ from kvmesh.core.types import Refusal, RefusalReason, Role, RouteCause, RoutePla
 from kvmesh.policy.view import FleetView, WorkerView
 
 LEAST_RETRY_MS = 100
-"""Shortest time after which a client is told to try again."""
+"""Minimum `Retry-After` of such a refusal, in milliseconds."""
 
 
 def late_refusal(route: RoutePlan, view: FleetView, query: RouteQuery) -> Refusal | None:

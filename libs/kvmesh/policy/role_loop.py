@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.turns import WORKERS_IN_A_TURN, Parts
+from kvmesh.core.turns import Parts, is_turn_over
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.core.values import quick
 from kvmesh.policy.load_score import (
@@ -203,10 +203,10 @@ class RoleLoop:
         for rest in self._rests.values():
             rest.cycle()
         scored: list[ScoredWorker] = []
-        for each in readings:
-            scored.append(self._score(each, now))
-            if len(scored) % WORKERS_IN_A_TURN == 0:
+        for number, each in enumerate(readings):
+            if is_turn_over(number):
                 yield
+            scored.append(self._score(each, now))
         yield
         fleet = fleet_score(scored)
         yield
