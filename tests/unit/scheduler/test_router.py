@@ -16,6 +16,7 @@ from kvmesh.core.types import (
     BlockHash,
     Placement,
     Refusal,
+    RefusalReason,
     RequestId,
     Role,
     RoutePlan,
@@ -25,6 +26,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy import gathering
 from kvmesh.policy.joint_choice import JointReason
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.telemetry import tracing
 from kvmesh.telemetry.sdk_spans import SdkSpans
 from services.scheduler.fleet import Fleet, Membership
@@ -320,3 +322,22 @@ async def test_a_query_does_not_wait_for_lookups_of_another_model() -> None:
 def joint_count(reason: str) -> float:
     name = "kvmesh_scheduler_joint_requests_total"
     return REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+async def test_prompts_that_would_be_late_give_way_though_no_prefix_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(3.0)
+    infos = [worker_info("p0"), worker_info("p1"), worker_info("d0", Role.DECODE)]
+    members = [fleet.register(info, 0.0) for info in infos]
+    parts = Parts(fleet)
+    monkeypatch.setattr(parts.planner, "pace", lambda _model: FetchPace(token_s=0.001))
+    asked = query(3000, ttft_budget_ms=2000)
+    assert isinstance(await parts.router.route(asked, ""), RoutePlan), "nobody is delayed"
+    assert isinstance(members[1], Membership)
+    fleet.report(members[1], WorkerLoad(blocks_free=512, pending_tokens=500), 0.0)
+    refused = await parts.router.route(asked, "")
+    assert isinstance(refused, Refusal)
+    assert refused.reason is RefusalReason.DEADLINE
+    reading = replace(asked, ttft_budget_ms=0)
+    assert isinstance(await parts.router.route(reading, ""), RoutePlan)
