@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
+import time
 from pathlib import Path
 
+from tests.chaos.load import a_prompt
 from tests.e2e.api_client import ApiClient
 from tests.mesh_processes import fake_tokens, running_mesh
 
@@ -62,6 +65,42 @@ async def test_answers_of_several_choices_are_whole_or_refused(tmp_path: Path) -
             found = [answer.choices[index].token_ids for index in range(3)]
             assert found == [fake_tokens(prompt, 5)] * 3
         assert 1 <= sum(answer.ok for answer in answers) < NUM_REQUESTS
+        await mesh.idle()
+
+
+async def test_prompts_that_would_be_late_are_refused_at_once(tmp_path: Path) -> None:
+    """By the scheduler, from the measured speed of real engines; others get the same tokens."""
+    draw = random.Random(3)
+
+    def prompt() -> list[int]:
+        return a_prompt(draw, 400, 450)
+
+    async with (
+        running_mesh(tmp_path, 1, 1, engine="kvmesh") as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        waits: list[float] = []
+        ends_at = time.monotonic() + 4.0  # speeds are measured once a second
+        while time.monotonic() < ends_at:
+            waits.append((await client.streamed(prompt(), max_tokens=1)).waited_s)
+        limit_s = 4 * sorted(waits)[len(waits) // 2]
+        headers = {"x-slo-ttft-ms": str(round(1000 * limit_s))}
+        prompts = [prompt() for _ in range(NUM_REQUESTS)]
+        answers = await asyncio.gather(
+            *(client.streamed(each, headers=headers, max_tokens=5) for each in prompts)
+        )
+        refused = [each for each in answers if not each.ok]
+        assert {each.status for each in refused} == {503}
+        early = [a for a in refused if a.headers["x-kvmesh-refusal"] == "scheduler-deadline"]
+        assert early
+        assert all(int(each.headers["Retry-After"]) >= 1 for each in early)
+        assert min(each.waited_s for each in early) < limit_s / 2
+        assert any(each.ok for each in answers)
+        await mesh.idle()
+        for asked, answer in zip(prompts, answers, strict=True):
+            if answer.ok:
+                again = await client.streamed(asked, max_tokens=5, cache_salt="alone")
+                assert answer.token_ids == again.token_ids
         await mesh.idle()
 
 

@@ -39,8 +39,8 @@ def late_refusal(route: RoutePlan, view: FleetView, query: RouteQuery) -> Refusa
     if expected_s <= budget_s or not _others_compute(view, query):
         return None
     message = (
-        f"its first token is expected after {expected_s:.1f} s, its limit is {budget_s:.1f} s, and "
-        "other prompts are being computed"
+        f"its first token is expected in {1000 * expected_s:.0f} ms, {query.ttft_budget_ms} ms of "
+        "its limit are left, and other prompts are being computed"
     )
     retry_ms = max(round(1000 * (expected_s - budget_s)), LEAST_RETRY_MS)
     return Refusal(RefusalReason.DEADLINE, message, retry_after_ms=retry_ms)

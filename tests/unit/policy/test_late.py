@@ -49,7 +49,7 @@ def test_a_prompt_that_would_be_late_gives_way_to_others() -> None:
     refused = late_refusal(plan(), BUSY, WITH_LIMIT)
     assert isinstance(refused, Refusal)
     assert refused.reason is RefusalReason.DEADLINE
-    assert "after 3.0 s, its limit is 2.0 s" in refused.message
+    assert "in 3000 ms, 2000 ms of its limit are left" in refused.message
     assert refused.retry_after_ms == 1000
 
 
