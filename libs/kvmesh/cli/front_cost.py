@@ -1,7 +1,7 @@
 """Measures the CPU time of a running stack outside its engines: per request, token and refusal.
 
-Measured are the front (gateway, scheduler, kvmanager, Redis and the measuring client) and the
-workers' event loops, which delay their steps.
+Measured are the front (gateway, scheduler, kvmanager, Redis and the measuring client), the workers'
+event loops, which delay their steps, and the share of a step in which the engine computes.
 
 Tests: tests/unit/cli/test_front_cost.py.
 """
@@ -22,22 +22,26 @@ from kvmesh.core.cores import usable_cores
 from kvmesh.sim.profile import Front, Loop
 
 PREFILL, DECODE, FRONT = "services.prefill", "services.decode", "front"
+ENGINE = "engine"
 _OFFERS = "kvmesh_gateway_prefill_offers_sum"
 
 LONE_REQUESTS, LONE_TOKENS = 20, 2
-STREAMS, STREAM_TOKENS = 4, 256
+STREAMS, STREAM_TOKENS = 4, 512
 CROWD_USERS, CROWD_S = 12, 5.0
 SHORT_LENGTH, LONG_LENGTH = 4, 512
 """Loads: lone requests, a batch with long answers, and more users than there are slots."""
 
+LEAST_CORES = 0.05
+"""Minimum of the cores in decode steps: an engine that computes on a device uses hardly any."""
+
 
 def cpu_s() -> dict[str, float]:
-    """Returns the CPU seconds so far of the front and of the loops of prefill and decode workers.
+    """Returns the CPU seconds so far of the front, of the workers' loops, and of decode engines.
 
     The front is this process, and all processes of the stack that started it except workers. A
-    worker's loop is its main thread.
+    worker's loop is its main thread, a decode worker's engine has the other ones.
     """
-    total = dict.fromkeys((FRONT, PREFILL, DECODE), 0.0)
+    total = dict.fromkeys((FRONT, PREFILL, DECODE, ENGINE), 0.0)
     root = psutil.Process(os.getppid())
     for process in (root, *root.children(recursive=True)):
         try:
@@ -47,8 +51,10 @@ def cpu_s() -> dict[str, float]:
                 times = process.cpu_times()
                 total[FRONT] += times.user + times.system
             else:
-                main = [each for each in process.threads() if each.id == process.pid]
-                total[role] += sum(each.user_time + each.system_time for each in main)
+                for each in process.threads():
+                    name = role if each.id == process.pid else ENGINE
+                    if name is not ENGINE or role is DECODE:
+                        total[name] += each.user_time + each.system_time
         except psutil.NoSuchProcess:
             continue
     return total
@@ -104,10 +110,13 @@ def fit_front(
     return Front(cores, request_s, token_s, ask_s, prompt_token_s, idle_cores)
 
 
-def fit_loop(prefill: Front, decode: Front) -> Loop:
+def fit_loop(prefill: Front, decode: Front, streams: Span) -> Loop:
     """Returns the costs of workers outside their steps, from the costs of their loops.
 
     A loop's work per step is included in the measured step.
+
+    Args:
+        streams: of the decode worker's loop.
     """
     return Loop(
         prefill.request_s,
@@ -115,7 +124,13 @@ def fit_loop(prefill: Front, decode: Front) -> Loop:
         prefill.ask_s,
         prefill.prompt_token_s,
         decode.prompt_token_s,
+        streams.beyond(decode.idle_cores) / streams.seconds,
     )
+
+
+def cores_in_steps(streams: Span) -> float:
+    """Returns the cores that an engine uses while it decodes."""
+    return min(max(streams.cpu_s / streams.seconds, LEAST_CORES), 1.0)
 
 
 async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[str, Span]:
@@ -134,8 +149,8 @@ async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[
     }
 
 
-async def measure_front(client: StackClient) -> tuple[Front, Loop]:
-    """Measures the front and the workers' loops; takes about 15 seconds."""
+async def measure_front(client: StackClient) -> tuple[Front, Loop, float]:
+    """Measures the front, the workers' loops, and the cores in decode steps; takes 15 seconds."""
 
     async def nothing() -> int:
         await asyncio.sleep(2.0)
@@ -169,8 +184,10 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop]:
     costs = {
         name: fit_front(each, lone[name], long[name], streams[name], crowded[name], cores)
         for name, each in idle.items()
+        if name != ENGINE
     }
-    front, loop = costs[FRONT], fit_loop(costs[PREFILL], costs[DECODE])
+    front, loop = costs[FRONT], fit_loop(costs[PREFILL], costs[DECODE], streams[DECODE])
+    step_cores = cores_in_steps(streams[ENGINE])
     sys.stderr.write(
         f"before the workers: {1000 * front.request_s:.2f} ms a request, "
         f"{1e6 * front.prompt_token_s:.1f} us a prompt token, "
@@ -178,5 +195,6 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop]:
         f"workers beside steps: {1000 * loop.prompt_s:.2f} ms a prompt, "
         f"{1e6 * (loop.prompt_token_s + loop.decode_token_s):.1f} us a prompt token, "
         f"{1000 * loop.decode_s:.2f} ms a decode, {1000 * loop.ask_s:.2f} ms a refusal\n"
+        f"a worker in decode steps: {step_cores:.2f} cores, its loop {loop.step_cores:.2f}\n"
     )
-    return front, loop
+    return front, loop, step_cores

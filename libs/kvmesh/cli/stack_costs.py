@@ -8,12 +8,13 @@ Tests: tests/unit/cli/test_stack_costs.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import aiohttp
@@ -35,16 +36,15 @@ TIMEOUT_S = 300.0
 
 TINY = 4
 LENGTHS = (64, 128, 256, 512, 1024)
-REPEATS = 7
+ROUNDS, REPEATS = 5, 3
+"""Rounds of all measurements, and how often each prompt is measured in a round."""
 BATCHES = (1, 4, 8)
 LONG_CONTEXT = 768
 OUTPUT = 256
 MIN_TOKENS = 32
 """Minimum tokens of each sequence while all generate, for a valid measurement of a step."""
 
-TRIES = 5
-
-STEP_REPEATS = 3
+TRIES = 15
 
 SHARED_BATCH = 4
 SHARED_LENGTH = 512
@@ -88,20 +88,21 @@ def steps_of(timings: Sequence[Timing], input_tokens: int) -> StepSample | None:
 
 
 async def measure_step(client: StackClient, batch: int, input_tokens: int) -> StepSample:
-    """Measures the step of a batch of equal sequences; the median of several.
+    """Measures the step of a batch of equal sequences.
 
     Raises:
         RuntimeError: the machine is too busy to have them generate at the same time.
     """
-    found: list[StepSample] = []
-    for _ in range(TRIES * STEP_REPEATS):
-        seen = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
-        found += [] if seen is None else [seen]
-        if len(found) == STEP_REPEATS:
-            median = sorted(found, key=lambda each: each.step_s)[STEP_REPEATS // 2]
-            sys.stderr.write(f"batch of {batch}: a step takes {1000 * median.step_s:.2f} ms\n")
-            return median
+    for _ in range(TRIES):
+        found = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
+        if found is not None:
+            return found
     raise RuntimeError(f"{batch} sequences did not generate together: the machine is too busy")
+
+
+def median_step(samples: Sequence[StepSample]) -> StepSample:
+    """Returns the median of measurements of one batch."""
+    return sorted(samples, key=lambda each: each.step_s)[len(samples) // 2]
 
 
 def fit_decode(samples: Sequence[StepSample], long: StepSample) -> DecodeCost:
@@ -156,31 +157,21 @@ def beside_of(decoding: Sequence[Timing], prompts: Sequence[Timing]) -> Beside |
 
 
 async def measure_beside(client: StackClient) -> Beside:
-    """Measures prompts one after the other beside a batch that generates; medians of several runs.
+    """Measures prompts one after the other beside a batch that generates.
 
     Raises:
         RuntimeError: the machine is too busy for both at a time.
     """
-    seen: list[Beside] = []
-    began, cpu = time.perf_counter(), cpu_s()[FRONT]
-    for _ in range(TRIES * STEP_REPEATS):
+    for _ in range(TRIES):
+        began, cpu = time.perf_counter(), cpu_s()[FRONT]
         decoding = asyncio.create_task(client.together(SHARED_BATCH, TINY, SHARED_OUTPUT))
         prompts: list[Timing] = []
         while not decoding.done():
             prompts += await client.together(1, SHARED_LENGTH, 2)
-        once = beside_of(await decoding, prompts)
-        seen += [] if once is None else [once]
-        if len(seen) == STEP_REPEATS:
-            found = Beside(
-                statistics.median(each.first_s for each in seen),
-                statistics.median(each.step_s for each in seen),
-                (cpu_s()[FRONT] - cpu) / (time.perf_counter() - began),
-            )
-            sys.stderr.write(
-                f"beside each other: a prompt of {SHARED_LENGTH} {1000 * found.first_s:.1f} ms, "
-                f"a step of {SHARED_BATCH} {1000 * found.step_s:.2f} ms\n"
-            )
-            return found
+        found = beside_of(await decoding, prompts)
+        if found is not None:
+            front_cores = (cpu_s()[FRONT] - cpu) / (time.perf_counter() - began)
+            return dataclasses.replace(found, front_cores=front_cores)
     raise RuntimeError("prompts and steps were not at the same time: the machine is too busy")
 
 
@@ -193,6 +184,7 @@ class Measured:
         handoff_s: from the first token of a lone prompt to its second, by its length.
         beside: the same prompts and steps while both are computed at once.
         spread: relative deviation of the time to the first token of equal prompts.
+        step_cores: cores that the engine uses in decode steps.
     """
 
     first_s: dict[int, float]
@@ -203,6 +195,7 @@ class Measured:
     front: Front
     loop: Loop
     spread: float = 0.0
+    step_cores: float = 1.0
 
     @property
     def overhead_s(self) -> float:
@@ -210,24 +203,73 @@ class Measured:
         return max(self.first_s[TINY] - self.short[0].step_s, 0.0)
 
 
+@dataclass(slots=True)
+class Rounds:
+    """Measurements of all rounds: of prompts by length, of steps by batch and length."""
+
+    prompts: dict[int, list[Timing]] = field(default_factory=dict)
+    steps: dict[tuple[int, int], list[StepSample]] = field(default_factory=dict)
+    beside: list[Beside] = field(default_factory=list)
+
+    async def add(self, client: StackClient) -> None:
+        """Makes each measurement once, one at a time."""
+        for length in (TINY, *LENGTHS):
+            for _ in range(REPEATS):
+                self.prompts.setdefault(length, []).extend(await client.together(1, length, 3))
+        for batch, length in (*((each, TINY) for each in BATCHES), (BATCHES[1], LONG_CONTEXT)):
+            found = await measure_step(client, batch, length)
+            self.steps.setdefault((batch, length), []).append(found)
+        self.beside.append(await measure_beside(client))
+
+    def first_s(self, length: int) -> float:
+        """Median seconds to the first token of a prompt."""
+        return statistics.median(each.ttft_s for each in self.prompts[length])
+
+    def handoff_s(self, length: int) -> float:
+        """Median seconds from the first token of a prompt to the second one."""
+        times = self.prompts[length]
+        return statistics.median(each.token_s[1] - each.token_s[0] for each in times)
+
+    @property
+    def spread(self) -> float:
+        """See `Measured`."""
+        times = self.prompts.values()
+        return statistics.median(spread_of([each.ttft_s for each in equal]) for equal in times)
+
+    @property
+    def median_beside(self) -> Beside:
+        """Median of each part."""
+        parts = zip(*map(astuple, self.beside), strict=True)
+        return Beside(*map(statistics.median, parts))
+
+
 async def measure(client: StackClient) -> Measured:
-    """Makes all measurements, one at a time; takes about a minute."""
+    """Makes all measurements, in rounds since the machine may be slower for a while; takes about
+    two minutes.
+    """
     await client.together(2, LENGTHS[-1], 8)  # warm
-    first: dict[int, float] = {}
-    handoff: dict[int, float] = {}
-    spreads: list[float] = []
-    for length in (TINY, *LENGTHS):
-        timings = [(await client.together(1, length, 3))[0] for _ in range(REPEATS)]
-        first[length] = statistics.median(each.ttft_s for each in timings)
-        handoff[length] = statistics.median(each.token_s[1] - each.token_s[0] for each in timings)
-        spreads.append(spread_of([each.ttft_s for each in timings]))
-        sys.stderr.write(f"prompt of {length}: first token after {1000 * first[length]:.1f} ms\n")
-    short = [await measure_step(client, batch, TINY) for batch in BATCHES]
-    long = await measure_step(client, BATCHES[1], LONG_CONTEXT)
-    beside = await measure_beside(client)
-    front, loop = await measure_front(client)
-    spread = statistics.median(spreads)
-    return Measured(first, handoff, tuple(short), long, beside, front, loop, spread)
+    rounds = Rounds()
+    for number in range(ROUNDS):
+        sys.stderr.write(f"round {number + 1} of {ROUNDS}\n")
+        await rounds.add(client)
+    first = {length: rounds.first_s(length) for length in rounds.prompts}
+    handoff = {length: rounds.handoff_s(length) for length in rounds.prompts}
+    for length, seconds in first.items():
+        sys.stderr.write(f"prompt of {length}: first token after {1000 * seconds:.1f} ms\n")
+    steps = [median_step(each) for each in rounds.steps.values()]
+    for step in steps:
+        sys.stderr.write(
+            f"batch of {step.batch} with {step.context:.0f} tokens: "
+            f"a step takes {1000 * step.step_s:.2f} ms\n"
+        )
+    beside = rounds.median_beside
+    sys.stderr.write(
+        f"beside each other: a prompt of {SHARED_LENGTH} {1000 * beside.first_s:.1f} ms, "
+        f"a step of {SHARED_BATCH} {1000 * beside.step_s:.2f} ms\n"
+    )
+    front, loop, cores = await measure_front(client)
+    short, long = tuple(steps[:-1]), steps[-1]
+    return Measured(first, handoff, short, long, beside, front, loop, rounds.spread, cores)
 
 
 def spread_of(times_s: Sequence[float]) -> float:
@@ -311,12 +353,12 @@ def stack_record(
 def _sharing(measured: Measured, decode: DecodeCost, prefill: Interpolated) -> Sharing:
     beside = measured.beside
     alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
+    alone = Sharing(1.0, 1.0, measured.front, measured.loop, measured.step_cores)
     # The front's use of the cores slowed both measurements; it is not part of their costs.
-    crowded = crowding(1, 1, beside.front_cores, measured.front.cores)
+    crowded = crowding(1, 1, beside.front_cores, alone)
     first_s = (beside.first_s - measured.overhead_s) / crowded[Work.PROMPT]
-    return Sharing(
-        max(first_s / prefill(SHARED_LENGTH), 1.0),
-        max(beside.step_s / crowded[Work.STEPS] / alone_s, 1.0),
-        measured.front,
-        measured.loop,
+    return dataclasses.replace(
+        alone,
+        prefill=max(first_s / prefill(SHARED_LENGTH), 1.0),
+        decode=max(beside.step_s / crowded[Work.STEPS] / alone_s, 1.0),
     )

@@ -140,6 +140,7 @@ class Loop:
         decode_s: seconds per request that it reserves for and decodes, without its steps.
         ask_s: seconds per request that it refuses.
         prompt_token_s, decode_token_s: further seconds of the first two per token of the prompt.
+        step_cores: cores that it uses while the worker is in decode steps.
     """
 
     prompt_s: float
@@ -147,6 +148,7 @@ class Loop:
     ask_s: float
     prompt_token_s: float = 0.0
     decode_token_s: float = 0.0
+    step_cores: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +160,15 @@ class Sharing:
         decode: factor on the time of a decode step, likewise.
         front: processor time of gateway, scheduler and client there; None: negligible.
         loop: time of each worker's event loop; None: negligible.
+        step_cores: cores that the thread of decode steps uses on a host of its own; the rest of
+            the time it waits for the event loop.
     """
 
     prefill: float
     decode: float
     front: Front | None = None
     loop: Loop | None = None
+    step_cores: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,15 @@ def parse_profile(fields: Fields) -> Profile:
 
 
 def _sharing(fields: Fields) -> Sharing:
-    fields.only("prefill", "decode", "front", "loop")
+    fields.only("prefill", "decode", "front", "loop", "step_cores")
     front = _front(fields.child("front")) if fields.has("front") else None
     loop = _loop(fields.child("loop")) if fields.has("loop") else None
-    found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop)
+    step_cores = fields.number("step_cores") if fields.has("step_cores") else 1.0
+    found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop, step_cores)
     if min(found.prefill, found.decode) < 1:
         raise ConfigError(f"{fields.path}: workers cannot compute faster beside others: {found}")
+    if not 0 < step_cores <= 1:
+        raise ConfigError(f"{fields.path}: step_cores are more than 0 and at most 1: {found}")
     return found
 
 
@@ -108,7 +111,7 @@ def _front(fields: Fields) -> Front:
     return found
 
 
-_LOOP_MORE = ("prompt_token_s", "decode_token_s")
+_LOOP_MORE = ("prompt_token_s", "decode_token_s", "step_cores")
 _FRONT_MORE = ("prompt_token_s", "idle_cores")
 """Entries that files of earlier versions do not have."""
 

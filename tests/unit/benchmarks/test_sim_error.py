@@ -16,12 +16,14 @@ from benchmarks.sim_error import agreement, compared, main, targets
 from benchmarks.sim_error_load import (
     LENGTHS,
     PLACED,
+    PROBES,
     Arrival,
     Stack,
     arrivals,
     measured,
     metrics,
     prompt_of,
+    send_at_speed,
     warming,
 )
 from benchmarks.sim_error_model import simulated, simulated_rate
@@ -128,6 +130,51 @@ def test_an_order_that_one_seed_turns_round_is_none() -> None:
     live[1]["loads"][0]["by_seed"][1]["ttft p50"] = 90.0
     alike, apart = agreement(live, [*said("a", 1.0), *said("b", 2.0)])
     assert (alike, apart) == (3, 3)
+
+
+class Machine:
+    """A client of a stack on a machine that is slower for a while.
+
+    Args:
+        steps_s: seconds of a lone decode step at each look.
+    """
+
+    def __init__(self, *steps_s: float) -> None:
+        self._steps = iter(steps_s)
+        self._left = 0
+        self._step_s = 0.0
+        self.num_sent = 0
+
+    async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
+        assert count == 1
+        if not self._left:
+            self._step_s, self._left = next(self._steps), PROBES
+        self._left -= 1
+        times = tuple(0.1 + self._step_s * number for number in range(output_tokens))
+        return [Timing(0.0, times, "aggregated")]
+
+    async def complete_prompt(self, prompt: list[int], output_tokens: int) -> Timing | None:
+        self.num_sent += 1
+        return Timing(0.0, (float(self.num_sent), self.num_sent + 1.0), "aggregated")
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "num_sent", "kept", "slower"),
+    [
+        ((2.0, 2.2), 1, 1.0, 1.1),
+        ((2.0, 3.0, 2.0, 2.2), 3, 3.0, 1.1),
+        ((3.0, 2.6, 2.8, 3.2), 3, 2.0, 1.4),
+    ],
+    ids=["at speed", "again until it is as fast", "the fastest of all"],
+)
+async def test_a_load_counts_if_the_machine_was_as_fast_as_in_the_profile(
+    steps_ms: tuple[float, ...], num_sent: int, kept: float, slower: float
+) -> None:
+    machine: Any = Machine(*(each / 1000 for each in steps_ms))
+    found = await send_at_speed(machine, [Arrival(0.0, 64)], 1, 0.002)
+    assert machine.num_sent == num_sent
+    assert [each.token_s[0] for each in found.timings] == [kept]
+    assert found.slower == pytest.approx(slower)
 
 
 def test_what_was_measured_is_simulated_again_to_the_same_rows(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import pytest
 
 from kvmesh.cli.front_cost import (
     FRONT,
+    LEAST_CORES,
     LONG_LENGTH,
     SHORT_LENGTH,
     Span,
+    cores_in_steps,
     cpu_s,
     fit_front,
     fit_loop,
@@ -60,4 +62,10 @@ def test_time_of_this_process_counts() -> None:
 
 def test_what_a_loop_does_for_steps_is_theirs() -> None:
     prefill, decode = Front(2.0, 0.003, 0.0, 0.0004, 2e-6), Front(2.0, 0.002, 0.0002, 0.0, 1e-6)
-    assert fit_loop(prefill, decode) == Loop(0.003, 0.002, 0.0004, 2e-6, 1e-6)
+    streams = Span(2.0, 0.4, 4, 2048)
+    assert fit_loop(prefill, decode, streams) == Loop(0.003, 0.002, 0.0004, 2e-6, 1e-6, 0.2)
+
+
+@pytest.mark.parametrize(("cpu_s", "cores"), [(1.5, 0.75), (2.2, 1.0), (0.0, LEAST_CORES)])
+def test_an_engine_uses_one_core_at_most_while_it_decodes(cpu_s: float, cores: float) -> None:
+    assert cores_in_steps(Span(2.0, cpu_s, 4, 2048)) == cores

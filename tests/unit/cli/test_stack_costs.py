@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -12,15 +13,18 @@ from kvmesh.cli.stack_costs import (
     LENGTHS as PROFILED,
 )
 from kvmesh.cli.stack_costs import (
+    LONG_CONTEXT,
     SHARED_BATCH,
     SHARED_LENGTH,
     SHARED_OUTPUT,
     TINY,
     Beside,
     Measured,
+    Rounds,
     StepSample,
     beside_of,
     fit_decode,
+    median_step,
     spread_of,
     stack_record,
     steps_of,
@@ -76,6 +80,43 @@ def test_step_is_measured_while_all_generate() -> None:
     assert found is not None
     assert found.step_s == pytest.approx(0.01, rel=0.03)
     assert (found.batch, found.context) == (2, 2 * (10 + 50))
+
+
+class Slowing:
+    """A client of a stack whose machine is three times slower in the second of three rounds."""
+
+    def __init__(self) -> None:
+        self.round = 0
+        self.now = 0.0
+
+    async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
+        times = 3.0 if self.round == 1 else 1.0
+        first_s, step_s = times * 0.001 * input_tokens, times * 0.002 * count
+        began = self.now
+        is_long = output_tokens == SHARED_OUTPUT
+        self.now += 0.0 if is_long else first_s
+        for _ in range(6 if is_long else 1):  # prompts come meanwhile
+            await asyncio.sleep(0)
+        token_s = tuple(began + first_s + step_s * number for number in range(output_tokens))
+        return [Timing(began, token_s, "disaggregated") for _ in range(count)]
+
+
+async def test_a_slow_round_changes_no_median() -> None:
+    client: Any = Slowing()
+    rounds = Rounds()
+    for number in range(3):
+        client.round = number
+        await rounds.add(client)
+    assert rounds.first_s(512) == pytest.approx(0.512)
+    assert rounds.handoff_s(512) == pytest.approx(0.002)
+    assert {key: median_step(each).step_s for key, each in rounds.steps.items()} == {
+        (1, TINY): pytest.approx(0.002),
+        (4, TINY): pytest.approx(0.008),
+        (8, TINY): pytest.approx(0.016),
+        (4, LONG_CONTEXT): pytest.approx(0.008),
+    }
+    assert rounds.median_beside.first_s == pytest.approx(0.512)
+    assert rounds.spread == pytest.approx(0.0)
 
 
 def test_no_step_without_time_together() -> None:
