@@ -127,8 +127,12 @@ def prompt_of(arrival: Arrival, draw: random.Random) -> list[int]:
     return head + [draw.randrange(*VOCAB) for _ in range(arrival.tokens)]
 
 
-async def send(client: StackClient, load: Sequence[Arrival], seed: int) -> list[Timing]:
-    """Sends every request when it is due; those that were refused are left out."""
+async def send(client: StackClient, load: Sequence[Arrival], seed: str) -> list[Timing]:
+    """Sends every request when it is due; those that were refused are left out.
+
+    Args:
+        seed: of the prompts; they are new ones with each seed, behind the shared prefixes.
+    """
     draw = random.Random(seed)
     prompts = [prompt_of(each, draw) for each in load]
     started = time.perf_counter()
@@ -221,7 +225,7 @@ async def send_at_speed(
     tries: list[Sent] = []
     before_s = await lone_step_s(client)
     while len(tries) < TRIES:
-        timings = await send(client, load, seed)
+        timings = await send(client, load, f"{seed}, try {len(tries)}")
         after_s = await lone_step_s(client)
         tries.append(Sent(timings, max(before_s, after_s) / step_s))
         if tries[-1].slower <= MOST_SLOWER:
@@ -238,7 +242,7 @@ async def run(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     async with aiohttp.ClientSession(timeout=timeout) as session:
         client = StackClient(session, url, await find_model(url), seed)
         rate = arguments.rate or round(await sustained(client, SUSTAINED_S, seed), 2)
-        await send(client, warming(rate), WARM_SEED)
+        await send(client, warming(rate), str(WARM_SEED))
         loads: list[Row] = []
         for number, share in enumerate(arguments.loads):
             by_seed: list[Sent] = []

@@ -25,7 +25,7 @@ PREFILL, DECODE, FRONT = "services.prefill", "services.decode", "front"
 ENGINE = "engine"
 _OFFERS = "kvmesh_gateway_prefill_offers_sum"
 
-LONE_REQUESTS, LONE_TOKENS = 20, 2
+LONE_REQUESTS, LONE_TOKENS = 100, 2
 STREAMS, STREAM_TOKENS = 4, 512
 CROWD_USERS, CROWD_S = 12, 5.0
 SHORT_LENGTH, LONG_LENGTH = 4, 512
@@ -150,7 +150,7 @@ async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[
 
 
 async def measure_front(client: StackClient) -> tuple[Front, Loop, float]:
-    """Measures the front, the workers' loops, and the cores in decode steps; takes 15 seconds."""
+    """Measures the front, the workers' loops, and the cores in decode steps; takes half a minute."""
 
     async def nothing() -> int:
         await asyncio.sleep(2.0)

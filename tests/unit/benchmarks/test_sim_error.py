@@ -144,6 +144,7 @@ class Machine:
         self._left = 0
         self._step_s = 0.0
         self.num_sent = 0
+        self.prompts: list[list[int]] = []
 
     async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
         assert count == 1
@@ -155,6 +156,8 @@ class Machine:
 
     async def complete_prompt(self, prompt: list[int], output_tokens: int) -> Timing | None:
         self.num_sent += 1
+        assert prompt not in self.prompts, "it would be cached"
+        self.prompts.append(prompt)
         return Timing(0.0, (float(self.num_sent), self.num_sent + 1.0), "aggregated")
 
 
