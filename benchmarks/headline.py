@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks import one_box
 from benchmarks.gateway_systems import LOADER_ALONE
 from benchmarks.result import Row, table
 
@@ -126,6 +127,17 @@ def _phases(result: Result) -> tuple[str, str]:
     )
 
 
+def _one_box(result: Result) -> tuple[str, str]:
+    most = max(row["requests/s"] for row in result["rows"])
+
+    def show(system: str) -> str:
+        row = _row(result, system=system, **{"requests/s": most})
+        times = f"{row['TTFT p50 ms']:,.0f} / {row['TPOT p50 ms']:.1f} ms"
+        return f"{times}, {row['good']:.0%}"
+
+    return show(one_box.AUTO), f"{one_box.MIXED} {show(one_box.MIXED)}"
+
+
 def _at_rest(result: Result) -> tuple[str, str]:
     slowest = max(each["value"] for each in result["targets"] if each["name"].startswith("start"))
     return f"{_target(result, 'memory together, pss mib'):.0f} MiB, {slowest:.1f} s", "–"
@@ -178,6 +190,11 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
         "route_path",
         "route of a prompt of 30,000 tokens, p50 / p99: among 1,000 workers, among 10,000",
         _routes,
+    ),
+    (
+        "one_box",
+        "a prefill and a decode worker on one machine: TTFT / time per token, good requests",
+        _one_box,
     ),
     ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
 )

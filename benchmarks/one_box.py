@@ -1,10 +1,10 @@
 """What separating prefill from decode costs on one machine, against one worker that does both.
 
 A checkpoint of random weights is served four ways by `kvmesh up` on the same cores: by one worker
-with all of them; by one prefill and one decode worker with half of them each, where the scheduler
-places each request (`auto`); by the same with a thread for each core in each worker; and by workers
-with half of the cores and every prompt handed over. Each way gets the same Poisson load from
-`kvmesh bench serve`, in turns.
+with all of them; by one prefill and one decode worker which share them, where the scheduler places
+each request (`auto`); by the same with half of the cores for each worker, whatever the other one
+does; and by workers which share the cores, with every prompt handed over. Each way gets the same
+Poisson load from `kvmesh bench serve`, in turns.
 
     python -m benchmarks.one_box
     python -m benchmarks.one_box --rounds 1 --requests 8      # a quick look
@@ -35,7 +35,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 RATES = (0.4, 0.8)
 TTFT_MS, TPOT_MS = 3000, 200
 MIXED, AUTO, APART = "one mixed worker", "P/D 1+1, auto", "P/D 1+1, always handed over"
-SHARED = "P/D 1+1, auto, all cores each"
+DIVIDED = "P/D 1+1, auto, half of the cores each"
 ALLOWED_LOSS = 0.05
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -43,8 +43,8 @@ NOTES = (
     f"Llama of {SERVED_SHAPE.name} random weights with a vocabulary of {SERVED_SHAPE.vocab:,},"
     f" {PROMPT_TOKENS} random tokens in, {OUTPUT_TOKENS} out, greedy; Poisson arrivals, the same"
     " for all ways; medians of the rounds, of failed the most\n"
-    f"- {MIXED}: one decode worker with all cores; the others are two workers with half of them"
-    f" each, {SHARED} with all of them each\n"
+    f"- {MIXED}: one decode worker with all cores; the others are two workers, of which one that"
+    f" has work alone uses all cores, but in {DIVIDED} only its own\n"
     f"- good: answered with a first token within {TTFT_MS} ms and a mean time per token within"
     f" {TPOT_MS} ms, as a share of all"
 ).split("\n- ")
@@ -55,7 +55,7 @@ class Way:
     """How the machine is used.
 
     Attributes:
-        threads: computing threads of each worker; 0: the cores are divided among the workers.
+        threads: computing threads of each worker; 0: the workers with work share the cores.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Way:
 WAYS = (
     Way(MIXED, 0, "auto"),
     Way(AUTO, 1, "auto"),
-    Way(SHARED, 1, "auto", usable_cores()),
+    Way(DIVIDED, 1, "auto", max(usable_cores() // 2, 1)),
     Way(APART, 1, "disaggregated"),
 )
 

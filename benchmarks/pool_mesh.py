@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.result import ROOT
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.worker import Worker, build_worker
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_building import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig, SchedulerTargets

@@ -85,7 +85,8 @@ def in_stack(stack: Stack, command: Sequence[str]) -> None:
     Raises:
         subprocess.CalledProcessError: one of them failed.
     """
-    workers = ["--prefill", str(stack.prefill), "--decode", str(stack.decode)]
+    # The simulator's workers have one core each.
+    workers = ["--prefill", str(stack.prefill), "--decode", str(stack.decode), "--threads", "1"]
     run = ["--port", "0", "--run", shlex.join([sys.executable, *command])]
     up = [sys.executable, "-m", "kvmesh.cli", "up", *workers, *run]
     environment = {**os.environ, "KVMESH_ROUTING__POLICY": stack.policy}

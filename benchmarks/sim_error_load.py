@@ -48,7 +48,7 @@ WARM_S, WARM_SHARE, WARM_SEED = 12.0, 0.5, 1000
 """Requests that come before all loads, and count in none: workers have the shared prefixes then."""
 
 PROBES = 3
-MOST_SLOWER, TRIES = 1.15, 3
+MOST_SLOWER, TRIES = 1.15, 2
 """A load counts if lone steps before and after it took no longer than this, over those of the
 profile; else it is sent again, so often at most. Other tenants of a machine slow it for minutes."""
 

@@ -25,7 +25,8 @@ from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.runtime.app import ServiceContext, serving
-from kvmesh.runtime.worker import Worker, build_worker
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_building import build_worker
 from kvmesh.runtime.worker_config import (
     DataSection,
     EngineSection,

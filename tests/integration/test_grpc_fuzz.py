@@ -21,7 +21,8 @@ from kvmesh.core.config import environment
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.launcher import LauncherServicer
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.worker import Worker, build_worker
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_building import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.v1 import (

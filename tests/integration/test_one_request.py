@@ -15,7 +15,7 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.worker import build_worker
+from kvmesh.runtime.worker_building import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig, SchedulerTargets

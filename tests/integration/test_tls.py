@@ -21,7 +21,7 @@ from kvmesh.rpc.channels import MeshAccess, PeerTls, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.worker import build_worker
+from kvmesh.runtime.worker_building import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.v1.scheduler_service_pb2 import (

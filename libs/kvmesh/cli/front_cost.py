@@ -150,7 +150,7 @@ async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[
 
 
 async def measure_front(client: StackClient) -> tuple[Front, Loop, float]:
-    """Measures the front, the workers' loops, and the cores in decode steps; takes half a minute."""
+    """Measures the front, the workers' loops, and the cores in decode steps; takes 30 seconds."""
 
     async def nothing() -> int:
         await asyncio.sleep(2.0)

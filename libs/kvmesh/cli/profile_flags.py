@@ -19,7 +19,7 @@ they slow each other down on one host, and the costs of gateway and scheduler.""
 EXAMPLE = """\
 example: kvmesh profile --model models/pydoc-6m --out pydoc.json --plot pydoc.png
          kvmesh simulate --profile pydoc.json --fleet home:cpu:prefill:1,home:cpu:decode:1
-         kvmesh up --prefill 1 --decode 1 --run 'kvmesh profile --model models/pydoc-6m'"""
+         kvmesh up --threads 1 --run 'kvmesh profile --model models/pydoc-6m'"""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -73,6 +73,7 @@ class StackOptions:
         console_port: admin port of the gateway, with the console; 0 picks a free one.
         grpc_port: gRPC port of the gateway; 0 picks a free one.
         num_threads: computing threads of each engine, and of each of its ranks.
+        shares_cores: whether engines divide the cores among those that have work instead.
         drain_s: seconds that a service may finish its work when it is stopped.
         num_spare: number of spare workers, which replace lost ones.
         num_empty: number of spares that load a model only then.
@@ -108,6 +109,7 @@ class StackOptions:
     max_loras: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    shares_cores: bool = False
     others: tuple[OtherModel, ...] = ()
 
     @property
@@ -312,6 +314,7 @@ class _Planner:
             "engine.num-blocks": options.num_blocks,
             "engine.block-size": options.block_size,
             "engine.num-threads": options.num_threads,
+            "engine.cores-file": self.paths.state / "cores" if options.shares_cores else "",
             "engine.max-model-len": options.max_model_len,
         }
 

@@ -289,7 +289,7 @@ async def measure_stack(url: str) -> Measured:
     if not cpu_s()[PREFILL]:
         raise ConfigError(
             "the stack's workers do not run below the process that started this one; measure it "
-            "with kvmesh up --prefill 1 --decode 1 --run 'kvmesh profile --model DIR'"
+            "with kvmesh up --prefill 1 --decode 1 --threads 1 --run 'kvmesh profile --model DIR'"
         )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         return await measure(StackClient(session, url, await find_model(url), SEED))

@@ -89,6 +89,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
     model_name = arguments.model_name or served_name(str(model))
     others = _other_models(arguments, model_name)
     default_block_size = VLLM_BLOCK_SIZE if arguments.engine == "vllm" else BLOCK_SIZE
+    is_ours = (arguments.engine, arguments.device, sys.platform) == ("kvmesh", "cpu", "linux")
     return StackOptions(
         model=model,
         model_name=model_name,
@@ -110,6 +111,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
             * arguments.tensor_parallel
             * arguments.pipeline_parallel,
         ),
+        shares_cores=is_ours and not arguments.threads,
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
         console_port=ports.console,

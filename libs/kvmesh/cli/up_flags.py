@@ -96,7 +96,10 @@ def _add_engine_flags(made: argparse.ArgumentParser) -> None:
         choices=dtypes,
     )
     add_flag(made, "--device", "cpu", "device of the engine: cpu, cuda or cuda:N")
-    text = "computing threads per engine; 0: the cores, divided among the engines"
+    text = (
+        "computing threads per engine; 0: the cores, divided among all engines, or among those "
+        "that have work (engine kvmesh on the CPU, 128 MiB of weights or more)"
+    )
     add_flag(made, "--threads", 0, text, kind=count)
     add_flag(made, "--num-blocks", 1024, "KV blocks per worker", kind=positive_int)
     text = f"token positions per block; 0: 16, with vllm {VLLM_BLOCK_SIZE}"

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StepResult
+from kvmesh.engine.shared_cores import SharedCores
 from kvmesh.engine.step_watch import StepWatch
 
 
@@ -19,6 +20,7 @@ class EngineLoop:
 
     Args:
         on_step: called after every step with its duration in seconds.
+        cores: of a machine that it shares with other engines; None: its threads are fixed.
 
     Attributes:
         watch: durations of steps, on the event loop's clock.
@@ -29,10 +31,12 @@ class EngineLoop:
         core: EngineCore,
         runner: ModelRunner,
         on_step: Callable[[float], None] | None = None,
+        cores: SharedCores | None = None,
     ) -> None:
         self._core = core
         self._runner = runner
         self._on_step = on_step
+        self._cores = cores
         self.watch = StepWatch()
         self._wake = asyncio.Event()
         self._is_planning = False
@@ -68,6 +72,8 @@ class EngineLoop:
                 chunks = self._core.plan_step()
                 self._is_planning = False
                 if not chunks:
+                    if self._cores is not None:
+                        self._cores.rest()
                     await self._wake.wait()
                     continue
                 async with self._turn:
@@ -87,6 +93,8 @@ class EngineLoop:
             self._executor.shutdown(wait=True)
 
     def _compute(self, gone: Sequence[int], chunks: Sequence[SequenceChunk]) -> StepResult:
+        if self._cores is not None:
+            self._cores.begin_step()
         if gone:
             self._runner.forget(gone)
         return self._runner.execute(chunks)

@@ -16,7 +16,8 @@ from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.rpc.empty_registration import EmptyRegistration
 from kvmesh.runtime.app import ServiceContext
-from kvmesh.runtime.worker import Worker, build_worker
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_building import build_worker
 from kvmesh.runtime.worker_config import WorkerConfig, parse_role
 from kvmesh.runtime.worker_loading import Loading, process_s
 from kvmesh.runtime.worker_metrics import WorkerMetrics

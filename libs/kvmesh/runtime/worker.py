@@ -23,6 +23,7 @@ from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.shared_cores import SharedCores
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.policy.prompt_time import PromptTime
@@ -48,13 +49,11 @@ from kvmesh.runtime.worker_adapters import WorkerAdapters, started_adapters
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import WorkerConfig, parse_role
 from kvmesh.runtime.worker_detail import worker_detail
-from kvmesh.runtime.worker_loading import Loading, begin
-from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
+from kvmesh.runtime.worker_loading import Loading
+from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import make_pool, start_fetcher
 from kvmesh.runtime.worker_queries import answer_queries, start_queries
-from kvmesh.runtime.worker_runner import find_folder, load_runner, preload
-from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.runtime.worker_tiers import TierParts, make_outside, make_tiers, start_tiers
 from kvmesh.telemetry.logs import event_logger
@@ -78,6 +77,7 @@ class Worker:
         structures: StructureCompiler | None = None,
         *,
         loading: Loading,
+        cores: SharedCores | None = None,
     ) -> None:
         self._config = config
         self._loading = loading
@@ -117,7 +117,7 @@ class Worker:
         )
         self.tiers = make_tiers(config.tiers, tier_parts, make_outside(config.outside, runner.spec))
         self._structures = structures
-        self._loop = EngineLoop(self.core, runner, self._after_step)
+        self._loop = EngineLoop(self.core, runner, self._after_step, cores)
         self._copier.on_done = self._loop.wake
         self._starved = StarvedTime(partial(read_threads, os.getpid()))
         self._steps = StepMeter(config.engine.max_batch_tokens)
@@ -466,34 +466,3 @@ class Worker:
         tiers = self.tiers is None or self.tiers.is_idle
         tiers = tiers and (prefetches is None or not prefetches.num_running)
         return self.core.is_idle and roles and lent and self.fetcher.is_idle and tiers
-
-
-async def build_worker(
-    config: WorkerConfig,
-    context: ServiceContext,
-    metrics: WorkerMetrics | None = None,
-    loading: Loading | None = None,
-) -> Worker:
-    """Loads the model and builds a worker; `loading`: of an empty spare, else it begins here."""
-    log.info("loading_model", model=config.engine.model, device=config.engine.device)
-    folder = await asyncio.to_thread(find_folder, config.engine)
-    await asyncio.to_thread(preload, config.engine)
-    loading = loading or begin()
-    runner = await asyncio.to_thread(load_runner, config.engine, folder)
-    context.stack.callback(runner.close)
-    structures = await asyncio.to_thread(load_structures, folder, runner.spec)
-    if structures is not None:
-        context.stack.callback(structures.close)
-    metrics = metrics or WorkerMetrics()
-    worker = Worker(config, context, runner, metrics, structures, loading=loading)
-    await worker.start()
-    metrics.registry.register(EngineCollector(worker.core, runner.spec.name, worker.load))
-    log.info(
-        "worker_ready",
-        worker_id=worker.worker_id,
-        model=runner.spec.name,
-        num_blocks=runner.kv.num_blocks,
-        block_size=worker.core.block_size,
-        incarnation=worker.incarnation,
-    )
-    return worker

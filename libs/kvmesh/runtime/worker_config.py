@@ -130,6 +130,12 @@ class EngineSection:
     num_blocks: int = positive(1024, "number of KV blocks")
     block_size: int = positive(16, "token positions per KV block")
     num_threads: int = positive(1, "CPU threads of the engine")
+    cores_file: str = option(
+        "",
+        "file that the engines of one machine share; each then has an equal part of the cores "
+        "among those with work, instead of num_threads; engine kvmesh on the CPU only, with "
+        "128 MiB of weights or more",
+    )
     max_model_len: int = option(
         0, "maximum tokens of a sequence, prompt and answer; 0: the model's own limit"
     )

@@ -63,7 +63,19 @@ def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
 
 def test_each_engine_may_have_more_threads_than_its_share() -> None:
     shared = {**DEFAULTS, "threads": 8}
-    assert stack_options(argparse.Namespace(**shared), PORTS, cores=8).num_threads == 8
+    options = stack_options(argparse.Namespace(**shared), PORTS, cores=8)
+    assert (options.num_threads, options.shares_cores) == (8, False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "shares"),
+    [("kvmesh", "cpu", True), ("kvmesh", "cuda", False), ("fake", "cpu", False)],
+)
+def test_engines_on_the_cpu_share_the_cores_among_those_with_work(
+    engine: str, device: str, shares: bool
+) -> None:
+    given = {**DEFAULTS, "engine": engine, "device": device}
+    assert stack_options(argparse.Namespace(**given), PORTS, cores=8).shares_cores is shares
 
 
 def test_other_models_share_the_machine(tmp_path: Path) -> None:

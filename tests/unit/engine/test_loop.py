@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +13,8 @@ from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import SequenceChunk, StepResult
 from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.shared_cores import SharedCores
+from tests.waiting import until
 from tests.worker_driver import make_spec, reference_tokens
 
 
@@ -32,6 +36,36 @@ class Gate(FakeRunner):
 
 async def _until(fact: threading.Event) -> None:
     assert await asyncio.to_thread(fact.wait, 10)
+
+
+async def test_cores_are_taken_for_steps_in_their_thread_and_left_without_work(
+    tmp_path: Path,
+) -> None:
+    taken: list[tuple[int, str]] = []
+
+    def use(num_threads: int) -> None:
+        taken.append((num_threads, threading.current_thread().name))
+
+    cores = SharedCores(tmp_path / "cores", 4, use)
+    rests: list[int] = []
+    runner = Gate()
+    runner.open.set()
+    core = EngineCore(runner.spec, 64)
+    with patch.object(cores, "rest", lambda: rests.append(1)):
+        loop = EngineLoop(core, runner, cores=cores)
+        task = asyncio.create_task(loop.run())
+        await asyncio.sleep(0)
+        assert (len(rests), taken) == (1, []), "nothing to do yet"
+        sequence = core.admit_decode(make_spec([1, 2, 3], max_tokens=5))
+        assert isinstance(sequence, Sequence)
+        core.run(sequence)
+        loop.wake()
+        await until(lambda: len(rests) == 2, "the end of the sequence")
+    assert taken == [(4, next(iter(runner.threads)))]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    cores.close()
 
 
 async def test_work_between_steps_shares_the_runner_with_none() -> None:

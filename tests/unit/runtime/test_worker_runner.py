@@ -13,7 +13,7 @@ import pytest
 from kvmesh.core.errors import ConfigError
 from kvmesh.runtime import worker_runner
 from kvmesh.runtime.worker_config import EngineSection
-from kvmesh.runtime.worker_runner import find_folder, load_runner
+from kvmesh.runtime.worker_runner import find_folder, load_runner, shared_cores
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
@@ -61,6 +61,26 @@ def test_more_threads_than_cores_are_told(
     with caplog.at_level("WARNING"):
         load_runner(EngineSection(model=folder, num_blocks=8, num_threads=threads)).close()
     assert caplog.text.count("more_threads_than_cores") == warnings
+
+
+@pytest.mark.parametrize(("least", "shares"), [(0, True), (1 << 40, False)])
+def test_engines_share_cores_unless_their_model_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, shares: bool
+) -> None:
+    monkeypatch.setattr(worker_runner, "LEAST_SHARED_BYTES", least)
+    folder = write_checkpoint(tmp_path)
+    cores = shared_cores(EngineSection(cores_file=str(tmp_path / "cores")), folder)
+    assert (cores is not None) is shares
+    if cores is not None:
+        cores.close()
+    assert shared_cores(EngineSection(), folder) is None
+
+
+@pytest.mark.parametrize("other", [{"kind": "vllm"}, {"device": "cuda"}])
+def test_engines_with_threads_of_their_own_share_no_cores(other: dict[str, str]) -> None:
+    section = EngineSection(cores_file="/cores", **other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"engine\.cores_file is for engine kvmesh on the CPU"):
+        shared_cores(section, None)
 
 
 def test_a_damaged_file_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
