@@ -51,7 +51,9 @@ class DemandBoard:
             gateway: identity of the stream of the query.
         """
         line = _Line(gateway, query.model, query.scenario)
-        reserved, remote = query.waiting_reserved, query.waiting_remote
+        # A part of what a gateway tells is never more than the whole, whatever it tells.
+        reserved = min(query.waiting_reserved, query.waiting)
+        remote = min(query.waiting_remote, reserved)
         self._told[line] = _Told(Looking(reserved, query.waiting - reserved, remote), now)
         is_known = query.request_id in self._asked
         self._asked[query.request_id] = now

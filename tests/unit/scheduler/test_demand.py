@@ -57,6 +57,14 @@ def test_gateways_tell_for_which_cluster_requests_wait() -> None:
     assert (demand.remote, demand.local, demand.unreserved) == (9, 8, 8)
 
 
+def test_no_part_of_what_a_gateway_tells_is_more_than_the_whole() -> None:
+    board = DemandBoard()
+    board.note_query("g", query(waiting=2, waiting_reserved=5, waiting_remote=9), 0.0)
+    board.note_query("h", query(waiting=7, waiting_reserved=3, waiting_remote=4), 0.0)
+    demand = board.current("m", 0.1)
+    assert (demand.remote, demand.local, demand.unreserved) == (5, 0, 4)
+
+
 def test_a_worker_that_does_not_answer_the_gateway_says_nothing_of_the_request() -> None:
     board, silent = DemandBoard(), frozenset({WorkerId("w")})
     assert board.note_query("g", query(avoid=silent, unanswered=silent), 0.0)
