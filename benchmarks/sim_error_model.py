@@ -5,11 +5,13 @@ Tests: tests/unit/benchmarks/test_sim_error.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.result import Row
 from benchmarks.sim_error_load import (
@@ -23,8 +25,10 @@ from benchmarks.sim_error_load import (
     metrics,
     prefix_of,
 )
+from kvmesh.sim.fields import Fields
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import Profile
+from kvmesh.sim.profile_file import parse_profile
 from kvmesh.sim.requests import Outcome
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import simulate
@@ -50,6 +54,22 @@ class Modelled:
     ttft_s: list[float]
     tpot_s: list[float]
     aggregated: float
+
+
+def slowed(record: Mapping[str, Any], times: float) -> Profile:
+    """The profile of a file on a machine on which everything takes so many times as long."""
+    made = copy.deepcopy(dict(record))
+    for device in made["devices"].values():
+        device["prefill_s"]["points"] = [
+            [length, times * seconds] for length, seconds in device["prefill_s"]["points"]
+        ]
+        device["decode_s"] = {name: times * each for name, each in device["decode_s"].items()}
+    for name in ("inside_gbps", "between_gbps"):
+        made["links"][name] /= times
+    made["links"]["latency_s"] *= times
+    for costs in (made["sharing"]["front"], made["sharing"]["loop"]):
+        costs |= {name: times * each for name, each in costs.items() if name.endswith("_s")}
+    return parse_profile(Fields(made, "profile"))
 
 
 def scenario(

@@ -23,10 +23,10 @@ from benchmarks.sim_error_load import (
     measured,
     metrics,
     prompt_of,
-    send_at_speed,
+    send_and_probe,
     warming,
 )
-from benchmarks.sim_error_model import simulated, simulated_rate
+from benchmarks.sim_error_model import simulated, simulated_rate, slowed
 from kvmesh.cli.stack_client import Timing
 from kvmesh.sim.trace_request import TRACE_BLOCK
 from tests.unit.cli.test_stack_costs import measured as profiled
@@ -100,7 +100,8 @@ def live_of(**shares: float) -> dict[str, Any]:
 
     def load(share: float, times: float = 1.0) -> Row:
         found: Row = dict.fromkeys(METRICS, times * 100.0)
-        return {"share": share, "requests": 9, **found, "by_seed": [dict(found), dict(found)]}
+        by_seed = [dict(found), dict(found)]
+        return {"share": share, "slower": [1.0, 1.0], "requests": 9, **found, "by_seed": by_seed}
 
     stack = {"prefill": 1, "decode": 1, "rate": 0.5}
     policies = [
@@ -133,51 +134,36 @@ def test_an_order_that_one_seed_turns_round_is_none() -> None:
 
 
 class Machine:
-    """A client of a stack on a machine that is slower for a while.
-
-    Args:
-        steps_s: seconds of a lone decode step at each look.
-    """
+    """A client of a stack whose lone decode steps take so many seconds at each look."""
 
     def __init__(self, *steps_s: float) -> None:
-        self._steps = iter(steps_s)
-        self._left = 0
-        self._step_s = 0.0
-        self.num_sent = 0
-        self.prompts: list[list[int]] = []
+        self._steps = [step for step in steps_s for _ in range(PROBES)]
 
     async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
         assert count == 1
-        if not self._left:
-            self._step_s, self._left = next(self._steps), PROBES
-        self._left -= 1
-        times = tuple(0.1 + self._step_s * number for number in range(output_tokens))
-        return [Timing(0.0, times, "aggregated")]
+        step_s = self._steps.pop(0)
+        return [Timing(0.0, tuple(0.1 + step_s * n for n in range(output_tokens)), "aggregated")]
 
     async def complete_prompt(self, prompt: list[int], output_tokens: int) -> Timing | None:
-        self.num_sent += 1
-        assert prompt not in self.prompts, "it would be cached"
-        self.prompts.append(prompt)
-        return Timing(0.0, (float(self.num_sent), self.num_sent + 1.0), "aggregated")
+        return Timing(0.0, (1.0, 2.0), "aggregated")
 
 
-@pytest.mark.parametrize(
-    ("steps_ms", "num_sent", "kept", "slower"),
-    [
-        ((2.0, 2.2), 1, 1.0, 1.1),
-        ((2.0, 3.0, 2.0, 2.2), 2, 2.0, 1.1),
-        ((3.0, 2.6, 2.8, 3.2), 2, 1.0, 1.5),
-    ],
-    ids=["at speed", "again until it is as fast", "the fastest of all"],
-)
-async def test_a_load_counts_if_the_machine_was_as_fast_as_in_the_profile(
-    steps_ms: tuple[float, ...], num_sent: int, kept: float, slower: float
-) -> None:
-    machine: Any = Machine(*(each / 1000 for each in steps_ms))
-    found = await send_at_speed(machine, [Arrival(0.0, 64)], 1, 0.002)
-    assert machine.num_sent == num_sent
-    assert [each.token_s[0] for each in found.timings] == [kept]
-    assert found.slower == pytest.approx(slower)
+async def test_lone_steps_around_a_load_tell_how_slow_the_machine_is() -> None:
+    machine: Any = Machine(0.002, 0.003)
+    found = await send_and_probe(machine, [Arrival(0.0, 64)], 1, 0.002)
+    assert [each.ttft_s for each in found.timings] == [1.0]
+    assert found.slower == pytest.approx(1.25)
+
+
+def test_all_times_of_a_profile_are_longer_on_a_slower_machine() -> None:
+    record = record_of(profiled())
+    load = [Arrival(0.0, 512), Arrival(0.1, 64, 1), Arrival(0.2, 300)]
+    alone = simulated(slowed(record, 1.0), PAIR, load, ())
+    late = [dataclasses.replace(each, at_s=3 * each.at_s) for each in load]
+    slower = simulated(slowed(record, 3.0), PAIR, late, ())
+    assert slower.ttft_s == pytest.approx([3 * each for each in alone.ttft_s], rel=0.02)
+    assert slower.tpot_s == pytest.approx([3 * each for each in alone.tpot_s], rel=0.02)
+    assert simulated(profile_of(profiled()), PAIR, load, ()) == alone
 
 
 def test_what_was_measured_is_simulated_again_to_the_same_rows(tmp_path: Path) -> None:
