@@ -58,7 +58,7 @@ async def handed_over(
     """Tokens and bytes moved, by prompt."""
     ranks = iter((sender, receiver))
     monkeypatch.setattr(
-        "kvmesh.runtime.worker.load_runner",
+        "kvmesh.runtime.worker_building.load_runner",
         lambda config, _folder: RankedRunner(config.num_blocks, *next(ranks)),
     )
     engine = EngineSection(kind="fake", num_blocks=NUM_BLOCKS, max_batch_tokens=64)
