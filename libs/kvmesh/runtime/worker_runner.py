@@ -22,7 +22,7 @@ from kvmesh.engine.shared_cores import SharedCores
 from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.vllm_check import engine_environment, require_vllm
 from kvmesh.engine.warm_up import first_step, warm_up
-from kvmesh.engine.weight_files import check_weight_files
+from kvmesh.engine.weight_files import check_weight_files, find_weight_files
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_static import static_batch_of
@@ -171,7 +171,7 @@ def shared_cores(config: EngineSection, folder: Path | None) -> SharedCores | No
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in find_weight_files(folder))
 
 
 def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
