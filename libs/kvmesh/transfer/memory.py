@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.native import (
@@ -29,6 +30,7 @@ from kvmesh.transfer.native import (
     ranges_at,
     ranges_of,
 )
+from kvmesh.transfer.pages import populate
 from kvmesh.transfer.run_table import MANY_RUNS, Numbers, RunTable, blocks_of, end_of, numbers_of
 
 Places: TypeAlias = Sequence[tuple[int, int]] | Ranges
@@ -82,11 +84,21 @@ class MappablePool(Protocol):
 
 
 def create_shared(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """Creates and maps a sealed memfd of zeros. The caller closes the descriptor."""
+    """Creates and maps a sealed memfd of zeros, with all its pages. The caller closes it.
+
+    Raises:
+        ConfigError: the host has too little memory.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    return fd, _advised(mmap.mmap(fd, num_bytes))
+    mapping = _advised(mmap.mmap(fd, num_bytes))
+    try:
+        populate(mapping)
+    except ConfigError:
+        os.close(fd)
+        raise
+    return fd, mapping
 
 
 class MappingError(Exception):
