@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StepResult
 from kvmesh.engine.shared_cores import SharedCores
 from kvmesh.engine.step_watch import StepWatch
+
+LONG_CHUNK = 64
+"""Positions from which a chunk takes so long that engines begin or end work meanwhile."""
 
 
 class EngineLoop:
@@ -95,6 +99,21 @@ class EngineLoop:
     def _compute(self, gone: Sequence[int], chunks: Sequence[SequenceChunk]) -> StepResult:
         if self._cores is not None:
             self._cores.begin_step()
+            chunks = [_dividing(chunk, self._cores) for chunk in chunks]
         if gone:
             self._runner.forget(gone)
         return self._runner.execute(chunks)
+
+
+def _dividing(chunk: SequenceChunk, cores: SharedCores) -> SequenceChunk:
+    """Returns a chunk whose step divides the cores anew after each layer, if the step is long."""
+    known = chunk.on_layers
+    if chunk.end - chunk.start < LONG_CHUNK:
+        return chunk
+
+    def on_layers(num_stages: int) -> None:
+        cores.divide()
+        if known is not None:
+            known(num_stages)
+
+    return replace(chunk, on_layers=on_layers)

@@ -49,10 +49,14 @@ class SharedCores:
             raise ConfigError(f"engine.cores_file: {path}: {error.strerror}") from error
 
     def begin_step(self) -> None:
-        """Divides the cores among the engines that have work; call it in the computing thread."""
+        """Has work from now on, and divides the cores; call it in the computing thread."""
         if not self._has_work:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place)
             self._has_work = True
+        self.divide()
+
+    def divide(self) -> None:
+        """Divides the cores among the engines that have work; call it in the computing thread."""
         num_threads = max(1, self._cores // (1 + self._num_others()))
         if num_threads != self._num_threads:
             self._use(num_threads)

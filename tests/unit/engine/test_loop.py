@@ -10,7 +10,7 @@ import pytest
 
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.engine.loop import EngineLoop
+from kvmesh.engine.loop import LONG_CHUNK, EngineLoop
 from kvmesh.engine.protocol import SequenceChunk, StepResult
 from kvmesh.engine.sequence import Sequence
 from kvmesh.engine.shared_cores import SharedCores
@@ -62,6 +62,34 @@ async def test_cores_are_taken_for_steps_in_their_thread_and_left_without_work(
         loop.wake()
         await until(lambda: len(rests) == 2, "the end of the sequence")
     assert taken == [(4, next(iter(runner.threads)))]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    cores.close()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_more"), [(LONG_CHUNK - 1, 0), (LONG_CHUNK, 1)])
+async def test_the_step_of_a_long_prompt_divides_the_cores_again(
+    tmp_path: Path, num_tokens: int, num_more: int
+) -> None:
+    """After each stage that the runner tells of; this one tells of the last one only."""
+    cores = SharedCores(tmp_path / "cores", 4, lambda _: None)
+    divided: list[str] = []
+    told: list[int] = []
+    runner = Gate()
+    runner.open.set()
+    core = EngineCore(runner.spec, 64)
+    with patch.object(cores, "divide", lambda: divided.append(threading.current_thread().name)):
+        loop = EngineLoop(core, runner, cores=cores)
+        task = asyncio.create_task(loop.run())
+        sequence = core.admit_decode(make_spec(list(range(1, num_tokens + 1)), max_tokens=1))
+        assert isinstance(sequence, Sequence)
+        sequence.on_layers = told.append
+        core.run(sequence)
+        loop.wake()
+        await until(lambda: not core.has_work, "the end of the sequence")
+    assert divided == [next(iter(runner.threads))] * (1 + num_more)
+    assert told == [len(runner.spec.stages)], "the other listener hears it as well"
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
