@@ -302,6 +302,16 @@ class Driver:
         self, prefill: Worker, decode: Worker, key: Key, spec: SequenceSpec
     ) -> list[int]:
         """The whole path; the generated tokens."""
+        tokens = await self.tokens_of(prefill, decode, key, spec)
+        handed = await self.prefill_event(key)
+        assert handed.WhichOneof("event") == "handed_off", handed
+        self.handed_bytes[key] = handed.handed_off.bytes
+        return tokens
+
+    async def tokens_of(
+        self, prefill: Worker, decode: Worker, key: Key, spec: SequenceSpec
+    ) -> list[int]:
+        """The generated tokens; the event that KV was handed off is not read."""
         reserved = await self.reserve(decode, key, spec)
         assert reserved.WhichOneof("event") == "reserved", reserved
         accepted = await self.offer(prefill, key, spec, reserved.reserved)
@@ -318,9 +328,6 @@ class Driver:
             assert event.tokens.first_position == len(spec.token_ids) + len(tokens)
             tokens += event.tokens.token_ids
             finish = event.tokens.finish_reason
-        handed = await self.prefill_event(key)
-        assert handed.WhichOneof("event") == "handed_off", handed
-        self.handed_bytes[key] = handed.handed_off.bytes
         return tokens
 
     async def generate_from(

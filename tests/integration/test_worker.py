@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kvmesh.core.clock import ManualClock
-from kvmesh.core.types import Reservation
+from kvmesh.core.errors import RefusedError
+from kvmesh.core.types import Refusal, RefusalReason, Reservation
 from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from kvmesh.transfer.alignment import Run
+from tests.waiting import until
 from tests.worker_driver import (
     Driver,
     Key,
@@ -72,6 +75,88 @@ async def test_any_channel_and_mode_gives_the_same_tokens(
         calls = prefill.channels.statistics().links[key].calls
         assert key == ("d0", channels, "sent")
         assert calls == 1 if mode == "whole" else calls > 1
+
+
+@pytest.mark.parametrize("first", ["commit", "blocks"])
+async def test_decode_starts_with_the_last_block_whatever_comes_first(
+    prefill: Worker, decode: Worker, driver: Driver, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """The receiver's answer to the blocks is lost on its way until decode has ended."""
+    put, commit = prefill.channels.put, prefill.channels.commit
+    came, decoded = asyncio.Event(), asyncio.Event()
+
+    async def put_once(reservation: Reservation, runs: Sequence[Run]) -> None:
+        if first == "commit":
+            await came.wait()
+        await put(reservation, runs)
+        came.set()
+        await decoded.wait()
+
+    async def commit_once(reservation: Reservation, token: int, num_tokens: int) -> None:
+        if first == "blocks":
+            await came.wait()
+        await commit(reservation, token, num_tokens)
+        came.set()
+
+    monkeypatch.setattr(prefill.channels, "put", put_once)
+    monkeypatch.setattr(prefill.channels, "commit", commit_once)
+    spec, key = make_spec(prompt(100), max_tokens=8), Key("r")
+    tokens = await driver.tokens_of(prefill, decode, key, spec)
+    assert tokens == reference_tokens(spec)
+    assert not driver.has_events("prefill", key), "it has not been handed off"
+    decoded.set()
+    assert (await driver.prefill_event(key)).HasField("handed_off")
+    await until_idle(prefill, decode)
+
+
+async def test_a_piece_that_is_sent_twice_may_find_the_handoff_complete(
+    prefill: Worker, decode: Worker, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a connection that is lost before the answer: the second one is refused."""
+    put, answers = prefill.channels.put, list[RefusalReason]()
+
+    async def put_twice(reservation: Reservation, runs: Sequence[Run]) -> None:
+        await put(reservation, runs)
+        await until(lambda: decode.decode.num_reserved == 0, "its commit")
+        try:
+            await put(reservation, runs)
+        except RefusedError as error:
+            answers.append(error.refusal.reason)
+            raise
+
+    monkeypatch.setattr(prefill.channels, "put", put_twice)
+    spec = make_spec(prompt(100), max_tokens=8)
+    assert await driver.generate(prefill, decode, Key("r"), spec) == reference_tokens(spec)
+    assert answers == [RefusalReason.STALE]
+    await until_idle(prefill, decode)
+
+
+@pytest.mark.parametrize("reason", [RefusalReason.STALE, RefusalReason.BUSY])
+async def test_blocks_that_are_refused_end_the_handoff_though_the_commit_was_taken(
+    prefill: Worker,
+    decode: Worker,
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: RefusalReason,
+) -> None:
+    key, arriving = Key("r"), decode.decode.arriving
+
+    async def refused(reservation: Reservation, runs: Sequence[Run]) -> None:
+        task = arriving._by_reservation[reservation.reservation_id]
+        await until(lambda: task.first_token_id is not None, "the commit")
+        driver.cancel_decode(decode, key)
+        await until_idle(decode)
+        raise RefusedError(Refusal(reason, "these blocks are not taken"))
+
+    monkeypatch.setattr(prefill.channels, "put", refused)
+    spec = make_spec(prompt(100), max_tokens=8)
+    reserved = await driver.reserve(decode, key, spec)
+    await driver.offer(prefill, key, spec, reserved.reserved)
+    assert (await driver.prefill_event(key)).HasField("first_token")
+    failed = await driver.prefill_event(key)
+    assert failed.WhichOneof("event") == "failed"
+    assert refusal_from_proto(failed.failed).reason is reason
+    await until_idle(prefill, decode)
 
 
 async def test_blocks_that_are_being_sent_stay_when_their_sequence_is_preempted(

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.core.types import Refusal, RequestId
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import BlockGrant, Committed, Outcome, WriteClaim
+from kvmesh.kv.handoff_types import Awaited, BlockGrant, Committed, Outcome, WriteClaim
 
 LIFE, LEASE_S, NUM_BLOCKS = 3, 10.0, 16
 TORN = (0, 0)
@@ -30,6 +30,7 @@ class Model:
     capability: bytes
     deadline: float
     generation: int
+    awaited: bool = False
     committed: bool = False
     outcome: Outcome | None = None
     answers: list[Committed] = field(default_factory=list)
@@ -208,7 +209,14 @@ class HandoffMachine(RuleBasedStateMachine):
         grant = self.grants.pop(write_id)
         content = (grant.reservation_id, grant.generation) if ok else TORN
         self.memory.update(dict.fromkeys(grant.blocks, content))
-        self.table.end_write(write_id, ok)
+        answer = self.table.end_write(write_id, ok, self.now)
+        model = self.models[grant.reservation_id - 1]
+        waits = model.awaited and not model.committed and self.is_live(model)
+        if ok and waits and self.is_whole(model):
+            assert answer is not None
+            self.has_committed(model, answer)
+        else:
+            assert answer is None
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
@@ -239,12 +247,22 @@ class HandoffMachine(RuleBasedStateMachine):
         claim = WriteClaim(model.reservation_id, LIFE, model.generation - older, secret)
         answer = self.table.commit(claim, self.now)
         known = model.outcome in (None, Outcome.TAKEN) and self.now < model.deadline
-        content = (model.reservation_id, model.generation)
-        complete = all(self.memory.get(block) == content for block in model.to_write)
-        if older or not known or not (model.committed or complete):
+        if older or not known:
             assert isinstance(answer, Refusal)
             return
+        if not (model.committed or self.is_whole(model)):
+            assert answer == Awaited(model.reservation_id)
+            model.awaited = True
+            model.deadline = self.now + LEASE_S
+            return
         assert isinstance(answer, Committed)
+        self.has_committed(model, answer)
+
+    def is_whole(self, model: Model) -> bool:
+        content = (model.reservation_id, model.generation)
+        return all(self.memory.get(block) == content for block in model.to_write)
+
+    def has_committed(self, model: Model, answer: Committed) -> None:
         if not model.committed:
             model.committed = True
             model.deadline = self.now + LEASE_S

@@ -11,8 +11,8 @@ and blocks go back to the pool only when both have ended.
     RESERVED   end_write ok                            RESERVED    blocks count as written
     RESERVED   end_write not ok                        RESERVED    blocks stay unwritten
     RESERVED   commit, all written, nobody writing     COMMITTED   lease renewed
-    RESERVED   commit, a write in flight               RESERVED    refused BUSY
-    RESERVED   commit, blocks missing                  RESERVED    refused INVALID
+    RESERVED   commit, else                            RESERVED    awaited, lease renewed
+    RESERVED   end_write ok of the last one, awaited   COMMITTED   lease renewed
     COMMITTED  commit                                  COMMITTED   the same answer
     COMMITTED  begin_write                             COMMITTED   refused STALE
     COMMITTED  take                                    (none)      TAKEN, caller owns the blocks
@@ -30,7 +30,8 @@ wrong capability INVALID. The generation is the attempt that reserved. The write
 gets a reservation of its own, with a secret that no earlier writer has. A grant is exclusive: while
 one writer is in a block's memory, fenced or not, no other writer is admitted, so a late writer can
 never tear a newer write. Writers of different parts of a block may be in it at once; the block
-counts as written when its parts cover it.
+counts as written when its parts cover it. A commit that comes before the last block is awaited, so
+decode starts when that block is there, not a round trip later.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
@@ -45,6 +46,7 @@ from collections.abc import Sequence
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff_types import (
+    Awaited,
     BlockGrant,
     Committed,
     Entry,
@@ -77,6 +79,10 @@ def _told(indexes: Sequence[int]) -> str:
     if isinstance(indexes, range):
         return f"blocks {indexes.start}+{indexes.stop - indexes.start}"
     return f"{len(indexes)} blocks from {min(indexes, default=0)} to {max(indexes, default=0)}"
+
+
+def _committed(entry: Entry) -> Committed:
+    return Committed(entry.reservation_id, entry.request_id, entry.generation, len(entry.blocks))
 
 
 class HandoffTable:
@@ -256,8 +262,12 @@ class HandoffTable:
         blocks = entry.blocks[entry.num_cached :]
         return BlockGrant(write_id, tuple([blocks[index] for index in indexes]))
 
-    def end_write(self, write_id: int, ok: bool) -> None:
-        """The writer has left the memory for good; `ok` if it wrote all of it."""
+    def end_write(self, write_id: int, ok: bool, now: float) -> Committed | None:
+        """The writer has left the memory for good; `ok` if it wrote all of it.
+
+        Returns:
+            The commit, if it was awaited and this was the last block.
+        """
         write = self._writes.pop(write_id)
         entry = write.entry
         entry.writes.remove(write_id)
@@ -265,39 +275,41 @@ class HandoffTable:
             self._release_if_quiet(entry)
         elif ok:
             self._count(entry, write)
+            if entry.is_awaited and entry.is_live(now):
+                return self._commit_if_whole(entry, now)
+        return None
 
     def check_claim(self, claim: WriteClaim, now: float) -> Refusal | None:
         """Checks that a message may act on a reservation; None if it may."""
         entry = self._admit(claim, now)
         return self._refuse(entry) if isinstance(entry, Refusal) else None
 
-    def commit(self, claim: WriteClaim, now: float) -> Committed | Refusal:
-        """Declares all blocks written. A repeated call gives the same answer.
+    def commit(self, claim: WriteClaim, now: float) -> Committed | Awaited | Refusal:
+        """Declares that all blocks are written, or will be. A repeated call gives the same answer.
 
         The caller starts decode through `take`, which succeeds once however often this is called.
 
         Returns:
-            The commit, or STALE, INVALID (capability, or blocks are missing), or BUSY while a
-            writer is in the blocks.
+            The commit if all blocks are written, else `Awaited`: the `end_write` of the last one
+            returns the commit. Or STALE, or INVALID (capability).
         """
         entry = self._admit(claim, now)
         if isinstance(entry, Refusal):
             return self._refuse(entry)
         if entry.state is State.RESERVED:
-            if entry.writes:
-                message = f"{len(entry.writes)} writes are in flight"
-                return self._refuse(Refusal(RefusalReason.BUSY, message))
-            missing = entry.num_to_write - len(entry.written)
-            if missing:
-                message = f"{missing} of {entry.num_to_write} blocks are missing"
-                return self._refuse(Refusal(RefusalReason.INVALID, message))
-            entry.state = State.COMMITTED
+            entry.is_awaited = True
             entry.deadline = now + self.lease_s
-        return Committed(
-            entry.reservation_id, entry.request_id, entry.generation, len(entry.blocks)
-        )
+            return self._commit_if_whole(entry, now) or Awaited(entry.reservation_id)
+        return _committed(entry)
 
     # -- Inside ---------------------------------------------------------------------------------
+
+    def _commit_if_whole(self, entry: Entry, now: float) -> Committed | None:
+        if entry.writes or len(entry.written) < entry.num_to_write:
+            return None
+        entry.state = State.COMMITTED
+        entry.deadline = now + self.lease_s
+        return _committed(entry)
 
     def _begin(self, entry: Entry, span: Span, part: Part | None) -> None:
         """Marks bytes that are about to be overwritten as unwritten."""

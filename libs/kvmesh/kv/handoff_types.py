@@ -63,6 +63,12 @@ class Committed(NamedTuple):
     num_blocks: int
 
 
+class Awaited(NamedTuple):
+    """A commit that counts when the last block is written."""
+
+    reservation_id: int
+
+
 class Taken(NamedTuple):
     """Blocks of a complete prompt, cached ones first; the caller owns them now."""
 
@@ -111,6 +117,7 @@ class Entry:
         generation: number of the attempt that reserved.
         written: indices among the blocks to write that are complete.
         writes: ids of grants in flight.
+        is_awaited: the sender has committed, and blocks were missing.
         outcome: set when the reservation ended; its writers may still be in the blocks.
     """
 
@@ -125,6 +132,7 @@ class Entry:
     written: set[int] = field(default_factory=set)
     partial: PartialBlocks = field(default_factory=PartialBlocks)
     writes: set[int] = field(default_factory=set)
+    is_awaited: bool = False
     outcome: Outcome | None = None
 
     @property

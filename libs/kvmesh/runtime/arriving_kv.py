@@ -20,7 +20,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.kv.handoff_types import Committed, WriteClaim
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.runtime.decode_task import DecodeTask
 from kvmesh.runtime.part_arrival import PartArrival
@@ -141,7 +141,7 @@ class ArrivingKv:
                 task.stop_prefill()
             # The engine is this writer; it no longer uses the blocks when `release` frees them.
             self._core.release(task.sequence)
-            self._handoff.end_write(task.local_write, ok=False)
+            self._handoff.end_write(task.local_write, False, self._clock.now())
             task.sequence.on_progress()  # the prefill side waits for a first token
         self._release_quiet()
 
@@ -156,7 +156,7 @@ class ArrivingKv:
     def _came(self, part: PartArrival, claim: WriteClaim) -> None:
         """Commits and takes a part that has arrived completely; its writer may still commit."""
         outcome = self._handoff.commit(claim, self._clock.now())
-        if isinstance(outcome, Refusal):  # a write to it is still open although all has arrived
+        if not isinstance(outcome, Committed):  # a write is still open although all has arrived
             self.cancel_part(part)
             return
         taken = self._handoff.take(claim.reservation_id)
@@ -231,8 +231,14 @@ class ArrivingKv:
         return grant
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
-        """Notes that the channel no longer uses the memory."""
-        self._handoff.end_write(self._grants.pop(grant), ok)
+        """Notes that the channel no longer uses the memory.
+
+        Starts decoding if these were the last blocks and the sender has committed.
+        """
+        committed = self._handoff.end_write(self._grants.pop(grant), ok, self._clock.now())
+        task = self._by_reservation.get(grant.put.claim.reservation_id)
+        if committed is not None and task is not None:
+            self._start(task)
         part = self._parts.get(grant.put.claim.reservation_id)
         if part is not None and ok:
             part.wrote(indexes_of(grant.put.runs, len(part.arriving)), grant.put.part)
@@ -241,7 +247,7 @@ class ArrivingKv:
         self._release_quiet()
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
-        """Starts decoding after a complete handoff. A repeated commit gets the same answer."""
+        """Starts decoding when all blocks are there. A repeated commit gets the same answer."""
         task = self._by_reservation.get(frame.claim.reservation_id)
         if task is not None and not 0 <= frame.first_token_id < self._core.spec.vocab_size:
             text = f"first token {frame.first_token_id} is outside the vocabulary"
@@ -250,10 +256,16 @@ class ArrivingKv:
         if isinstance(outcome, Refusal):
             return outcome
         if task is not None:
-            self._take(task)
-            self._core.start_decode(task.sequence, frame.first_token_id)
-            self._wake_engine()
+            task.first_token_id = frame.first_token_id
+            if isinstance(outcome, Committed):
+                self._start(task)
         return None
+
+    def _start(self, task: DecodeTask) -> None:
+        assert task.first_token_id is not None, "its sender has committed"
+        self._take(task)
+        self._core.start_decode(task.sequence, task.first_token_id)
+        self._wake_engine()
 
     def claimed_blocks(self, claim: WriteClaim) -> list[int] | Refusal:
         """The blocks that a reservation found cached here, for queries about them."""
@@ -286,7 +298,7 @@ class ArrivingKv:
     def end_local(self, task: DecodeTask) -> None:
         """Notes that the engine has written all of the blocks."""
         assert task.local_write is not None
-        self._handoff.end_write(task.local_write, ok=True)
+        self._handoff.end_write(task.local_write, True, self._clock.now())
         task.local_write = None
 
     def commit_local(self, task: DecodeTask, reservation: Reservation) -> Refusal | None:
@@ -294,5 +306,6 @@ class ArrivingKv:
         outcome = self._handoff.commit(claim_of(reservation), self._clock.now())
         if isinstance(outcome, Refusal):
             return outcome
+        assert isinstance(outcome, Committed), "the engine has written all of the blocks"
         self._take(task)
         return None

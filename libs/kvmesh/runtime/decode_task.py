@@ -22,6 +22,7 @@ class DecodeTask:
     Attributes:
         arriving: blocks that the handoff writes, in order.
         reservation_id: None after decode has taken the blocks over.
+        first_token_id: the token that follows the prompt, once its sender has committed.
         local_write: id of the write by this worker's own engine, if it computes the prompt in the
             blocks.
         stop_prefill: ends the prompt that was started with the reservation.
@@ -37,6 +38,7 @@ class DecodeTask:
     span: Span
     arriving: list[int]
     reservation_id: int | None = None
+    first_token_id: int | None = None
     local_write: int | None = None
     stop_prefill: Callable[[], None] | None = None
     tpot_s: float = math.inf

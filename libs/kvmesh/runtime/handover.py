@@ -6,7 +6,10 @@ Tests: tests/integration/test_worker.py, tests/integration/test_layered_handoff.
 
 from __future__ import annotations
 
+import asyncio
+
 from kvmesh.core.errors import RefusedError
+from kvmesh.core.types import RefusalReason
 from kvmesh.engine.sequence import SequenceState
 from kvmesh.kv.stages import joined
 from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
@@ -16,6 +19,15 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.transfer.alignment import align_chosen, align_to_reservation
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.frames import BlockPart
+
+
+def _is_refused_as_complete(error: BaseException | None) -> bool:
+    """Whether a write was refused as those after a commit are.
+
+    A piece is sent again if its connection is lost before the answer; it may have arrived, and may
+    have been the last one.
+    """
+    return isinstance(error, RefusedError) and error.refusal.reason is RefusalReason.STALE
 
 
 class Handover:
@@ -72,7 +84,7 @@ class Handover:
         return decision.mode
 
     async def run(self, attempt: PrefillAttempt) -> None:
-        """Sends blocks as they are computed, the rest after the first token, then commits.
+        """Sends blocks as they are computed; commits and sends the rest after the first token.
 
         Raises:
             RefusedError: the receiver does not take them, or no longer does.
@@ -80,7 +92,6 @@ class Handover:
         """
         sequence = attempt.sequence
         assert sequence is not None
-        num_tokens = len(sequence.spec.token_ids)
         sent = 0
         while attempt.first is None:
             await attempt.progress.wait()
@@ -91,14 +102,30 @@ class Handover:
                 await self._send_layers(attempt, sent)
         if attempt.first.finish_reason is not None:
             return
+        # Together, so that the receiver knows the first token when the last block arrives.
+        committed, is_sent = await asyncio.gather(
+            self._commit(attempt), self._send_rest(attempt, sent), return_exceptions=True
+        )
+        if committed is None and _is_refused_as_complete(is_sent):
+            await self._commit(attempt)  # refused as well if the reservation has ended
+            return
+        for error in (is_sent, committed):
+            if error is not None:
+                raise error
+
+    async def _commit(self, attempt: PrefillAttempt) -> None:
+        assert attempt.sequence is not None
+        assert attempt.first is not None
+        num_tokens = len(attempt.sequence.spec.token_ids)
+        await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
+
+    async def _send_rest(self, attempt: PrefillAttempt, begin: int) -> None:
+        """Sends what is not sent after the first token; `begin` is the next block to send."""
         if attempt.layers.num_sent:
             attempt.layers.computed(len(self._stages), self._moment())
-            await self._send_layers(attempt, sent)
+            await self._send_layers(attempt, begin)
         else:
-            await self._send(attempt, sent)
-        started = self._clock.now()
-        await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
-        attempt.sending_s += self._clock.now() - started
+            await self._send(attempt, begin)
 
     async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
         """Sends the stages that are computed and not sent of all blocks from `begin` on."""

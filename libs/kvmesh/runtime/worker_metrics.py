@@ -101,7 +101,7 @@ class WorkerMetrics:
         )
         self.transfer_seconds = Histogram(
             "kvmesh_kv_transfer_seconds",
-            "Time to send the KV of one request, commit included",
+            "Time to send the KV of one request",
             ["dst", "outcome", "reason"],
             buckets=_SECONDS,
             registry=registry,

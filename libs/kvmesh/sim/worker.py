@@ -23,7 +23,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.kv.handoff_types import Committed, WriteClaim
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.policy.token_pace import takes
 from kvmesh.sim.events import EventQueue
@@ -327,7 +327,7 @@ class SimWorker:
 
     def end_write(self, write_id: int, *, ok: bool) -> None:
         """Ends a write: all bytes have arrived, or the transfer broke off."""
-        self.handoff.end_write(write_id, ok=ok)
+        self.handoff.end_write(write_id, ok, self._events.now())
         self._release_quiet()
 
     def start_decode(self, sequence: SimSequence) -> None:
@@ -354,7 +354,7 @@ class SimWorker:
             self.end_write(self.begin_write(sequence, 0, count), ok=True)
         now = self._events.now()
         done = self.handoff.commit(self._claim(sequence), now)
-        assert not isinstance(done, Refusal), done
+        assert isinstance(done, Committed), done
         taken = self.handoff.take(sequence.reservation)
         assert not isinstance(taken, Refusal), taken
         self.handoff.forget(sequence.reservation)

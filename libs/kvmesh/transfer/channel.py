@@ -61,7 +61,7 @@ class SendChannel(Protocol):
         ...
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """Declares all blocks written; may be repeated.
+        """Declares that all blocks are or will be written; may be repeated.
 
         Raises:
             RefusedError, LostError: as `put`.

@@ -231,16 +231,19 @@ class ChannelPool:
         self._observer(TransferSample(key, num_bytes, num_calls, seconds))
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """Tells the receiver that a reservation's KV is complete; returns when it has committed.
+        """Tells the receiver the first token; returns when it knows it.
+
+        The receiver commits when all blocks of the reservation are there. So the handoff is
+        complete when this and all `put` calls have returned, in any order.
 
         Args:
-            reservation: a reservation all of whose `put` calls have returned.
+            reservation: its blocks have been written, are being written, or will be.
             first_token_id: the token that prefill sampled.
             num_tokens: positions with KV, the receiver's own cached prefix included.
 
         Raises:
             RefusedError: the receiver refused.
-            LostError: the channel died or stalled. The receiver may or may not have committed;
+            LostError: the channel died or stalled. The receiver may or may not know the token;
                 calling again is safe.
         """
         channel, key = await self._channel(_Address.of(reservation))

@@ -223,7 +223,7 @@ class Lane:
     async def commit(
         self, claim: WriteClaim, first_token_id: int, num_tokens: int, num_blocks: int
     ) -> None:
-        """Tells the receiver that its KV is complete; returns when it has committed.
+        """Tells the receiver the first token; returns when it knows it.
 
         Raises:
             RefusedError, LostError: as `put`.

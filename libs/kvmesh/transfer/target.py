@@ -62,7 +62,7 @@ class WriteTarget(Protocol):
         ...
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
-        """Takes over a complete reservation; None if it did.
+        """Takes over a reservation when all its blocks are there, maybe now; None if it does.
 
         A sender whose answer was lost asks again, maybe on another channel, and gets the same
         answer.

@@ -5,7 +5,15 @@ import pytest
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import BlockGrant, Committed, Outcome, Released, Taken, WriteClaim
+from kvmesh.kv.handoff_types import (
+    Awaited,
+    BlockGrant,
+    Committed,
+    Outcome,
+    Released,
+    Taken,
+    WriteClaim,
+)
 
 LIFE, LEASE_S, SECRET = 7, 10.0, b"secret"
 REQUEST, ATTEMPT = RequestId("r1"), 3
@@ -36,10 +44,10 @@ class Writer(NamedTuple):
         assert isinstance(answer, BlockGrant)
         return answer
 
-    def write(self, first: int, count: int) -> None:
-        self.table.end_write(self.grant(first, count).write_id, ok=True)
+    def write(self, first: int, count: int) -> Committed | None:
+        return self.table.end_write(self.grant(first, count).write_id, True, now=1.0)
 
-    def commit(self, now: float = 1.0) -> Committed | Refusal:
+    def commit(self, now: float = 1.0) -> Committed | Awaited | Refusal:
         return self.table.commit(self.claim, now)
 
 
@@ -62,8 +70,8 @@ def reason(answer: object) -> RefusalReason:
 def test_a_handoff_from_reserve_to_take(table: HandoffTable, writer: Writer) -> None:
     first, second = writer.grant(0, 2), writer.grant(2, 1)
     assert (first.blocks, second.blocks) == ((5, 6), (9,))
-    table.end_write(second.write_id, ok=True)
-    table.end_write(first.write_id, ok=True)
+    table.end_write(second.write_id, True, now=1.0)
+    table.end_write(first.write_id, True, now=1.0)
     assert writer.commit() == Committed(writer.reservation_id, REQUEST, ATTEMPT, len(BLOCKS))
     assert table.take(writer.reservation_id) == Taken(REQUEST, BLOCKS, NUM_CACHED)
     assert table.is_idle
@@ -71,22 +79,45 @@ def test_a_handoff_from_reserve_to_take(table: HandoffTable, writer: Writer) -> 
     table.check_integrity()
 
 
-def test_commit_needs_every_block(table: HandoffTable, writer: Writer) -> None:
-    writer.write(0, 2)
-    assert reason(writer.commit()) is RefusalReason.INVALID
+def test_a_commit_that_comes_early_counts_when_the_last_block_is_written(
+    table: HandoffTable, writer: Writer
+) -> None:
+    assert writer.write(0, 2) is None
+    assert writer.commit() == Awaited(writer.reservation_id)
     assert reason(table.take(writer.reservation_id)) is RefusalReason.STALE
-    writer.write(2, 1)
-    assert isinstance(writer.commit(), Committed)
+    committed = writer.write(2, 1)
+    assert committed == Committed(writer.reservation_id, REQUEST, ATTEMPT, len(BLOCKS))
+    assert writer.commit() == committed
+    assert isinstance(table.take(writer.reservation_id), Taken)
 
 
-def test_commit_waits_for_writers(table: HandoffTable, writer: Writer) -> None:
+def test_a_commit_waits_for_writers(table: HandoffTable, writer: Writer) -> None:
     writer.write(0, 3)
     again = writer.grant(1, 1)
-    assert reason(writer.commit()) is RefusalReason.BUSY
-    table.end_write(again.write_id, ok=False)
-    assert reason(writer.commit()) is RefusalReason.INVALID, "a torn rewrite undoes the block"
-    writer.write(1, 1)
-    assert isinstance(writer.commit(), Committed)
+    assert isinstance(writer.commit(), Awaited)
+    assert table.end_write(again.write_id, False, now=1.0) is None
+    assert isinstance(writer.commit(), Awaited), "a torn rewrite undoes the block"
+    assert isinstance(writer.write(1, 1), Committed)
+
+
+def test_an_awaited_commit_ends_with_its_reservation(table: HandoffTable, writer: Writer) -> None:
+    last = writer.grant(0, 3)
+    assert isinstance(writer.commit(), Awaited)
+    table.cancel(writer.reservation_id)
+    assert table.end_write(last.write_id, True, now=1.0) is None
+    assert [each.outcome for each in table.drain_released()] == [Outcome.CANCELLED]
+    assert table.is_idle
+
+
+def test_an_awaited_commit_renews_the_lease_and_does_not_count_after_it(
+    table: HandoffTable, writer: Writer
+) -> None:
+    last = writer.grant(0, 3)
+    assert isinstance(writer.commit(now=5.0), Awaited)
+    assert table.expire(4.0 + LEASE_S) == []
+    assert table.end_write(last.write_id, True, now=5.0 + LEASE_S) is None
+    assert table.expire(5.0 + LEASE_S) == [REQUEST]
+    assert [each.outcome for each in table.drain_released()] == [Outcome.EXPIRED]
 
 
 def test_fully_cached_prompt_commits_at_once(table: HandoffTable) -> None:
@@ -143,11 +174,11 @@ def test_cancel_holds_blocks_until_the_last_writer_is_gone(
     first, second = writer.grant(0, 1), writer.grant(1, 1)
     assert table.cancel(writer.reservation_id)
     assert not table.cancel(writer.reservation_id)
-    table.end_write(first.write_id, ok=True)
+    table.end_write(first.write_id, True, now=1.0)
     assert table.drain_released() == []
     assert table.statistics().num_fenced == 1
     table.check_integrity()
-    table.end_write(second.write_id, ok=False)
+    table.end_write(second.write_id, False, now=1.0)
     assert table.drain_released() == [
         Released(writer.reservation_id, REQUEST, BLOCKS, Outcome.CANCELLED)
     ]
@@ -186,7 +217,7 @@ def test_lease_ends_without_renewal(table: HandoffTable, writer: Writer) -> None
 def test_renewal_and_progress_extend_the_lease(table: HandoffTable, writer: Writer) -> None:
     assert table.renew(writer.reservation_id, now=4.0)
     assert table.expire(LEASE_S + 1.0) == []
-    table.end_write(writer.grant(0, 3, now=LEASE_S + 2.0).write_id, ok=True)
+    table.end_write(writer.grant(0, 3, now=LEASE_S + 2.0).write_id, True, now=1.0)
     assert table.expire(LEASE_S + 5.0) == []
     assert isinstance(writer.commit(now=LEASE_S + 6.0), Committed)
     assert table.expire(2 * LEASE_S + 3.0) == []
@@ -226,28 +257,25 @@ def test_parts_that_make_all_blocks_whole_are_a_handoff(
     table.check_integrity()
     assert reason(writer.begin(1, 1, part=Part(4, 2))) is RefusalReason.BUSY
     assert reason(writer.begin(1, 1)) is RefusalReason.BUSY
-    table.end_write(upper, ok=True)
-    assert reason(writer.commit()) is RefusalReason.BUSY
-    table.end_write(lower, ok=True)
+    table.end_write(upper, True, now=1.0)
+    assert isinstance(writer.commit(), Awaited)
+    assert isinstance(table.end_write(lower, True, now=1.0), Committed)
     table.check_integrity()
-    assert isinstance(writer.commit(), Committed)
 
 
 def test_a_part_that_failed_leaves_its_blocks_missing(table: HandoffTable, writer: Writer) -> None:
     writer.write(0, 3)
-    table.end_write(begin_part(writer, 1, 1, 2, 4), ok=False)
-    assert "1 of 3" in str(writer.commit())
-    table.end_write(begin_part(writer, 1, 1, 2, 3), ok=True)
-    assert "1 of 3" in str(writer.commit())
-    table.end_write(begin_part(writer, 1, 1, 5, 1), ok=True)
-    assert isinstance(writer.commit(), Committed)
+    table.end_write(begin_part(writer, 1, 1, 2, 4), False, now=1.0)
+    assert isinstance(writer.commit(), Awaited)
+    assert table.end_write(begin_part(writer, 1, 1, 2, 3), True, now=1.0) is None
+    assert isinstance(table.end_write(begin_part(writer, 1, 1, 5, 1), True, now=1.0), Committed)
 
 
 def test_a_whole_write_forgets_parts(table: HandoffTable, writer: Writer) -> None:
-    table.end_write(begin_part(writer, 0, 3, 0, 4), ok=True)
-    table.end_write(writer.grant(0, 3).write_id, ok=False)
-    table.end_write(begin_part(writer, 0, 3, 4, 4), ok=True)
-    assert "3 of 3" in str(writer.commit())
+    table.end_write(begin_part(writer, 0, 3, 0, 4), True, now=1.0)
+    table.end_write(writer.grant(0, 3).write_id, False, now=1.0)
+    table.end_write(begin_part(writer, 0, 3, 4, 4), True, now=1.0)
+    assert isinstance(writer.commit(), Awaited)
     table.check_integrity()
 
 
@@ -271,7 +299,7 @@ def test_a_reservation_that_ended_under_a_write_is_not_open(
     assert table.cancel(writer.reservation_id)
     assert not table.is_open(writer.reservation_id)
     assert not table.cancel(writer.reservation_id)
-    table.end_write(grant.write_id, ok=True)
+    table.end_write(grant.write_id, True, now=1.0)
     assert [each.blocks for each in table.drain_released()] == [BLOCKS]
     assert table.is_idle
 
@@ -284,11 +312,10 @@ def test_scattered_blocks_are_one_grant(table: HandoffTable, writer: Writer) -> 
     assert reason(writer.begin(0, 1)) is RefusalReason.BUSY
     assert reason(table.begin_write(writer.claim, [1, 2], now=1.0)) is RefusalReason.BUSY
     between = writer.grant(1, 1)
-    table.end_write(between.write_id, ok=True)
-    assert reason(writer.commit()) is RefusalReason.BUSY
-    table.end_write(scattered.write_id, ok=True)
+    table.end_write(between.write_id, True, now=1.0)
+    assert isinstance(writer.commit(), Awaited)
+    assert isinstance(table.end_write(scattered.write_id, True, now=1.0), Committed)
     table.check_integrity()
-    assert isinstance(writer.commit(), Committed)
 
 
 def test_scattered_parts_meet_only_where_they_overlap(table: HandoffTable, writer: Writer) -> None:
@@ -297,9 +324,9 @@ def test_scattered_parts_meet_only_where_they_overlap(table: HandoffTable, write
     assert reason(table.begin_write(writer.claim, [0], 1.0, Part(3, 2))) is RefusalReason.BUSY
     upper = table.begin_write(writer.claim, [0, 2], 1.0, Part(4, 4))
     assert isinstance(upper, BlockGrant)
-    table.end_write(lower.write_id, ok=True)
-    table.end_write(upper.write_id, ok=True)
-    assert "1 of 3" in str(writer.commit())
+    table.end_write(lower.write_id, True, now=1.0)
+    table.end_write(upper.write_id, True, now=1.0)
+    assert isinstance(writer.commit(), Awaited)
 
 
 @pytest.mark.parametrize("indexes", [[], [0, 3], [-1, 0], [1, 1], range(0, 3, 2), range(2, 1)])
