@@ -85,7 +85,7 @@ class OpenTarget:
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
         """The channel left the memory."""
-        self._handoff.end_write(self._writes.pop(grant), ok)
+        self._handoff.end_write(self._writes.pop(grant), ok, 0.0)
 
     def commit(self, frame: CommitFrame) -> Refusal | None:
         """Always."""
