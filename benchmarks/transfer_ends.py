@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.data_child import announced
 from kvmesh.core.types import KvLayout, Refusal, RequestId, Reservation, WorkerId
 from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.handoff_types import BlockGrant
 from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import CommitFrame, PutFrame
@@ -78,6 +79,7 @@ class OpenTarget:
         granted = self._handoff.begin_write(put.claim, indexes, 0.0)
         if isinstance(granted, Refusal):
             return granted
+        assert isinstance(granted, BlockGrant), "nobody commits"
         runs = runs_of_blocks(granted.blocks)
         grant = WriteGrant(put, write_views(self._pool, runs, self._pool.block_bytes, put.part))
         self._writes[grant] = granted.write_id

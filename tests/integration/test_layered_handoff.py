@@ -22,7 +22,7 @@ from kvmesh.runtime import handover
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from kvmesh.transfer.frames import BlockPart, PutFrame
-from kvmesh.transfer.target import WriteGrant
+from kvmesh.transfer.target import AlreadyThere, WriteGrant
 from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
 from tests.worker_driver import Driver, Key, driving, make_spec, running_worker, until_idle
 
@@ -165,7 +165,7 @@ async def test_a_receiver_that_takes_blocks_whole_gets_them_whole(
     arrivals.watch(decode)
     plain = decode.decode.arriving.begin_write
 
-    def whole_only(put: PutFrame) -> WriteGrant | Refusal:
+    def whole_only(put: PutFrame) -> WriteGrant | AlreadyThere | Refusal:
         return plain(put) if put.part is None else Refusal(RefusalReason.INVALID, "whole blocks")
 
     decode.decode.arriving.begin_write = whole_only  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from kvmesh.rpc.part_offer import PartOffer
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, TiersSection, WorkerSection
 from kvmesh.transfer.frames import PutFrame
-from kvmesh.transfer.target import WriteGrant
+from kvmesh.transfer.target import AlreadyThere, WriteGrant
 from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
 from tests.integration.family_shapes import VOCAB_SIZE
 from tests.waiting import until
@@ -318,7 +318,7 @@ def refuse_layer(worker: Worker, number: int) -> None:
     """Lets a worker refuse one layer of what comes."""
     plain, seen = worker.decode.arriving.begin_write, 0
 
-    def begin_write(put: PutFrame) -> WriteGrant | Refusal:
+    def begin_write(put: PutFrame) -> WriteGrant | AlreadyThere | Refusal:
         nonlocal seen
         seen += 1
         if seen > number:

@@ -13,7 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.core.types import Refusal, RequestId
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Awaited, BlockGrant, Committed, Outcome, WriteClaim
+from kvmesh.kv.handoff_types import (
+    AllWritten,
+    Awaited,
+    BlockGrant,
+    Committed,
+    Outcome,
+    WriteClaim,
+)
 
 LIFE, LEASE_S, NUM_BLOCKS = 3, 10.0, 16
 TORN = (0, 0)
@@ -165,7 +172,11 @@ class HandoffMachine(RuleBasedStateMachine):
             self.now,
         )
         in_range = first >= 0 and count >= 1 and first + count <= len(model.to_write)
-        current = not older and not wrong and self.is_live(model) and not model.committed
+        known = model.outcome in (None, Outcome.TAKEN) and self.now < model.deadline
+        if known and model.committed and not older and not wrong:
+            assert answer == AllWritten(model.reservation_id)
+            return 0
+        current = not older and not wrong and self.is_live(model)
         wanted = model.to_write[first : first + count] if in_range else []
         if not (current and in_range) or self.writers_in(wanted):
             assert isinstance(answer, Refusal)

@@ -14,9 +14,9 @@ and blocks go back to the pool only when both have ended.
     RESERVED   commit, else                            RESERVED    awaited, lease renewed
     RESERVED   end_write ok of the last one, awaited   COMMITTED   lease renewed
     COMMITTED  commit                                  COMMITTED   the same answer
-    COMMITTED  begin_write                             COMMITTED   refused STALE
+    COMMITTED  begin_write                             COMMITTED   nothing is left to write
     COMMITTED  take                                    (none)      TAKEN, caller owns the blocks
-    (none)     commit, taken less than a lease ago     (none)      the same answer
+    (none)     the same, taken less than a lease ago   (none)      the same answers
     RES., COM. renew                                   same        lease renewed
     RES., COM. cancel / expire, nobody writing         (none)      CANCELLED / EXPIRED, released
     RESERVED   cancel / expire, a write in flight      FENCED      CANCELLED / EXPIRED, blocks held
@@ -31,7 +31,8 @@ gets a reservation of its own, with a secret that no earlier writer has. A grant
 one writer is in a block's memory, fenced or not, no other writer is admitted, so a late writer can
 never tear a newer write. Writers of different parts of a block may be in it at once; the block
 counts as written when its parts cover it. A commit that comes before the last block is awaited, so
-decode starts when that block is there, not a round trip later.
+decode starts when that block is there, not a round trip later. A piece that is sent again, because
+its connection was lost before the answer, may then find the handoff complete.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
@@ -46,6 +47,7 @@ from collections.abc import Sequence
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff_types import (
+    AllWritten,
     Awaited,
     BlockGrant,
     Committed,
@@ -221,7 +223,7 @@ class HandoffTable:
         indexes: Sequence[int],
         now: float,
         part: Part | None = None,
-    ) -> BlockGrant | Refusal:
+    ) -> BlockGrant | AllWritten | Refusal:
         """Requests leave to write blocks, in this order; `end_write` must follow every grant.
 
         Args:
@@ -230,14 +232,14 @@ class HandoffTable:
             part: the bytes to write, the same in each block; None for whole blocks.
 
         Returns:
-            The grant, or STALE, INVALID (capability or range), or BUSY while an earlier writer is
-            still in one of these blocks.
+            The grant; or `AllWritten` if the handoff is complete; or STALE, INVALID (capability or
+            range), or BUSY while an earlier writer is still in one of these blocks.
         """
         entry = self._admit(claim, now)
         if isinstance(entry, Refusal):
             return self._refuse(entry)
         if entry.state is not State.RESERVED:
-            return self._refuse(_stale(f"reservation {claim.reservation_id} is complete"))
+            return AllWritten(entry.reservation_id)
         span = _span_of(indexes, entry.num_to_write)
         if span is None:
             message = f"{_told(indexes)} of {entry.num_to_write}"

@@ -54,6 +54,12 @@ class BlockGrant(NamedTuple):
     blocks: tuple[int, ...]
 
 
+class AllWritten(NamedTuple):
+    """Nothing is left to write: the handoff is complete."""
+
+    reservation_id: int
+
+
 class Committed(NamedTuple):
     """A complete handoff; `num_blocks` counts cached and written ones."""
 

@@ -20,7 +20,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, WriteClaim
+from kvmesh.kv.handoff_types import AllWritten, BlockGrant, Committed, WriteClaim
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.runtime.decode_task import DecodeTask
 from kvmesh.runtime.part_arrival import PartArrival
@@ -31,7 +31,7 @@ from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.lane import claim_of
 from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.run_table import indexes_of, runs_of_blocks
-from kvmesh.transfer.target import WriteGrant
+from kvmesh.transfer.target import AlreadyThere, WriteGrant
 
 log = event_logger(__name__)
 
@@ -205,7 +205,7 @@ class ArrivingKv:
 
     # --- KV from other workers (WriteTarget) -------------------------------------------------
 
-    def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
+    def begin_write(self, put: PutFrame) -> WriteGrant | AlreadyThere | Refusal:
         """Returns the memory for the runs of a PUT, if the handoff table admits it."""
         now = self._clock.now()
         refusal = self._handoff.check_claim(put.claim, now)
@@ -221,6 +221,8 @@ class ArrivingKv:
         granted = self._handoff.begin_write(put.claim, indexes, now, part)
         if isinstance(granted, Refusal):
             return granted
+        if isinstance(granted, AllWritten):
+            return AlreadyThere()
         runs = runs_of_blocks(granted.blocks)
         if isinstance(self._memory, DevicePool):
             grant = WriteGrant(put, (), pieces_of(runs, self._block_bytes, put.part))
@@ -291,6 +293,7 @@ class ArrivingKv:
         granted = self._handoff.begin_write(claim_of(reservation), indexes, now)
         if isinstance(granted, Refusal):
             return granted
+        assert isinstance(granted, BlockGrant), "only the engine completes this handoff"
         assert task is not None
         task.local_write = granted.write_id
         return task

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 
 from kvmesh.core.errors import RefusedError
-from kvmesh.core.types import RefusalReason
 from kvmesh.engine.sequence import SequenceState
 from kvmesh.kv.stages import joined
 from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
@@ -19,15 +18,6 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.transfer.alignment import align_chosen, align_to_reservation
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.frames import BlockPart
-
-
-def _is_refused_as_complete(error: BaseException | None) -> bool:
-    """Whether a write was refused as those after a commit are.
-
-    A piece is sent again if its connection is lost before the answer; it may have arrived, and may
-    have been the last one.
-    """
-    return isinstance(error, RefusedError) and error.refusal.reason is RefusalReason.STALE
 
 
 class Handover:
@@ -106,9 +96,6 @@ class Handover:
         committed, is_sent = await asyncio.gather(
             self._commit(attempt), self._send_rest(attempt, sent), return_exceptions=True
         )
-        if committed is None and _is_refused_as_complete(is_sent):
-            await self._commit(attempt)  # refused as well if the reservation has ended
-            return
         for error in (is_sent, committed):
             if error is not None:
                 raise error

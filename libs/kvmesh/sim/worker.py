@@ -23,7 +23,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, WriteClaim
+from kvmesh.kv.handoff_types import BlockGrant, Committed, WriteClaim
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.policy.token_pace import takes
 from kvmesh.sim.events import EventQueue
@@ -305,7 +305,7 @@ class SimWorker:
         """
         indexes = range(first, first + count)
         grant = self.handoff.begin_write(self._claim(sequence), indexes, self._events.now())
-        assert not isinstance(grant, Refusal), grant
+        assert isinstance(grant, BlockGrant), grant
         return grant.write_id
 
     def _claim(self, sequence: SimSequence) -> WriteClaim:

@@ -24,7 +24,7 @@ from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views, run_views
 from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.staging import SendMemory, StagingRing
-from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
+from kvmesh.transfer.target import AlreadyThere, ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 PIECE_BYTES = 32 << 20
@@ -161,6 +161,8 @@ class LocalChannel:
         grant = self._end.target.begin_write(put)
         if isinstance(grant, Refusal):
             raise RefusedError(grant)
+        if isinstance(grant, AlreadyThere):
+            return
         done = False
         try:
             await self._move(grant, runs, part, after)

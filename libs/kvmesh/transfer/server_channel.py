@@ -39,7 +39,7 @@ from kvmesh.transfer.query_ops import QueryGrant, QueryOps
 from kvmesh.transfer.server_state import ServerState
 from kvmesh.transfer.staging import Within
 from kvmesh.transfer.stall import PaceWatch, Rest
-from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
+from kvmesh.transfer.target import AlreadyThere, ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 _READERS = "readers"
@@ -211,6 +211,10 @@ class ServerChannel:
         if isinstance(grant, Refusal):
             await self._drain(self._machine.write_refused(put, grant))
             return
+        if isinstance(grant, AlreadyThere):
+            intact = await self._frames.drop_payload()
+            await self._answer(put, self._bytes_of(put), intact=intact)
+            return
         started = asyncio.get_running_loop().time()
         intact = False
         try:
@@ -224,10 +228,13 @@ class ServerChannel:
         if intact:
             self._moved(grant, num_bytes, len(put.runs), seconds)
 
+    def _bytes_of(self, put: PutFrame) -> int:
+        each = self._machine.block_bytes if put.part is None else put.part.size
+        return put.num_blocks * each
+
     def _too_large(self, put: PutFrame) -> Refusal | None:
-        staging, part = self._state.staging, put.part
-        each = self._machine.block_bytes if part is None else part.size
-        return None if staging is None else staging.refusal(put.num_blocks * each)
+        staging = self._state.staging
+        return None if staging is None else staging.refusal(self._bytes_of(put))
 
     async def _fill(self, grant: WriteGrant) -> bool:
         """Receives a payload into its blocks; returns whether it is intact and there."""
@@ -328,6 +335,9 @@ class ServerChannel:
         if isinstance(grant, Refusal):
             self._meter.refused += 1
             await self._frames.send(encode_frame(self._machine.pull_answered(pull, grant)))
+            return
+        if isinstance(grant, AlreadyThere):
+            await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
             return
         started = asyncio.get_running_loop().time()
         num_bytes = grant.num_bytes

@@ -37,6 +37,11 @@ class WriteGrant:
         return num_bytes_of(self.views) if self.pieces is None else self.pieces.num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class AlreadyThere:
+    """The reservation is complete: the payload is dropped, and answered as if it was written."""
+
+
 class WriteTarget(Protocol):
     """Receives KV. All methods are called on the event loop and must not block it.
 
@@ -45,7 +50,7 @@ class WriteTarget(Protocol):
     runs lie in the reservation. The channel has checked only the incarnation.
     """
 
-    def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
+    def begin_write(self, put: PutFrame) -> WriteGrant | AlreadyThere | Refusal:
         """Returns the memory for the payload, or a refusal.
 
         From a grant until its `end_write` the blocks stay the reservation's, even if it is

@@ -6,6 +6,7 @@ from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.kv.handoff_types import (
+    AllWritten,
     Awaited,
     BlockGrant,
     Committed,
@@ -36,7 +37,7 @@ class Writer(NamedTuple):
 
     def begin(
         self, first: int, count: int, now: float = 1.0, part: Part | None = None
-    ) -> BlockGrant | Refusal:
+    ) -> BlockGrant | AllWritten | Refusal:
         return self.table.begin_write(self.claim, range(first, first + count), now, part)
 
     def grant(self, first: int, count: int, now: float = 1.0) -> BlockGrant:
@@ -141,12 +142,17 @@ def test_repeated_commit_gives_the_same_answer_and_take_succeeds_once(
     assert table.is_idle
 
 
-def test_complete_reservation_takes_no_more_writes(table: HandoffTable, writer: Writer) -> None:
+def test_nothing_is_written_again_after_a_commit(table: HandoffTable, writer: Writer) -> None:
+    """A piece is sent again if its connection is lost before the answer."""
     writer.write(0, 3)
-    writer.commit()
-    assert reason(writer.begin(0, 1)) is RefusalReason.STALE
+    writer.commit(now=1.0)
+    there = AllWritten(writer.reservation_id)
+    assert writer.begin(0, 1) == there
     table.take(writer.reservation_id)
-    assert reason(writer.begin(0, 1)) is RefusalReason.STALE
+    assert writer.begin(0, 1) == there
+    assert reason(writer._replace(capability=b"other").begin(0, 1)) is RefusalReason.INVALID
+    assert reason(writer.begin(0, 1, now=1.0 + LEASE_S)) is RefusalReason.STALE
+    assert table.statistics().num_writes == 0
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, 4), (3, 1), (2, -1)])
