@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -24,6 +25,7 @@ from kvmesh.transfer.frames import (
     HelloFrame,
     HelloOkFrame,
     PutFrame,
+    PutOkFrame,
 )
 from tests.worker_driver import Driver, Key, driving, make_spec, running_worker, until_idle
 
@@ -156,14 +158,31 @@ async def capture(decode: Worker) -> bytes:
 
 
 def _reasons(frames: list[Frame]) -> set[str]:
-    assert all(isinstance(each, HelloOkFrame | CommitOkFrame | ErrorFrame) for each in frames)
+    known = HelloOkFrame | PutOkFrame | CommitOkFrame | ErrorFrame
+    assert all(isinstance(each, known) for each in frames)
     return {each.reason for each in frames if isinstance(each, ErrorFrame)}
+
+
+def _greeting(worker: Worker) -> bytes:
+    layout = worker._runner.spec.layout
+    hello = HelloFrame(worker.worker_id, 1, worker.worker_id, worker.incarnation, layout)
+    return encode_frame(hello)
 
 
 async def test_a_handoff_that_is_said_again_writes_nothing(decode: Worker, capture: bytes) -> None:
     before = _contents(decode)
-    assert _reasons(await say(decode, capture)) == {"stale"}
-    assert _contents(decode) == before
+    claims = claims_in(capture, _block_bytes(decode))
+    put = next(each for each in claims if isinstance(each, PutFrame))
+    size = put.num_blocks * _block_bytes(decode)
+    altered = encode_frame(replace(put, checksum=False), size) + b"x" * size
+    # A sender whose connection was lost is told that all is there, for the length of a lease.
+    for data in (capture, _greeting(decode) + altered):
+        assert _reasons(await say(decode, data)) == set()
+        assert _contents(decode) == before
+    decode.decode.arriving._handoff.expire(math.inf)
+    for data in (capture, _greeting(decode) + altered):
+        assert _reasons(await say(decode, data)) == {"stale"}
+        assert _contents(decode) == before
     await until_idle(decode)
 
 
@@ -178,13 +197,7 @@ async def test_a_capability_is_for_its_reservation_alone(decode: Worker, capture
         commit = next(each for each in claims if isinstance(each, CommitFrame))
         stolen = replace(put.claim, reservation_id=reserved.reservation_id)
         own = replace(stolen, capability=bytes(reserved.capability))
-        hello = HelloFrame(
-            decode.worker_id,
-            1,
-            decode.worker_id,
-            decode.incarnation,
-            decode._runner.spec.layout,
-        )
+        hello = _greeting(decode)
         for claim, reason in (
             (stolen, "invalid"),
             (replace(own, generation=own.generation + 1), "stale"),
@@ -193,12 +206,12 @@ async def test_a_capability_is_for_its_reservation_alone(decode: Worker, capture
             size = put.num_blocks * _block_bytes(decode)
             bad_put = encode_frame(replace(put, claim=claim, checksum=False), size) + bytes(size)
             for data in (bad_put, encode_frame(replace(commit, claim=claim))):
-                assert _reasons(await say(decode, encode_frame(hello) + data)) == {reason}, claim
+                assert _reasons(await say(decode, hello + data)) == {reason}, claim
         assert _contents(decode) == before
         driver.cancel_decode(decode, key)
         await until_idle(decode)
         # Of a reservation that has ended not even the right capability is good.
-        data = encode_frame(hello) + encode_frame(replace(commit, claim=own))
+        data = hello + encode_frame(replace(commit, claim=own))
         assert _reasons(await say(decode, data)) == {"stale"}
         await until_idle(decode)
 
