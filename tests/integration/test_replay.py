@@ -175,7 +175,7 @@ async def test_a_handoff_that_is_said_again_writes_nothing(decode: Worker, captu
     put = next(each for each in claims if isinstance(each, PutFrame))
     size = put.num_blocks * _block_bytes(decode)
     altered = encode_frame(replace(put, checksum=False), size) + b"x" * size
-    # A sender whose connection was lost is told that all is there, for the length of a lease.
+    # Within a lease the worker answers PUT_OK: a sender may repeat a piece after a lost connection.
     for data in (capture, _greeting(decode) + altered):
         assert _reasons(await say(decode, data)) == set()
         assert _contents(decode) == before

@@ -5,7 +5,6 @@ Tests: tests/unit/engine/test_host_arena.py.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,7 +13,7 @@ from kvmesh.engine.protocol import KvMemory
 from kvmesh.engine.staged_blocks import StagedBlocks
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.transfer.device import DevicePool
-from kvmesh.transfer.memory import copy_views
+from kvmesh.transfer.memory import copy_views, with_huge_pages
 
 _COPY_BYTES = 32 << 20
 
@@ -22,10 +21,7 @@ _COPY_BYTES = 32 << 20
 def _private_memory(num_bytes: int) -> mmap.mmap:
     # Of this process alone: shared memory gets huge pages only where the host allows it. The first
     # write to 32 MiB takes 5 ms in huge pages, 22 ms in small ones.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class HostArena:

@@ -107,9 +107,9 @@ class EngineLoop:
 
 def _dividing(chunk: SequenceChunk, cores: SharedCores) -> SequenceChunk:
     """Returns a chunk whose step divides the cores anew after each layer, if the step is long."""
-    known = chunk.on_layers
     if chunk.end - chunk.start < LONG_CHUNK:
         return chunk
+    known = chunk.on_layers
 
     def on_layers(num_stages: int) -> None:
         cores.divide()

@@ -238,10 +238,10 @@ class ArrivingKv:
         Starts decoding if these were the last blocks and the sender has committed.
         """
         committed = self._handoff.end_write(self._grants.pop(grant), ok, self._clock.now())
-        task = self._by_reservation.get(grant.put.claim.reservation_id)
-        if committed is not None and task is not None:
-            self._start(task)
-        part = self._parts.get(grant.put.claim.reservation_id)
+        reservation_id = grant.put.claim.reservation_id
+        if committed is not None and reservation_id in self._by_reservation:
+            self._start(self._by_reservation[reservation_id])
+        part = self._parts.get(reservation_id)
         if part is not None and ok:
             part.wrote(indexes_of(grant.put.runs, len(part.arriving)), grant.put.part)
             if part.is_complete:

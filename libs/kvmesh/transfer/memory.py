@@ -92,7 +92,7 @@ def create_shared(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    mapping = _advised(mmap.mmap(fd, num_bytes))
+    mapping = with_huge_pages(mmap.mmap(fd, num_bytes))
     try:
         populate(mapping)
     except ConfigError:
@@ -120,7 +120,7 @@ class MappedPool:
             size = os.fstat(fd).st_size
             if not seals & fcntl.F_SEAL_SHRINK or size < num_bytes:
                 raise MappingError(f"{size} bytes for {num_blocks} blocks, seals {seals:#x}")
-            self._map = _advised(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ))
+            self._map = with_huge_pages(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ))
         except (OSError, ValueError) as error:
             raise MappingError(str(error)) from error
         self._block_bytes = block_bytes
@@ -157,8 +157,11 @@ class MappedPool:
             self._map.close()
 
 
-def _advised(mapping: mmap.mmap) -> mmap.mmap:
-    # Huge pages: fewer page faults and TLB misses in copies. Some kernels refuse them for memfds.
+def with_huge_pages(mapping: mmap.mmap) -> mmap.mmap:
+    """Asks for huge pages, and returns the mapping: fewer page faults and TLB misses in copies.
+
+    Some kernels refuse them for memfds.
+    """
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
