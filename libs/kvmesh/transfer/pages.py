@@ -13,11 +13,10 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from kvmesh.core.advice import POPULATE_WRITE, madvise
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 
-# MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14. Python's own `madvise` holds its lock.
-_POPULATE_WRITE = 23
 _MOST_THREADS = 8
 _PIECE_BYTES = 64 << 20
 _MIB = 1 << 20
@@ -36,7 +35,9 @@ def populate(mapping: mmap.mmap) -> None:
     address = ctypes.addressof(first)
     pieces = range(0, size, _PIECE_BYTES)
     with ThreadPoolExecutor(min(usable_cores(), len(pieces), _MOST_THREADS)) as threads:
-        errors = threads.map(lambda at: _advise(address + at, min(_PIECE_BYTES, size - at)), pieces)
+        errors = threads.map(
+            lambda at: madvise(address + at, min(_PIECE_BYTES, size - at), POPULATE_WRITE), pieces
+        )
         failed = {each for each in errors if each not in (0, errno.EINVAL)}
     del first  # as long as it lives, the mapping cannot be closed
     if failed:
@@ -45,11 +46,3 @@ def populate(mapping: mmap.mmap) -> None:
             f"the host has no {size // _MIB:,} MiB of memory for KV blocks ({text}): use fewer"
             " blocks, see --engine.num-blocks"
         )
-
-
-def _advise(address: int, num_bytes: int) -> int:
-    """Returns the error number of `madvise`; 0 without an error."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    done: int = madvise(address, num_bytes, _POPULATE_WRITE)
-    return 0 if done == 0 else ctypes.get_errno()

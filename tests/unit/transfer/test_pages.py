@@ -52,9 +52,9 @@ def test_a_host_without_the_memory_says_how_much_and_what_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fds = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(pages, "_POPULATE_WRITE", 9999)  # the kernel knows no such advice
+    monkeypatch.setattr(pages, "POPULATE_WRITE", 9999)  # the kernel knows no such advice
     os.close(create_shared("old kernel", MIB)[0])
-    monkeypatch.setattr(pages, "_advise", lambda _address, _size: 12)
+    monkeypatch.setattr(pages, "madvise", lambda _address, _size, _advice: 12)
 
     with pytest.raises(ConfigError, match=r"no 3 MiB of memory.*Cannot allocate.*num-blocks"):
         create_shared("test", 3 * MIB)
