@@ -1,10 +1,10 @@
-"""vLLM's steps over a KV pool on a device: what has to hold before workers may offer it.
+"""vLLM's steps over a KV pool on a device: whether its tokens are those of `vllm.LLM`.
 
     python -m benchmarks.gpu_vllm [--model DIR] [--save FILE]
 
 Needs a CUDA device and vLLM's build for it (`pip install vllm==0.31.*`); a check that lacks one of
-them has the result "not run" and the reason. Workers refuse vLLM on a device until all checks have
-passed on one. Tests, with a device imitated in host memory: tests/vllm/test_device_pool.py.
+them has the result "not run" and the reason. Tests, with a device imitated in host memory:
+tests/vllm/test_device_pool.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
 from kvmesh.core.config import default_environment
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.device_driver import CudaDriver, DeviceDriver
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.move_check import CheckedSequence
 from kvmesh.engine.vllm_check import engine_environment, installation_problems
 from kvmesh.engine.vllm_messages import EngineRequest
 from kvmesh.transfer.device import pieces_of
@@ -40,7 +39,6 @@ _VOCAB = 4096
 _BLOCK_SIZE = 32
 _NUM_BLOCKS = 512
 _MOVED_BLOCKS, _REPEATS = 128, 7
-_ORDER = {"VLLM_KV_CACHE_LAYOUT": "BHLNC"}
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 _DRAWN = SamplingParams(
@@ -49,27 +47,27 @@ _DRAWN = SamplingParams(
 
 
 def blocks_are_ranges(runner: VllmRunner) -> str:
-    """A block has all layers, and each head is one range of it; else loading is refused."""
+    """A block has all layers, and each head is one range of it; otherwise loading is refused."""
     layout = runner.spec.layout
     return f"{layout.order}, {layout.block_bytes} bytes a block, {layout.num_kv_heads} heads"
 
 
 def tokens_are_the_same(runner: VllmRunner, expected: Sequence[int]) -> str:
     """Greedy tokens over the pool are those of `vllm.LLM`."""
-    found = _Stream(runner, 1, _GREEDY, first_block=3).tokens(NEW_TOKENS)
+    found = _sequence(runner, 1, _GREEDY, first_block=3).tokens(NEW_TOKENS)
     return _compared(found, list(expected))
 
 
-def moved_streams_go_on(runner: VllmRunner, driver: DeviceDriver) -> str:
+def moved_streams_go_on(runner: VllmRunner) -> str:
     """Seeded sampling goes on after the blocks went through the host to other ones."""
-    expected = _Stream(runner, 2, _DRAWN, first_block=20).tokens(NEW_TOKENS)
-    before = _Stream(runner, 3, _DRAWN, first_block=40)
+    expected = _sequence(runner, 2, _DRAWN, first_block=20).tokens(NEW_TOKENS)
+    before = _sequence(runner, 3, _DRAWN, first_block=40)
     before.tokens(MOVED_AFTER)
-    after = before.moved(4, first_block=60, driver=driver)
+    after = before.moved(4, _table(60), _pool(runner))
     return _compared(after.tokens(NEW_TOKENS), expected)
 
 
-def handed_per_second(runner: VllmRunner, driver: DeviceDriver) -> str:
+def handed_per_second(runner: VllmRunner) -> str:
     """Blocks that lie apart, into memory of the host and out of it."""
     pool, block_bytes = _pool(runner), runner.spec.layout.block_bytes
     num_bytes = _MOVED_BLOCKS * block_bytes
@@ -88,66 +86,8 @@ def handed_per_second(runner: VllmRunner, driver: DeviceDriver) -> str:
         for name, move in (("out", out), ("in", back))
     )
     staging.close()
-    driver.mark()
+    pool.computed()
     return f"{rates}, {_MOVED_BLOCKS} blocks of {block_bytes} bytes"
-
-
-class _Stream:
-    """A sequence over blocks of its own that follow each other.
-
-    Args:
-        number: unlike that of any other sequence of the runner.
-        first_block: of as many as it may need.
-    """
-
-    def __init__(
-        self, runner: VllmRunner, number: int, sampling: SamplingParams, first_block: int
-    ) -> None:
-        self._runner, self._number, self._sampling = runner, number, sampling
-        count = -(-(PROMPT_TOKENS + NEW_TOKENS) // _BLOCK_SIZE)
-        self._table = range(first_block, first_block + count)
-        self._tokens = prompt()
-        self._computed = 0
-
-    def tokens(self, count: int) -> list[int]:
-        """Goes on until there are so many tokens after the prompt, and returns them."""
-        while (end := len(self._tokens)) < PROMPT_TOKENS + count:
-            chunk = SequenceChunk(
-                self._number,
-                self._tokens,
-                self._computed,
-                end,
-                self._table,
-                PROMPT_TOKENS,
-                self._sampling,
-                sample=True,
-            )
-            (token,) = self._runner.execute([chunk]).tokens
-            assert token is not None, "it was asked for"
-            self._tokens.append(token.token_id)
-            self._computed = end
-        return self._tokens[PROMPT_TOKENS:]
-
-    def moved(self, number: int, first_block: int, driver: DeviceDriver) -> _Stream:
-        """The same sequence in other blocks, whose bytes went through the host; this one ends."""
-        pool, block_bytes = _pool(self._runner), self._runner.spec.layout.block_bytes
-        other = _Stream(self._runner, number, self._sampling, first_block)
-        other._tokens, other._computed = self._tokens, self._computed
-        count = len(self._table)
-        old, new = (
-            pieces_of([(table[0], count)], block_bytes, None)
-            for table in (self._table, other._table)
-        )
-        _, memory = create_shared("moved", 2 * count * block_bytes)
-        staging = pool.staging(memoryview(memory))
-        staging.gather(old, 0, block_bytes, pool.moment())
-        staging.scatter(0, new, pool.moment())
-        # A read of the old blocks returns zeros from here on.
-        staging.scatter(count * block_bytes, old, pool.moment())
-        staging.close()
-        driver.mark()
-        self._runner.forget([self._number])
-        return other
 
 
 CHECKS = (
@@ -175,10 +115,11 @@ def request_of(model: Path, dtype: str, *, graphs: bool) -> EngineRequest:
         max_tokens=512,
         max_sequences=16,
         graphs=graphs,
+        device=0,
     )
 
 
-def run(runner: VllmRunner, driver: DeviceDriver, expected: Sequence[int]) -> list[Row]:
+def run(runner: VllmRunner, expected: Sequence[int]) -> list[Row]:
     """All checks; one that fails stops no other.
 
     Args:
@@ -187,8 +128,8 @@ def run(runner: VllmRunner, driver: DeviceDriver, expected: Sequence[int]) -> li
     checks: Sequence[Callable[[], str]] = (
         lambda: blocks_are_ranges(runner),
         lambda: tokens_are_the_same(runner, expected),
-        lambda: moved_streams_go_on(runner, driver),
-        lambda: handed_per_second(runner, driver),
+        lambda: moved_streams_go_on(runner),
+        lambda: handed_per_second(runner),
     )
     return [_row(name, check) for name, check in zip(CHECKS, checks, strict=True)]
 
@@ -239,18 +180,26 @@ def _measured(model: Path) -> list[Row]:
     default_environment(engine_environment(1))
     expected = greedy(model, "bfloat16")
     # Read when the next engine is made.
-    default_environment(_ORDER)
+    default_environment(engine_environment(1, "cuda"))
     from kvmesh.engine.vllm_runner import VllmRunner  # noqa: PLC0415
 
-    driver = CudaDriver("cuda")
     try:
-        request = request_of(model, "bfloat16", graphs=True)
-        runner = VllmRunner.load(request, "bench", driver)
+        runner = VllmRunner.load(request_of(model, "bfloat16", graphs=True), "bench")
     except Exception as error:  # noqa: BLE001 vLLM raises whatever its parts do
         return [_failed(CHECKS[0], error), *not_run("loading failed")[1:]]
-    found = run(runner, driver, expected)
+    found = run(runner, expected)
     runner.close()
     return found
+
+
+def _sequence(
+    runner: VllmRunner, number: int, sampling: SamplingParams, first_block: int
+) -> CheckedSequence:
+    return CheckedSequence(runner, number, prompt(), sampling, _table(first_block), PROMPT_TOKENS)
+
+
+def _table(first_block: int) -> range:
+    return range(first_block, first_block - (PROMPT_TOKENS + NEW_TOKENS) // -_BLOCK_SIZE)
 
 
 def _row(name: str, check: Callable[[], str]) -> Row:

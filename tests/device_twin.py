@@ -108,6 +108,11 @@ class TwinDriver:
         self.num_open -= 1
 
 
+def twin_driver(_index: int) -> TwinDriver:
+    """Takes the place of `vllm_memory.cuda_driver`."""
+    return TwinDriver()
+
+
 class FilledPool(DeviceKvPool):
     """A pool on any device, of given bytes or of zeros, with the tests' own view of it."""
 

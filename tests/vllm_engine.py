@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from kvmesh.core.config import default_environment
 from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.vllm_check import engine_environment, installation_problems
+from tests.device_twin import twin_driver
 from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 _PROBLEMS = installation_problems()
+
+TWIN_FOLLOWER = (sys.executable, "-m", "tests.vllm.twin_follower")
 
 needs_vllm = pytest.mark.skipif(bool(_PROBLEMS), reason="; ".join(_PROBLEMS))
 """For tests that load vLLM; `make e2e-vllm` runs them where it is."""
@@ -81,11 +85,13 @@ def load_vllm(
     ranks: int = 1,
     stages: int = 1,
     spin: bool = False,
+    on_devices: bool = False,
 ) -> VllmRunner:
     """The runner, each rank on one thread.
 
     Args:
         ranks: of all stages.
+        on_devices: each rank keeps its KV on a device, imitated in host memory.
     """
     default_environment(engine_environment(1))
     from kvmesh.engine.vllm_messages import EngineRequest
@@ -105,5 +111,6 @@ def load_vllm(
         num_ranks=ranks,
         num_stages=stages,
         spin=spin,
+        device=0 if on_devices else None,
     )
-    return VllmRunner.load(request, "tiny")
+    return VllmRunner.load(request, "tiny", make_driver=twin_driver, follower=TWIN_FOLLOWER)

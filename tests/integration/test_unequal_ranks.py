@@ -14,9 +14,21 @@ from tests.worker_driver import Key, driving, make_spec, running_worker, until_i
 
 NUM_BLOCKS = 200
 NEW_TOKENS = 8
-Ranks = tuple[int, int]
-"""Ranks that share each layer, and stages."""
-ONE, TWO, FOUR, STAGES, BOTH = (1, 1), (2, 1), (4, 1), (1, 2), (2, 2)
+Ranks = tuple[int, int, bool]
+"""Ranks that share each layer, stages, and whether each rank keeps its KV on a device."""
+ONE, TWO, FOUR, STAGES, BOTH = (
+    (1, 1, False),
+    (2, 1, False),
+    (4, 1, False),
+    (1, 2, False),
+    (2, 2, False),
+)
+TWO_DEVICES, FOUR_DEVICES, DEVICE_STAGES, BOTH_ON_DEVICES = (
+    (2, 1, True),
+    (4, 1, True),
+    (1, 2, True),
+    (2, 2, True),
+)
 _DRAW = random.Random(3)
 PROMPTS = [
     [_DRAW.randrange(1, VOCAB_SIZE) for _ in range(length)]
@@ -26,11 +38,20 @@ PROMPTS = [
 
 def alone(ranks: Ranks, spec: SequenceSpec) -> tuple[list[int], bytes]:
     """Returns what one engine generates, and its whole pool afterwards."""
-    runner = RankedRunner(NUM_BLOCKS, *ranks)
-    return tokens_of(runner, spec), bytes(runner.kv.view)
+    runner = made(NUM_BLOCKS, ranks)
+    return tokens_of(runner, spec), bytes(runner.kv.read_view(0, NUM_BLOCKS))
 
 
-@pytest.mark.parametrize("ranks", [TWO, FOUR, STAGES, BOTH])
+def made(num_blocks: int, ranks: Ranks) -> RankedRunner:
+    """An engine of these ranks."""
+    tensor_parallel, stages, on_devices = ranks
+    return RankedRunner(num_blocks, tensor_parallel, stages, on_devices=on_devices)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [TWO, FOUR, STAGES, BOTH, TWO_DEVICES, FOUR_DEVICES, DEVICE_STAGES, BOTH_ON_DEVICES],
+)
 def test_blocks_are_the_same_for_any_number_of_ranks(ranks: Ranks) -> None:
     spec = make_spec(PROMPTS[-1], max_tokens=NEW_TOKENS)
     assert alone(ranks, spec) == alone(ONE, spec)
@@ -38,7 +59,19 @@ def test_blocks_are_the_same_for_any_number_of_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("sender", "receiver"),
-    [(ONE, TWO), (TWO, ONE), (TWO, TWO), (ONE, FOUR), (FOUR, TWO), (BOTH, ONE), (STAGES, TWO)],
+    [
+        (ONE, TWO),
+        (TWO, ONE),
+        (TWO, TWO),
+        (ONE, FOUR),
+        (FOUR, TWO),
+        (BOTH, ONE),
+        (STAGES, TWO),
+        (TWO_DEVICES, TWO_DEVICES),
+        (ONE, FOUR_DEVICES),
+        (FOUR_DEVICES, TWO),
+        (BOTH_ON_DEVICES, DEVICE_STAGES),
+    ],
 )
 @pytest.mark.parametrize(("channels", "mode"), [("local", "whole"), ("tcp", "chunked")])
 async def test_tokens_and_bytes_of_a_handoff_are_those_of_one_rank(
@@ -59,7 +92,7 @@ async def handed_over(
     ranks = iter((sender, receiver))
     monkeypatch.setattr(
         "kvmesh.runtime.worker_building.load_runner",
-        lambda config, _folder: RankedRunner(config.num_blocks, *next(ranks)),
+        lambda config, _folder: made(config.num_blocks, next(ranks)),
     )
     engine = EngineSection(kind="fake", num_blocks=NUM_BLOCKS, max_batch_tokens=64)
     giver = WorkerSection(id="p", role="prefill", channels=channels, transfer_mode=mode)

@@ -1,6 +1,6 @@
 """What an engine of some ranks says, as JSON: vLLM has one number of ranks in a process.
 
-python -m tests.vllm.said_by NUM_RANKS NUM_STAGES sockets|memory [ADAPTER ADAPTER]
+python -m tests.vllm.said_by NUM_RANKS NUM_STAGES sockets|memory|devices [ADAPTER ADAPTER]
 
 With two folders of adapters, the first one is loaded at start and the other one later.
 """
@@ -55,6 +55,7 @@ def main() -> None:
         ranks=int(num_ranks),
         stages=int(stages),
         spin=wait == "memory",
+        on_devices=wait == "devices",
         lora=f"first={adapters[0]}" if adapters else "",
         max_adapters=len(adapters),
     )

@@ -15,15 +15,16 @@ def test_every_check_for_a_device_passes_on_the_twin() -> None:
     from kvmesh.engine.vllm_runner import VllmRunner
 
     driver = TwinDriver()
-    runner = VllmRunner.load(request_of(MODEL, "float32", graphs=False), "twin", driver)
+    request = request_of(MODEL, "float32", graphs=False)
+    runner = VllmRunner.load(request, "twin", make_driver=lambda _: driver)
     assert isinstance(runner.kv, DeviceKvPool)
     marks = driver.num_marks
-    rows = run(runner, driver, expected)
+    rows = run(runner, expected)
     assert [row["check"] for row in rows] == list(CHECKS)
     assert not [row for row in rows if row["result"].startswith("FAILED")]
     # Copies wait for the step that was launched before them.
     assert driver.num_marks > marks
-    wrong = run(runner, driver, [token + 1 for token in expected])
+    wrong = run(runner, [token + 1 for token in expected])
     assert wrong[1]["result"].startswith("FAILED: ValueError: token 0 of ")
     assert all(not row["result"].startswith("FAILED") for row in wrong[2:])
     runner.close()

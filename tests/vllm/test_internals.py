@@ -30,4 +30,4 @@ def test_a_field_that_is_required_or_gone_is_named(monkeypatch: pytest.MonkeyPat
     internals = import_module("kvmesh.engine.vllm_internals")
     monkeypatch.setattr(internals, "unknown_fields", lambda: ["Message.new_and_required"])
     with pytest.raises(ConfigError, match=r"Message\.new_and_required"):
-        internals.VllmExecutor(None)
+        internals.VllmExecutor(None, None)

@@ -41,9 +41,15 @@ def test_one_rank_says_what_vllm_says(one_rank: dict[str, Any]) -> None:
     assert one_rank["greedy"] == alone.greedy(PROMPTS, GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize(("wait", "stages"), [("sockets", 1), ("memory", 1), ("sockets", 2)])
+@pytest.mark.parametrize(
+    ("wait", "stages"),
+    [("sockets", 1), ("memory", 1), ("sockets", 2), ("devices", 1), ("devices", 2)],
+)
 def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str, stages: int) -> None:
-    """They share each layer by heads, or have half of the layers each."""
+    """They share each layer by heads, or have half of the layers each.
+
+    KV is in one pool, or with `devices` in memory of each rank.
+    """
     two = said_by(2, wait, stages=stages)
     for name in ("greedy", "drawn", "chunked"):
         assert two[name] == one_rank[name], name

@@ -11,7 +11,6 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from kvmesh.cli.doctor_flags import parser
 from kvmesh.cli.findings import Finding, Level
 from kvmesh.cli.https import trust
 from kvmesh.cli.model_folder import embedded_models
+from kvmesh.cli.preflight import free_memory_bytes
 from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import (
     CHECKOUT,
@@ -53,7 +53,7 @@ def _machine(model: Path | None) -> list[Finding]:
         machine_checks.check_python(tuple(sys.version_info[:3])),
         *machine_checks.check_packages(),
         machine_checks.check_cores(usable_cores(), environment("OMP_NUM_THREADS")),
-        machine_checks.check_memory(psutil.virtual_memory().available),
+        machine_checks.check_memory(free_memory_bytes()),
         machine_checks.check_native(),
         machine_checks.check_products(),
         machine_checks.check_congestion_control(),

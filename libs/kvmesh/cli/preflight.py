@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+import psutil
+
 from kvmesh.cli.findings import Level
 from kvmesh.cli.flags import flag_twins
 from kvmesh.cli.model_folder import ModelFolder, read_model_folder
@@ -22,6 +24,7 @@ from kvmesh.cli.probes import is_free
 from kvmesh.cli.stack import StackOptions, StackPaths
 from kvmesh.cli.up_flags import parser
 from kvmesh.core.config import ENV_PREFIX, own_environment
+from kvmesh.core.control_groups import memory_left
 from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.core.types import Endpoint
 from kvmesh.engine import vllm_check
@@ -171,6 +174,11 @@ def _folder_problems(state: Path, free_bytes: int) -> list[str]:
     free, needed = (f"{size / _MIB:.0f} MiB" for size in (free_bytes, DISK_BYTES))
     text = f"{state}: {free} are free, logs and traces need {needed}; free some"
     return [f"{text}, or name another folder with --state-dir"]
+
+
+def free_memory_bytes() -> int:
+    """Returns the bytes of memory that this machine, or this container, has left."""
+    return int(min(psutil.virtual_memory().available, memory_left()))
 
 
 def free_disk_bytes(state: Path) -> int:

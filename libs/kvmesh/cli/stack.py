@@ -15,6 +15,7 @@ from kvmesh.cli.stack_secrets import StackSecrets
 from kvmesh.core.launch import LaunchError, LaunchSpec
 from kvmesh.core.types import Endpoint, Role
 from kvmesh.engine.chat_template import read_chat_template
+from kvmesh.engine.device_names import DeviceTurns
 
 # Order of stopping: the gateway first, then workers, then the services that know about them.
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
@@ -224,6 +225,7 @@ class _Planner:
     next_port: Callable[[], int]
     env: Mapping[str, str]
     secrets: StackSecrets
+    devices: DeviceTurns
     # Passed in the environment, because every user of the machine can read flags.
     store: Mapping[str, str] = field(default_factory=dict)
 
@@ -310,7 +312,7 @@ class _Planner:
             "engine.tensor-parallel": options.tensor_parallel,
             "engine.pipeline-parallel": options.pipeline_parallel,
             "engine.dtype": options.dtype,
-            "engine.device": options.device,
+            "engine.device": self.devices.take(options.num_ranks),
             "engine.num-blocks": options.num_blocks,
             "engine.block-size": options.block_size,
             "engine.num-threads": options.num_threads,
@@ -421,7 +423,7 @@ def plan_stack(
         env: environment of all processes.
         secrets: secrets of the stack.
     """
-    planner = _Planner(options, paths, next_port, env, secrets)
+    planner = _Planner(options, paths, next_port, env, secrets, DeviceTurns(options.device))
     members = planner.stores()
     pool = Endpoint(_LOCAL, next_port())
     flags: dict[str, object] = {"server.admin.port": pool.port}

@@ -10,14 +10,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
 from kvmesh.cli.descendants import adopt_orphans, kill_descendants
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, LaunchSettings, StackRunner
 from kvmesh.cli.machine_checks import native_notes
 from kvmesh.cli.model_folder import embedded_models
-from kvmesh.cli.preflight import Room, free_disk_bytes, machine_problems, model_problems
+from kvmesh.cli.preflight import (
+    Room,
+    free_disk_bytes,
+    free_memory_bytes,
+    machine_problems,
+    model_problems,
+)
 from kvmesh.cli.probes import free_ports, is_free
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.ready_command import command_problems
@@ -253,7 +258,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[StackOptions, StackPaths, l
     paths = StackPaths(CHECKOUT, state, Path(sys.executable), find_redis_binary())
     if is_held(state):
         raise ConfigError(held_by_another(state))
-    room = Room(psutil.virtual_memory().available, free_disk_bytes(state))
+    room = Room(free_memory_bytes(), free_disk_bytes(state))
     found = machine_problems(options, paths, room) + command_problems(arguments.run)
     if not (found and is_hub_name(str(options.model))):  # no useless download
         options = _with_folders(options)

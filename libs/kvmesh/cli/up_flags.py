@@ -95,7 +95,11 @@ def _add_engine_flags(made: argparse.ArgumentParser) -> None:
         "number format of weights and KV; default: float32 for the embedded model, else auto",
         choices=dtypes,
     )
-    add_flag(made, "--device", "cpu", "device of the engine: cpu, cuda or cuda:N")
+    text = (
+        "device of the engines: cpu, cuda:N, or cuda: engines take devices in turn, one for each "
+        "of their ranks"
+    )
+    add_flag(made, "--device", "cpu", text)
     text = (
         "computing threads per engine; 0: the cores, divided among all engines, or among those "
         "that have work (engine kvmesh on the CPU, 128 MiB of weights or more)"

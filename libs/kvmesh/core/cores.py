@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
+from kvmesh.core.control_groups import GROUPS, MEMBERSHIP, group_folders
+
 _UNBOUNDED = ("max", "-1")
 
 
@@ -28,35 +28,15 @@ def whole_cores(seen: int, quota: float) -> int:
     return max(1, int(min(seen, quota)))
 
 
-def cpu_quota(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> float:
+def cpu_quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
     """Returns the CPU quota of this process's control groups in cores; infinite without a quota.
 
     Args:
-        groups: mount point of the control groups; version 1 has a folder per controller below it.
-        membership: the process's groups, as in /proc/self/cgroup (cgroups(7)).
+        groups, membership: as `control_groups.GROUPS` and `control_groups.MEMBERSHIP`.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # no Linux
-        return math.inf
-    quotas = [math.inf]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            quotas += [_read(folder, "cpu.max") for folder in _folders(groups, path)]
-        elif "cpu" in controllers.split(","):
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            quotas += [_read(folder, *files) for folder in _folders(groups / "cpu", path)]
-    return min(quotas)
-
-
-def _folders(mount: Path, path: str) -> list[Path]:
-    """Returns the folders of a group and of its parents, each of which has its own quota.
-
-    Inside a container the parents' folders do not exist, and the mount point is its own group.
-    """
-    parts = PurePosixPath(path).parts[1:]
-    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+    files = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
+    found = group_folders("cpu", groups, membership)
+    return min((_read(folder, *files[version]) for version, folder in found), default=math.inf)
 
 
 def _read(folder: Path, *names: str) -> float:

@@ -48,6 +48,32 @@ def num_devices(driver: str = "libcuda.so.1") -> int:
     return 0 if failed else count.value
 
 
+class DeviceTurns:
+    """Gives the engines of one host devices in turn."""
+
+    def __init__(self, device: str, count_devices: Callable[[], int] = num_devices) -> None:
+        """Counts devices at the first turn.
+
+        Args:
+            device: "cuda": any of them; another name is given to all engines.
+            count_devices: returns the number of devices.
+        """
+        self._device = device
+        self._count_devices = count_devices
+        self._next = 0
+
+    def take(self, num_ranks: int) -> str:
+        """Returns the device of an engine's first rank; those of the others follow it."""
+        if self._device != "cuda":
+            return self._device
+        count = self._count_devices()
+        if self._next + num_ranks > count:
+            self._next = 0
+        first = self._next
+        self._next += num_ranks
+        return f"cuda:{first}"
+
+
 def pci_bus_id(index: int, driver: str = "libcuda.so.1") -> str:
     """Returns the address on the PCI bus of a CUDA device that this process may use.
 

@@ -7,6 +7,8 @@ Tests: tests/unit/engine/test_device_pool.py, tests/gpu/test_device_pool.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,35 +21,29 @@ from kvmesh.kernels.block_ops import copy_pieces
 from kvmesh.transfer.device import Moment, Pieces, SharedMemory
 
 
-class PinnedStaging:
-    """Staging memory of a device pool (`transfer.device.StagingMemory`)."""
+class PartCopies:
+    """Copies between memory of a device and pinned memory of the host. Thread-safe."""
 
-    def __init__(
-        self, driver: DeviceDriver, pool: Tensor, block_bytes: int, memory: memoryview
-    ) -> None:
+    def __init__(self, driver: DeviceDriver, pool: Tensor, piece_bytes: int, host: Tensor) -> None:
         """Takes as much memory on the device, and compiles the kernel.
 
         Args:
-            pool: [bytes] uint8, the pool's memory on the device.
+            pool: [bytes] uint8 on the device.
+            piece_bytes: bytes of the largest piece.
+            host: [bytes] uint8, pinned.
 
         Raises:
-            LostError: as `DevicePool.staging`.
+            LostError: the device failed.
         """
         self._driver = driver
-        self._block_bytes = block_bytes
         self._pool = pool
-        self._host: Tensor | None = driver.pin(memory)
+        self._host = host
         self._bounce = torch.empty(0, dtype=torch.uint8)
-        try:
-            driver.run(self._prepare, driver.moment())
-        except LostError:
-            self.close()
-            raise
+        driver.run(lambda: self._prepare(piece_bytes), driver.moment())
 
     def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
-        """See `StagingMemory.gather`: one kernel on the device, then one copy to the host."""
-        assert self._host is not None, "the staging memory is closed"
-        host, size, num_bytes = self._host, pieces.size, pieces.num_bytes
+        """See `StagingMemory.gather`: one kernel on the device, then copies to the host."""
+        size, num_bytes = pieces.size, pieces.num_bytes
         assert size <= stride, "pieces do not overlap"
         begin = int(pieces.starts[0])
 
@@ -57,46 +53,95 @@ class PinnedStaging:
             else:
                 packed = self._bounce[at : at + num_bytes]
                 copy_pieces(packed, self._pool, _places(pieces).flip(1), size)
-            if stride == size:
-                host[at : at + num_bytes].copy_(packed, non_blocking=True)
-                return
-            for index in range(len(pieces.starts)):
-                to = at + index * stride
-                part = packed[index * size : (index + 1) * size]
-                host[to : to + size].copy_(part, non_blocking=True)
+            for on_host, on_device in self._pairs(packed, size, at, stride):
+                on_host.copy_(on_device, non_blocking=True)
 
         self._driver.run(launch, after)
 
-    def scatter(self, at: int, pieces: Pieces, after: Moment) -> None:
-        """See `StagingMemory.scatter`: one copy to the device, then one kernel."""
-        assert self._host is not None, "the staging memory is closed"
-        arrived = self._host[at : at + pieces.num_bytes]
-        begin, num_bytes = int(pieces.starts[0]), pieces.num_bytes
+    def scatter(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
+        """Copies into pieces of the pool: copies to the device, then one kernel.
+
+        Args:
+            at, stride: as in `gather`.
+        """
+        size, num_bytes = pieces.size, pieces.num_bytes
+        begin = int(pieces.starts[0])
 
         def launch() -> None:
-            if _is_one_range(pieces):
-                self._pool[begin : begin + num_bytes].copy_(arrived, non_blocking=True)
-                return
-            packed = self._bounce[at : at + num_bytes]
-            packed.copy_(arrived, non_blocking=True)
-            copy_pieces(self._pool, packed, _places(pieces), pieces.size)
+            is_straight = stride == size and _is_one_range(pieces)
+            packed = (
+                self._pool[begin : begin + num_bytes]
+                if is_straight
+                else self._bounce[at : at + num_bytes]
+            )
+            for on_host, on_device in self._pairs(packed, size, at, stride):
+                on_device.copy_(on_host, non_blocking=True)
+            if not is_straight:
+                copy_pieces(self._pool, packed, _places(pieces), size)
 
         self._driver.run(launch, after)
 
     def close(self) -> None:
-        """See `StagingMemory.close`."""
-        if self._host is not None:
-            self._driver.unpin(self._host)
-            self._host = None
-            self._bounce = self._pool = torch.empty(0, dtype=torch.uint8)
+        """Frees the memory on the device; no copy may be under way. May be called again."""
+        self._bounce = self._pool = self._host = torch.empty(0, dtype=torch.uint8)
 
-    def _prepare(self) -> None:
+    def _prepare(self, piece_bytes: int) -> None:
         # Allocated in the copy queue, so that the allocator's memory is in use by no other queue.
-        assert self._host is not None, "the staging memory is closed"
         self._bounce = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._driver.device)
         # A kernel compiles at its first call, which takes longer than a transfer may stall.
         first = torch.zeros((1, 2), dtype=torch.int64)
-        copy_pieces(self._bounce, self._pool, first, min(self._block_bytes, self._host.nbytes))
+        copy_pieces(self._bounce, self._pool, first, min(piece_bytes, self._host.nbytes))
+
+    def _pairs(
+        self, packed: Tensor, size: int, at: int, stride: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same bytes on the host and packed on the device, in as few copies as possible."""
+        if stride == size:
+            yield self._host[at : at + packed.nbytes], packed
+            return
+        for index, piece in enumerate(packed.view(-1, size)):
+            to = at + index * stride
+            yield self._host[to : to + size], piece
+
+
+class PinnedStaging:
+    """Staging memory of a device pool (`transfer.device.StagingMemory`)."""
+
+    def __init__(
+        self, driver: DeviceDriver, pool: Tensor, block_bytes: int, memory: memoryview
+    ) -> None:
+        """Takes as much memory on the device.
+
+        Args:
+            pool: [bytes] uint8, the pool's memory on the device.
+
+        Raises:
+            LostError: as `DevicePool.staging`.
+        """
+        self._driver = driver
+        self._host: Tensor | None = driver.pin(memory)
+        try:
+            self._copies = PartCopies(driver, pool, block_bytes, self._host)
+        except LostError:
+            driver.unpin(self._host)
+            raise
+
+    def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
+        """See `StagingMemory.gather`."""
+        assert self._host is not None, "the staging memory is closed"
+        self._copies.gather(pieces, at, stride, after)
+
+    def scatter(self, at: int, pieces: Pieces, after: Moment) -> None:
+        """See `StagingMemory.scatter`."""
+        assert self._host is not None, "the staging memory is closed"
+        self._copies.scatter(pieces, at, pieces.size, after)
+
+    def close(self) -> None:
+        """See `StagingMemory.close`."""
+        if self._host is not None:
+            self._copies.close()
+            self._driver.unpin(self._host)
+            self._host = None
 
 
 class MappedPeer:
@@ -137,11 +182,23 @@ class MappedPeer:
 class DeviceKvPool(PoolTensor):
     """A pool that only its device reaches (`transfer.device.DevicePool`)."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, driver: DeviceDriver) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        driver: DeviceDriver,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Allocates the pool.
+
+        Args:
+            memory: [bytes] uint8 on the device, spare blocks included, in place of new memory.
+        """
         assert num_blocks > 0, "a pool needs a block"
         self._block_bytes = layout.block_bytes
         self._driver = driver
-        memory = driver.zeros((num_blocks + SPARE_BLOCKS) * layout.block_bytes)
+        if memory is None:
+            memory = driver.zeros((num_blocks + SPARE_BLOCKS) * layout.block_bytes)
         super().__init__(layout, num_blocks, memory.view(TORCH_DTYPES[layout.dtype]))
         # Memory of `write_view` runs, until `written` copies it to the pool.
         self._arriving: dict[tuple[int, int], Tensor] = {}

@@ -47,6 +47,9 @@ class HostMemory:
     def written(self, first_block: int, num_blocks: int) -> None:
         """Does nothing: the view is the memory itself."""
 
+    def computed(self) -> None:
+        """Does nothing: a step on the host has written when it returns."""
+
     def close(self) -> None:
         """Closes the memfd against further mappings; the last view frees the memory."""
         self._close_fd()

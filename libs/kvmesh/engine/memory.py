@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh.core.control_groups import memory_left
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.kv_formats import DTYPE_BYTES
 from kvmesh.engine.config import ModelConfig
@@ -48,11 +49,11 @@ def resolve_dtype(config: ModelConfig, dtype: str) -> str:
 
 
 def available_bytes() -> int:
-    """Returns the free memory of the host in bytes."""
+    """Returns the memory in bytes that this process may still take: of host and container."""
     for line in _MEMINFO.read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return int(value.split()[0]) << 10
+            return int(min(int(value.split()[0]) << 10, memory_left()))
     raise ConfigError(f"{_MEMINFO} does not say how much memory is available")
 
 

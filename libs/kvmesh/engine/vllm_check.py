@@ -17,6 +17,7 @@ from typing import Any
 from kvmesh.core.config import environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.native_libraries import cpu_flags
+from kvmesh.engine.device_names import device_index, num_devices
 from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.weight_files import find_weight_files, identity_of
 
@@ -25,6 +26,12 @@ MINOR = "0.31"
 
 BLOCK_SIZE = 32
 """vLLM's CPU kernels need a multiple of this number of positions per block."""
+
+ORDER = "BHLNC"
+"""Physical order of the pool: a block is one range of bytes, and so is each rank's part of it."""
+
+_DEVICE_BLOCK_SIZE = 16
+"""The same of its kernels for CUDA devices."""
 
 INSTALL = "`make up-vllm` in a checkout, else pip install 'kvmesh[vllm]'"
 
@@ -52,16 +59,21 @@ _USUAL = {
     "HF_HUB_OFFLINE": "1",
 }
 
+_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+"""By which vLLM on a device is asked for an order; it refuses one that its kernels cannot use."""
+
 Version = Callable[[str], str]
 
 
-def engine_environment(num_threads: int) -> dict[str, str]:
+def engine_environment(num_threads: int, device: str = "cpu") -> dict[str, str]:
     """Environment variables to set before vLLM is imported, unless they are set already.
 
     Args:
         num_threads: threads of the engine; vLLM takes the number from OMP_NUM_THREADS.
+        device: "cpu", "cuda" or "cuda:N".
     """
-    return {**_NEEDED, **_USUAL, "OMP_NUM_THREADS": str(num_threads)}
+    order = {} if device == "cpu" else {_LAYOUT: ORDER}
+    return {**_NEEDED, **_USUAL, **order, "OMP_NUM_THREADS": str(num_threads)}
 
 
 def installed_version(version: Version = importlib.metadata.version) -> str:
@@ -194,15 +206,38 @@ def model_problems(
     block_size: int,
     tensor_parallel: int = 1,
     num_stages: int = 1,
+    read: Callable[[str], str] = environment,
+    count_devices: Callable[[], int] = num_devices,
 ) -> list[str]:
     """Why vLLM cannot serve a model so, each with its remedy; empty if it may.
 
     Args:
+        device: "cpu", "cuda" or "cuda:N".
         tensor_parallel: processes that share the heads of a layer.
         num_stages: parts that its layers are divided into.
+        read: returns the value of an environment variable.
+        count_devices: returns the number of CUDA devices.
     """
-    if device != "cpu":
-        return [f"vLLM has not been run on {device} below KVMesh: take the engine kvmesh, or cpu"]
+    if device == "cpu":
+        problems = _cpu_problems(model, block_size)
+    else:
+        problems = _device_problems(
+            device, block_size, tensor_parallel * num_stages, read, count_devices
+        )
+    if model.num_kv_heads % tensor_parallel:
+        problems.append(
+            f"{model.num_kv_heads} KV heads are not to be shared by {tensor_parallel} ranks: "
+            "tensor parallelism is a divisor of their number"
+        )
+    if model.num_layers and num_stages > model.num_layers:
+        problems.append(
+            f"{model.num_layers} layers are not to be divided into {num_stages} parts: pipeline "
+            "parallelism is at most their number"
+        )
+    return problems
+
+
+def _cpu_problems(model: VllmModel, block_size: int) -> list[str]:
     problems = []
     if model.head_dim and model.head_dim not in _HEAD_SIZES:
         sizes = ", ".join(map(str, _HEAD_SIZES))
@@ -221,16 +256,30 @@ def model_problems(
             f"vLLM computes weights of the method {model.quantized} with AVX-512, which this CPU "
             "lacks: take the weights that are not quantised, or of compressed-tensors int8"
         )
-    if model.num_kv_heads % tensor_parallel:
+    return problems
+
+
+def _device_problems(
+    device: str,
+    block_size: int,
+    num_ranks: int,
+    read: Callable[[str], str],
+    count_devices: Callable[[], int],
+) -> list[str]:
+    problems = []
+    if block_size % _DEVICE_BLOCK_SIZE:
         problems.append(
-            f"{model.num_kv_heads} KV heads are not to be shared by {tensor_parallel} ranks: "
-            "tensor parallelism is a divisor of their number"
+            f"blocks of {block_size} positions are no multiple of {_DEVICE_BLOCK_SIZE}, as vLLM "
+            f"on a device wants them: set the block size to {_DEVICE_BLOCK_SIZE}"
         )
-    if model.num_layers and num_stages > model.num_layers:
+    first, count = device_index(device) or 0, count_devices()
+    if num_ranks > 1 and first + num_ranks > count:
         problems.append(
-            f"{model.num_layers} layers are not to be divided into {num_stages} parts: pipeline "
-            "parallelism is at most their number"
+            f"{num_ranks} ranks from {device} on need devices up to cuda:{first + num_ranks - 1}, "
+            f"and this host has {count}: take fewer ranks"
         )
+    if read(_LAYOUT) not in {"", ORDER}:
+        problems.append(f"{_LAYOUT} is {read(_LAYOUT)!r}; unset it, the engine needs {ORDER!r}")
     return problems
 
 

@@ -8,7 +8,6 @@ ends when the leader ends, also in the middle of a step. Tests: tests/vllm/test_
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import sys
@@ -19,19 +18,29 @@ from kvmesh.engine.vllm_messages import read_change, read_request, read_step, re
 
 if TYPE_CHECKING:
     from kvmesh.engine.vllm_internals import VllmExecutor
+    from kvmesh.engine.vllm_memory import MakeDriver
 
 
-def main() -> None:
-    """Computes steps until the leader ends."""
+def main(make_driver: MakeDriver | None = None) -> None:
+    """Computes steps until the leader ends.
+
+    Args:
+        make_driver: as of `DeviceCache`; None: `CudaDriver`.
+    """
     threading.Thread(target=_end_with_leader, name="leader", daemon=True).start()
-    with socket.socket(fileno=int(sys.argv[1])) as leader:
+    with socket.socket(fileno=int(sys.argv[-1])) as leader:
         request, place = read_request(receive(leader))
         # vLLM reads its environment variables on import; they are inherited from the leader.
         from kvmesh.engine.vllm_internals import VllmExecutor  # noqa: PLC0415
+        from kvmesh.engine.vllm_memory import FollowerCache, cuda_driver  # noqa: PLC0415
 
-        executor = VllmExecutor(request, place)
-        executor.move_cache(_mapped(leader))
         try:
+            driver = None
+            if request.device is not None:
+                driver = (make_driver or cuda_driver)(request.device + place.rank)
+            memory = FollowerCache(leader, driver)
+            executor = VllmExecutor(request, memory, place)
+            memory.tell_leader(executor.part, executor.value_bytes)
             _follow(executor, leader)
         except EOFError:
             os._exit(0)
@@ -40,15 +49,6 @@ def main() -> None:
 def _end_with_leader() -> None:
     os.read(0, 1)
     os._exit(0)
-
-
-def _mapped(leader: socket.socket) -> memoryview:
-    """Receives the leader's KV pool and maps it."""
-    num_bytes = int(receive(leader)["pool_bytes"])
-    _, (fd,), _, _ = socket.recv_fds(leader, 1, 1)
-    mapping = mmap.mmap(fd, num_bytes)
-    os.close(fd)
-    return memoryview(mapping)
 
 
 def _follow(executor: VllmExecutor, leader: socket.socket) -> None:

@@ -1,4 +1,6 @@
-"""Tells vLLM's executor what to compute. This, `vllm_output` and `vllm_pooling` use its internals.
+"""Tells vLLM's executor what to compute.
+
+This, `vllm_cache`, `vllm_output` and `vllm_pooling` use its internals.
 
 vLLM's scheduler and block manager stay unused. Internals change with vLLM's releases, so one minor
 version is pinned (`vllm_check.MINOR`).
@@ -25,14 +27,16 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 from vllm.v1.outputs import SamplerOutput
 
 from kvmesh.core.errors import CheckpointError, ConfigError
 from kvmesh.engine.adapters import Adapter, check_width
-from kvmesh.engine.host_memory import HostMemory
+from kvmesh.engine.kv_shape import SPARE_BLOCKS
 from kvmesh.engine.protocol import EmbeddingSpec
 from kvmesh.engine.rank_part import RankPart
+from kvmesh.engine.vllm_cache import GivenCache
+from kvmesh.engine.vllm_check import ORDER
+from kvmesh.engine.vllm_memory import CacheMemory
 from kvmesh.engine.vllm_messages import (
     EngineRequest,
     Place,
@@ -44,9 +48,6 @@ from kvmesh.engine.vllm_messages import (
 from kvmesh.engine.vllm_output import scheduler_output, unknown_fields
 from kvmesh.engine.vllm_pooling import Pooling
 from kvmesh.engine.vllm_ranks import Ranks
-
-ORDER = "BHLNC"
-"""Physical order of the pool: a block is one range of bytes, and so is each rank's part of it."""
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum LoRA ranks that vLLM can be configured for."""
@@ -105,11 +106,19 @@ class _OurChoice:
 class VllmExecutor:
     """Loads a model, or one rank's part of it, and computes its steps. Use one thread at a time."""
 
-    def __init__(self, request: EngineRequest, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        memory: CacheMemory,
+        place: Place | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Loads the model. Takes seconds.
 
         Args:
-            place: the place of a follower; None: this is the leader, which starts the followers.
+            memory: of this rank's KV cache.
+            place: None: there are no other ranks.
+            ranks: the other ranks, if this is their leader.
 
         Raises:
             ConfigError: this release of vLLM, or this model, does not fit.
@@ -117,23 +126,19 @@ class VllmExecutor:
         unknown = unknown_fields()
         if unknown:
             raise ConfigError(f"unknown fields of this vLLM: {', '.join(unknown)}")
-        if current_platform.is_cpu():
-            _allow_order_on_cpu()
         self._request = request
-        self._ranks: Ranks | None = None
-        if request.num_ranks > 1 and place is None:
-            self._ranks = Ranks(request)
-            place = self._ranks.place
+        self._ranks = ranks
         self._rank = 0 if place is None else place.rank
-        try:
-            arguments = _arguments(request)
-            config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        arguments = _arguments(request)
+        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        if current_platform.is_cpu():
+            # The CPU backend declares another order only, but its kernels take strides.
+            config.cache_config.kv_cache_layout = ORDER
+        executor_class = _executor_class(config, place, request.device)
+        self._cache = GivenCache(request, config, memory, self._rank)
+        with self._cache.given():
             # Its scheduler stays unused, but it makes executor and cache in this release's order.
-            self._core = EngineCore(config, _executor_class(config, place), log_stats=False)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+            self._core = EngineCore(config, executor_class, log_stats=False)
         self._executor = self._core.model_executor
         self._runner: Any = self._executor.driver_worker.worker.model_runner
         self._choice = _OurChoice()
@@ -157,86 +162,38 @@ class VllmExecutor:
                 dtype=config.model_config.dtype,
                 device=self._runner.device,
             )
-        self._first_layer, self._num_layers = _layers(config, len(self._runner.kv_caches))
         # Every rank of the last stage has the whole hidden states; rank 0 answers.
         alone = not self._rank and request.num_stages == 1
         self._pooling = Pooling.of(config, arguments) if alone else None
 
     def facts(self) -> ModelFacts:
-        """Properties of the loaded model.
-
-        Raises:
-            ConfigError: some layers keep something else than keys and values, or of other sizes.
-        """
-        groups = self._runner.kv_cache_config.kv_cache_groups
-        # Where every layer has a window, vLLM says so; our tables name the blocks before it too.
-        kept = (FullAttentionSpec, SlidingWindowSpec)
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, kept):
-            kinds = ", ".join(sorted(type(each.kv_cache_spec).__name__ for each in groups))
-            raise ConfigError(
-                f"engine vllm serves models whose layers all keep attention's KV alike, not {kinds}"
-            )
+        """Properties of the loaded model."""
         caches: list[Tensor] = self._runner.kv_caches
         _, heads, block_size, content = caches[0].shape
-        block_bytes = caches[0].stride(0) * caches[0].element_size()
-        layer_bytes = heads * block_size * content * caches[0].element_size()
-        if (
-            len(caches) * layer_bytes != block_bytes
-            or len({each.untyped_storage().data_ptr() for each in caches}) != 1
-        ):
-            raise ConfigError("this model's KV blocks are not one range of bytes each")
+        layer_bytes = heads * block_size * content * self.value_bytes
         attention = self._runner.attn_groups[0][0]
         return ModelFacts(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             kv_dtype=str(caches[0].dtype).removeprefix("torch."),
             block_size=block_size,
-            num_layers=self._num_layers,
+            num_layers=self.part.num_layers,
             num_kv_heads=heads * self._request.tensor_parallel,
             content=content,
-            block_bytes=layer_bytes * self._num_layers * self._request.tensor_parallel,
+            block_bytes=layer_bytes * self.part.num_layers * self._request.tensor_parallel,
             code=_kernel_code(attention),
             embedding=None if self._pooling is None else self._pooling.spec,
         )
 
-    def share_cache(self, pool: HostMemory) -> None:
-        """Moves the KV caches of all ranks into a pool; their contents are lost.
+    @property
+    def part(self) -> RankPart:
+        """The part of each block that this rank has."""
+        return self._cache.part
 
-        Args:
-            pool: has the size of all ranks' caches together.
-        """
-        self.move_cache(pool.view)
-        if self._ranks is not None:
-            self._ranks.share(pool.fd, pool.view.nbytes)
-
-    def move_cache(self, memory: memoryview) -> None:
-        """Moves this rank's KV cache into its part of each block of a pool on the host."""
-        self.move_cache_to(torch.frombuffer(memory, dtype=torch.uint8))
-
-    def move_cache_to(self, memory: Tensor) -> None:
-        """As `move_cache`, to a pool on any device.
-
-        Steps that are captured whole as graphs would go on with the cache of before.
-
-        Args:
-            memory: [bytes] uint8.
-        """
-        caches: list[Tensor] = self._runner.kv_caches
-        blocks, heads, positions, content = caches[0].shape
-        part = RankPart(
-            rank=self._rank,
-            tensor_parallel=self._request.tensor_parallel,
-            heads=heads,
-            first_layer=self._first_layer,
-            num_layers=self._num_layers,
-            positions=positions,
-            content=content,
-        )
-        values = memory.view(caches[0].dtype)
-        assert values.numel() == blocks * part.block_values, "of another size"
-        for layer, cache in enumerate(caches):
-            start = values.storage_offset() + part.start(layer)
-            cache.set_(values.untyped_storage(), start, cache.size(), part.strides)
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value of the KV's dtype."""
+        return int(self._runner.kv_caches[0].element_size())
 
     def change_adapters(self, change: Adapter | str) -> None:
         """Loads an adapter on all ranks, or removes one by its id.
@@ -294,9 +251,7 @@ class VllmExecutor:
             self._take(told["tokens"])
 
     def close(self) -> None:
-        """Ends the executor and the other ranks."""
-        if self._ranks is not None:
-            self._ranks.close()
+        """Ends the executor."""
         self._executor.shutdown()
         if self._ranks is not None:
             # A service ends without deleting its objects, and this frees the ranks' shared memory.
@@ -342,35 +297,27 @@ class VllmExecutor:
         return made
 
 
-def _layers(config: VllmConfig, num_here: int) -> tuple[int, int]:
-    """The first layer whose KV is in this process, and the number of layers of all stages.
-
-    Raises:
-        ConfigError: some layers of a model that is divided have no KV of their own.
-    """
-    if config.parallel_config.pipeline_parallel_size == 1:
-        return 0, num_here
-    first, end = config.model_config.get_layers_start_end_indices(config.parallel_config)
-    if end - first != num_here:
-        raise ConfigError(
-            f"layers {first} to {end - 1} of this model keep {num_here} caches, so it cannot be "
-            "divided: set engine.pipeline_parallel 1"
-        )
-    return first, int(config.model_config.get_total_num_hidden_layers())
-
-
-def _executor_class(config: VllmConfig, place: Place | None) -> type[Executor]:
+def _executor_class(config: VllmConfig, place: Place | None, device: int | None) -> type[Executor]:
     """The executor class of vLLM for one rank alone, or the one for engines that a launcher starts.
 
-    The latter takes its rank and its rendezvous from the environment. Here they are arguments,
-    because several engines may share an environment.
+    They take rank, rendezvous and device from the environment or the config. Here these are
+    arguments, because several engines may share an environment.
+
+    Args:
+        device: number of the leader's device; None: ranks compute on the host.
     """
+    first = device or 0
     if place is None:
         alone: type[Executor] = Executor.get_class(config)
-        return alone
+
+        def start(executor: Any) -> tuple[str, int, int]:
+            method, rank, _ = alone._distributed_args(executor)
+            return method, rank, first
+
+        return type("AloneExecutor", (alone,), {"_distributed_args": start})
 
     def meet(_executor: object) -> tuple[str, int, int]:
-        return f"file://{place.meeting}", place.rank, place.rank
+        return f"file://{place.meeting}", place.rank, first + place.rank
 
     return type("RankExecutor", (ExecutorWithExternalLauncher,), {"_distributed_args": meet})
 
@@ -387,9 +334,11 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         max_num_batched_tokens=request.max_tokens,
         block_size=request.block_size,
         # vLLM keeps one block for itself: it allocates one more, behind ours.
-        num_gpu_blocks_override=request.num_blocks + 1,
+        num_gpu_blocks_override=request.num_blocks + SPARE_BLOCKS,
         # Only what is overridden counts, but without a number half of the machine is asked for.
         kv_cache_memory_bytes=1 << 20,
+        # On a device: the pool's size is given, and other workers may have memory there, too.
+        gpu_memory_utilization=0.01,
         enable_prefix_caching=False,
         # Layers with a window keep all KV then, as the others do: one block table, equal blocks.
         disable_hybrid_kv_cache_manager=True,
@@ -433,20 +382,6 @@ def _empty_last_place(runner: Any) -> None:
     adapters = runner.lora_manager._adapter_manager
     for module in adapters.modules.values():
         module.reset_lora(adapters.lora_slots - 1)
-
-
-def _allow_order_on_cpu() -> None:
-    """Lets vLLM's CPU backend lay the cache out in `ORDER`.
-
-    Its kernels take strides, so they work with this order, but the backend declares only another
-    one.
-    """
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: PLC0415
-
-    def orders(_cls: type) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout[ORDER],)
-
-    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(orders)
 
 
 def _kernel_code(attention: Any) -> str:

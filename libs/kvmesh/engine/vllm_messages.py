@@ -36,6 +36,8 @@ class EngineRequest:
         spin: whether ranks wait for each other in shared memory, which keeps their cores busy;
             otherwise they wait on sockets.
         graphs: whether steps are compiled and replayed as CUDA graphs.
+        device: number of the leader's CUDA device; those of the other ranks follow. None: ranks
+            keep KV on the host.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class EngineRequest:
     max_adapters: int = 0
     max_adapter_rank: int = 0
     graphs: bool = False
+    device: int | None = None
 
     @property
     def tensor_parallel(self) -> int:
@@ -121,6 +124,21 @@ class Place:
     meeting: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """Where a rank's device keeps its part of all blocks.
+
+    Attributes:
+        handle, offset, num_bytes: as in `transfer.device.SharedMemory`.
+        runs: as in `divided_pool.DevicePart`.
+    """
+
+    handle: bytes
+    offset: int
+    num_bytes: int
+    runs: list[tuple[int, int]]
+
+
 def request_message(request: EngineRequest, place: Place) -> dict[str, Any]:
     """The message that tells a rank what to load."""
     return {"request": asdict(request), **asdict(place)}
@@ -132,6 +150,31 @@ def read_request(message: Mapping[str, Any]) -> tuple[EngineRequest, Place]:
     fields["folder"] = Path(fields["folder"])
     fields["adapters"] = tuple(_adapter(each) for each in fields["adapters"])
     return EngineRequest(**fields), Place(message["rank"], message["meeting"])
+
+
+def pool_message(num_bytes: int) -> dict[str, Any]:
+    """The message that tells a rank to allocate its cache.
+
+    Args:
+        num_bytes: size of the pool on the host, whose memfd follows; 0: the rank has a device.
+    """
+    return {"pool_bytes": num_bytes}
+
+
+def read_pool(message: Mapping[str, Any]) -> int:
+    """Reads a message of `pool_message`."""
+    return int(message["pool_bytes"])
+
+
+def kept_message(kept: KeptPart) -> dict[str, Any]:
+    """The message that tells the leader where a rank's device keeps KV."""
+    return {**asdict(kept), "handle": kept.handle.hex()}
+
+
+def read_kept(message: Mapping[str, Any]) -> KeptPart:
+    """Reads a message of `kept_message`."""
+    runs = [(int(offset), int(size)) for offset, size in message["runs"]]
+    return KeptPart(bytes.fromhex(message["handle"]), message["offset"], message["num_bytes"], runs)
 
 
 def adding_message(adapter: Adapter) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Starts the other ranks of a worker's engine: each computes some heads of every layer.
 
 Rank 0 is the leader and runs in the worker's own process: it plans steps, samples, and is the only
-one that other services talk to. It sends each step and the sampled tokens to the others. All ranks
-keep KV in one pool; the heads of a rank are one part of every block
+one that other services talk to. It sends each step and the sampled tokens to the others. The heads
+of a rank are one part of every block, in a pool of all ranks or on the rank's device
 (docs/adr/0046-ranks-share-one-pool.md).
 
 If a rank dies, the worker's process ends at once: no step can be computed without the rank, and the
@@ -23,7 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmesh.engine.vllm_messages import EngineRequest, Place, encoded, request_message
+from kvmesh.engine.vllm_messages import (
+    EngineRequest,
+    Place,
+    encoded,
+    pool_message,
+    receive,
+    request_message,
+)
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -31,7 +38,7 @@ log = event_logger(__name__)
 LOST_EXIT = 70
 """Exit code of a worker that has lost a rank."""
 
-_FOLLOWER = (sys.executable, "-m", "kvmesh.engine.vllm_follower")
+FOLLOWER = (sys.executable, "-m", "kvmesh.engine.vllm_follower")
 _END_S = 5.0
 
 
@@ -47,7 +54,7 @@ class Ranks:
         self,
         request: EngineRequest,
         *,
-        command: Sequence[str] = _FOLLOWER,
+        command: Sequence[str] = FOLLOWER,
         on_lost: Callable[[], None] = _end_process,
     ) -> None:
         """Starts the processes. They load the model together with rank 0.
@@ -64,6 +71,7 @@ class Ranks:
         # vLLM names shared memory after the file, so its name is nobody else's either.
         self._meeting = Path(self._folder.name) / Path(self._folder.name).name
         self._spin = request.spin
+        self._device = request.device
         for rank in range(1, request.num_ranks):
             self._start(command, request, rank)
 
@@ -88,17 +96,31 @@ class Ranks:
             for end in self._ends:
                 end.sendall(raw)
 
-    def share(self, fd: int, num_bytes: int) -> None:
-        """Passes the KV pool to all ranks. Rank 0 must have loaded, so that all ranks have met.
+    def allow_cache(self, num_bytes: int = 0, fd: int | None = None) -> None:
+        """Tells all ranks to allocate their caches.
 
         Args:
+            num_bytes: size of the pool that they share; 0: each has memory of its own device.
             fd: memfd of the pool.
-            num_bytes: size of the pool.
         """
-        self._folder.cleanup()
-        self.tell({"pool_bytes": num_bytes})
+        self.tell(pool_message(num_bytes))
         for end in self._ends:
-            socket.send_fds(end, [b"f"], [fd])
+            if fd is not None:
+                socket.send_fds(end, [b"f"], [fd])
+
+    def loaded(self) -> None:
+        """Rank 0 has loaded, so all ranks have met."""
+        # Ranks on devices meet again at the first exchange between any two of these.
+        if self._device is None:
+            self._folder.cleanup()
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Waits for a message of each rank, and returns them by rank, starting with rank 1.
+
+        Raises:
+            EOFError: a rank has ended.
+        """
+        return [receive(end) for end in self._ends]
 
     def close(self) -> None:
         """Ends all ranks. May be called again."""

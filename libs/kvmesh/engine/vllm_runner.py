@@ -13,28 +13,23 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.kv_formats import KV_DTYPE_BYTES
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.adapters import WEIGHTS, Adapter, check_rank
-from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.device_pool import DeviceKvPool
+from kvmesh.engine.divided_pool import DividedPool
 from kvmesh.engine.host_memory import HostMemory
-from kvmesh.engine.kv_shape import SPARE_BLOCKS
-from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
+from kvmesh.engine.memory import available_bytes
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
-from kvmesh.engine.vllm_check import file_identity, stop_tokens
-from kvmesh.engine.vllm_internals import (
-    ORDER,
-    Computed,
-    ModelFacts,
-    VllmExecutor,
-)
+from kvmesh.engine.vllm_check import ORDER, file_identity, stop_tokens
+from kvmesh.engine.vllm_internals import Computed, ModelFacts, VllmExecutor
+from kvmesh.engine.vllm_memory import DeviceCache, HostCache, MakeDriver, cuda_driver
 from kvmesh.engine.vllm_messages import EngineRequest, KnownSequence, NewSequence, VllmStep
+from kvmesh.engine.vllm_ranks import FOLLOWER, Ranks
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are held in memory at once while prompt tokens are scored."""
@@ -102,41 +97,56 @@ class VllmRunner:
     """The `ModelRunner` that uses vLLM's executor, in this process."""
 
     def __init__(
-        self, spec: ModelSpec, executor: VllmExecutor, pool: HostMemory | DeviceKvPool
+        self,
+        spec: ModelSpec,
+        executor: VllmExecutor,
+        pool: HostMemory | DeviceKvPool | DividedPool,
+        ranks: Ranks | None,
     ) -> None:
         self._spec = spec
         self._executor = executor
         self._pool = pool
+        self._ranks = ranks
         self._told: dict[int, _Told] = {}
         self._finished: set[str] = set()
         self._names = itertools.count()
 
     @classmethod
     def load(
-        cls, request: EngineRequest, served_name: str, driver: DeviceDriver | None = None
+        cls,
+        request: EngineRequest,
+        served_name: str,
+        *,
+        make_driver: MakeDriver = cuda_driver,
+        follower: Sequence[str] = FOLLOWER,
     ) -> VllmRunner:
         """Loads a model from a Hugging Face folder with vLLM. Takes seconds.
 
         Args:
-            driver: of the device that has the KV pool, for an engine of one rank; None: the pool is
-                in memory of the host, which all ranks share.
+            make_driver: of devices, where KV is on these.
+            follower: command line of the other ranks.
 
         Raises:
             ConfigError: vLLM, or KVMesh's use of it, cannot serve the model as requested.
         """
-        executor = VllmExecutor(request)
-        facts = executor.facts()
-        layout = _layout(request, facts)
-        pool: HostMemory | DeviceKvPool
-        if driver is None:
-            need = MemoryNeed(0, (request.num_blocks + SPARE_BLOCKS) * layout.block_bytes, 0)
-            require_memory(need, available_bytes())
-            pool = HostMemory(request.num_blocks, layout.block_bytes, SPARE_BLOCKS)
-            executor.share_cache(pool)
-        else:
-            assert request.num_ranks == 1, "ranks share a pool of the host"
-            pool = DeviceKvPool(layout, request.num_blocks, driver)
-            executor.move_cache_to(pool.with_spare.view(-1).view(torch.uint8))
+        ranks = Ranks(request, command=follower) if request.num_ranks > 1 else None
+        try:
+            memory = (
+                HostCache(request.num_blocks, ranks)
+                if request.device is None
+                else DeviceCache(request.num_blocks, ranks, make_driver, request.device)
+            )
+            place = None if ranks is None else ranks.place
+            executor = VllmExecutor(request, memory, place, ranks)
+            if ranks is not None:
+                ranks.loaded()
+            facts = executor.facts()
+            layout = _layout(request, facts)
+            pool = memory.pool(layout, executor.part)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
         spec = ModelSpec(
             name=served_name,
             vocab_size=facts.vocab_size,
@@ -146,7 +156,7 @@ class VllmRunner:
             adapters=tuple(each.id for each in request.adapters),
             embedding=facts.embedding,
         )
-        return cls(spec, executor, pool)
+        return cls(spec, executor, pool, ranks)
 
     @property
     def spec(self) -> ModelSpec:
@@ -154,7 +164,7 @@ class VllmRunner:
         return self._spec
 
     @property
-    def kv(self) -> HostMemory | DeviceKvPool:
+    def kv(self) -> HostMemory | DeviceKvPool | DividedPool:
         """See `ModelRunner.kv`."""
         return self._pool
 
@@ -190,8 +200,7 @@ class VllmRunner:
             return tokens
 
         self._executor.step(step, choose)
-        if isinstance(self._pool, DeviceKvPool):
-            self._pool.computed()
+        self._pool.computed()
         for chunk, token in zip(chunks, result.tokens, strict=True):
             if token is not None:
                 told = self._told[chunk.sequence_id]
@@ -250,6 +259,8 @@ class VllmRunner:
 
     def close(self) -> None:
         """See `ModelRunner.close`."""
+        if self._ranks is not None:
+            self._ranks.close()
         self._executor.close()
         self._pool.close()
 

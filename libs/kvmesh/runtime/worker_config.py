@@ -126,7 +126,9 @@ class EngineSection:
         "engine vllm only",
     )
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
-    device: str = option("cpu", "cpu or cuda")
+    device: str = option(
+        "cpu", "cpu, cuda or cuda:N; ranks after the first take the devices after it"
+    )
     num_blocks: int = positive(1024, "number of KV blocks")
     block_size: int = positive(16, "token positions per KV block")
     num_threads: int = positive(1, "CPU threads of the engine")
@@ -147,7 +149,9 @@ class EngineSection:
         "states take as much memory as the KV",
     )
     cuda_graphs: str = option(
-        "auto", "static decode steps: auto (on a GPU), on (also on the CPU, without capture) or off"
+        "auto",
+        "static decode steps: auto (on a GPU), on (also on the CPU, without capture) or off; with "
+        "engine vllm: auto or off",
     )
     max_graph_batch: int = positive(64, "maximum batch size of static decode steps")
     swap_gib: float = option(

@@ -14,7 +14,7 @@ from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.checkpoint import load_model_config
-from kvmesh.engine.device_names import require_named_device
+from kvmesh.engine.device_names import device_index, require_named_device
 from kvmesh.engine.fake import FakeDevice, FakePlaces, FakeRunner
 from kvmesh.engine.model_source import find_model, served_name
 from kvmesh.engine.protocol import ModelRunner
@@ -175,11 +175,14 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
-    default_environment(engine_environment(config.num_threads))
+    default_environment(engine_environment(config.num_threads, config.device))
     # vLLM reads its environment when it is loaded.
+    from kvmesh.engine.host_memory import HostMemory  # noqa: PLC0415
+    from kvmesh.engine.move_check import require_moves  # noqa: PLC0415
     from kvmesh.engine.vllm_messages import EngineRequest  # noqa: PLC0415
     from kvmesh.engine.vllm_runner import VllmRunner  # noqa: PLC0415
 
+    index = device_index(config.device)
     request = EngineRequest(
         folder=folder,
         dtype=config.dtype,
@@ -195,8 +198,13 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
         num_stages=config.pipeline_parallel,
         # The event loop, which answers peers, needs a core too.
         spin=usable_cores() > config.num_ranks * config.num_threads,
+        graphs=index is not None and config.cuda_graphs != "off",
+        device=index,
     )
-    return VllmRunner.load(request, name)
+    runner = VllmRunner.load(request, name)
+    if not isinstance(runner.kv, HostMemory):
+        require_moves(runner, runner.kv, config.max_batch_tokens)
+    return runner
 
 
 def _load_fake(config: EngineSection, folder: Path | None, name: str) -> FakeRunner:

@@ -5,7 +5,12 @@ import importlib.metadata
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.engine.device_names import device_index, num_devices, require_named_device
+from kvmesh.engine.device_names import (
+    DeviceTurns,
+    device_index,
+    num_devices,
+    require_named_device,
+)
 
 
 @pytest.fixture
@@ -50,3 +55,20 @@ def test_a_torch_that_knows_of_no_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "2.13.0+cpu")
     with pytest.raises(ConfigError, match=r"2\.13\.0\+cpu, is the build for CPUs"):
         require_named_device("cuda", count_devices=two)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "count", "taken"),
+    [
+        ("cpu", 1, 0, ["cpu", "cpu"]),
+        ("cuda:1", 1, 2, ["cuda:1", "cuda:1"]),
+        ("cuda", 1, 1, ["cuda:0", "cuda:0"]),
+        ("cuda", 1, 3, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
+        ("cuda", 2, 5, ["cuda:0", "cuda:2", "cuda:0"]),
+    ],
+)
+def test_engines_of_a_host_take_devices_in_turn(
+    device: str, num_ranks: int, count: int, taken: list[str]
+) -> None:
+    turns = DeviceTurns(device, lambda: count)
+    assert [turns.take(num_ranks) for _ in taken] == taken

@@ -56,3 +56,8 @@ def test_unknown_dtype(tmp_path: Path) -> None:
 
 def test_the_host_has_memory() -> None:
     assert available_bytes() > 1 << 20
+
+
+def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmesh.engine.memory.memory_left", lambda: 5000.0)
+    assert available_bytes() == 5000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,29 @@ def test_head_and_block_sizes_of_a_cpu(tmp_path: Path) -> None:
     assert (model.head_dim, model.num_layers, model.num_kv_heads) == (8, 2, 2)
     found = check.model_problems(model, device="cpu", block_size=16)
     assert [each.partition(" ")[0] for each in found] == ["heads", "blocks"]
-    (found_there,) = check.model_problems(model, device="cuda", block_size=16)
-    assert found_there.startswith("vLLM has not been run on cuda below KVMesh")
     model = check.read_vllm_model(write_checkpoint(tmp_path, head_dim=32))
     assert check.model_problems(model, device="cpu", block_size=64, tensor_parallel=2) == []
     (not_shared,) = check.model_problems(model, device="cpu", block_size=64, tensor_parallel=3)
     assert not_shared.startswith("2 KV heads are not to be shared by 3 ranks")
     (not_divided,) = check.model_problems(model, device="cpu", block_size=64, num_stages=3)
     assert not_divided.startswith("2 layers are not to be divided into 3 parts")
+
+
+def test_block_size_ranks_and_order_on_devices(tmp_path: Path) -> None:
+    """Head sizes are those of its kernels there, which vLLM checks itself."""
+    model = check.read_vllm_model(write_checkpoint(tmp_path))
+    fits = partial(check.model_problems, model, block_size=16, read=unset, count_devices=lambda: 2)
+    assert fits(device="cuda") == []
+    assert fits(device="cuda:1") == []
+    assert fits(device="cuda", tensor_parallel=2) == []
+    (blocks,) = fits(device="cuda", block_size=8)
+    assert blocks.startswith("blocks of 8 positions are no multiple of 16")
+    (devices,) = fits(device="cuda:1", tensor_parallel=2)
+    assert devices.startswith("2 ranks from cuda:1 on need devices up to cuda:2, and this host has")
+    (order,) = fits(device="cuda", read=lambda _: "NHD")
+    assert order.startswith("VLLM_KV_CACHE_LAYOUT is 'NHD'; unset it, the engine needs 'BHLNC'")
+    assert check.engine_environment(1, "cuda:1")["VLLM_KV_CACHE_LAYOUT"] == "BHLNC"
+    assert "VLLM_KV_CACHE_LAYOUT" not in check.engine_environment(1)
 
 
 def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:

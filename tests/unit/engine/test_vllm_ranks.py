@@ -47,14 +47,14 @@ REQUEST = EngineRequest(
     num_ranks=3,
 )
 _PROGRAM = """
-import json, mmap, os, socket, sys, threading
+import json, os, socket, sys, threading
+from kvmesh.engine.vllm_memory import FollowerCache
 from kvmesh.engine.vllm_messages import receive
 from kvmesh.engine import vllm_follower
 threading.Thread(target=vllm_follower._end_with_leader, daemon=True).start()
 leader = socket.socket(fileno=int(sys.argv[2]))
 place = receive(leader)
-view = vllm_follower._mapped(leader)
-view[place["rank"]] = 7
+FollowerCache(leader, None).allocate(4096)[place["rank"]] = 7
 with open(os.path.join(sys.argv[1], str(place["rank"])), "w") as out:
     print(json.dumps([place, receive(leader)]), file=out)
 os.rename(out.name, out.name + ".said")
@@ -107,7 +107,8 @@ async def test_each_rank_has_its_place_the_pool_and_every_message(
     names = sorted(each.name for each in met.parent.iterdir())
     assert names == [f"{met.name}-1", f"{met.name}-2"]  # no memory is shared between them
     pool = HostMemory(1, 4096)
-    ranks.share(pool.fd, pool.view.nbytes)
+    ranks.allow_cache(pool.view.nbytes, pool.fd)
+    ranks.loaded()
     ranks.tell({"tokens": [1, 2]})
     said = [tmp_path / "1.said", tmp_path / "2.said"]
     await until(lambda: all(each.exists() for each in said), "both have written")
@@ -131,7 +132,7 @@ async def test_ranks_that_spin_meet_under_one_name(tmp_path: Path) -> None:
     command = (sys.executable, "-c", _PROGRAM, str(tmp_path))
     made = Ranks(replace(REQUEST, num_ranks=2, spin=True), command=command)
     pool = HostMemory(1, 4096)
-    made.share(pool.fd, pool.view.nbytes)
+    made.allow_cache(pool.view.nbytes, pool.fd)
     made.tell({})
     await until((tmp_path / "1.said").exists, "it has written")
     message, _ = json.loads((tmp_path / "1.said").read_text())
