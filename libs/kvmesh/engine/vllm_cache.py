@@ -21,6 +21,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.engine.kv_shape import SPARE_BLOCKS
 from kvmesh.engine.rank_part import RankPart
 from kvmesh.engine.vllm_memory import CacheMemory
@@ -30,11 +31,16 @@ from kvmesh.engine.vllm_messages import EngineRequest
 class GivenCache:
     """The cache of one rank.
 
-    Attributes:
-        part: the part of each block that this rank has; set when vLLM has its cache.
+    Attributes, set when vLLM has its cache:
+        part: the part of each block that this rank has. Its layers are those that a block has
+            room for; with several groups, a block has layers of one of them.
+        groups: groups of layers, those that see every position first.
+        order: for each group of vLLM, its number in `groups`.
     """
 
     part: RankPart
+    groups: KvGroups
+    order: tuple[int, ...]
 
     def __init__(
         self, request: EngineRequest, config: VllmConfig, memory: CacheMemory, rank: int
@@ -69,7 +75,7 @@ class GivenCache:
             # A small one, with which vLLM measures the memory of graphs.
             small: dict[str, Tensor] = allocate_kv_cache(config, device, layout, kernel_block_sizes)
             return small
-        _require_equal_layers(config)
+        self.groups, self.order = _groups_of(config)
         # Without memory: this gives each layer's shape, and its place in memory of this rank alone.
         placed = allocate_kv_cache(config, torch.device("meta"), layout, kernel_block_sizes)
         self.part = part = self._part_of(placed)
@@ -95,9 +101,17 @@ class GivenCache:
         """
         some = next(iter(placed.values()))
         _, heads, positions, content = some.shape
-        layers = len({each.storage_offset() for each in placed.values()})
+        layers, rest = divmod(some.stride(0), heads * positions * content)
+        is_alike = all(
+            each.shape == some.shape
+            and each.stride(0) == some.stride(0)
+            and each.stride()[2:] == (content, 1)
+            for each in placed.values()
+        )
+        if rest or not is_alike:
+            raise ConfigError("this model's KV blocks are not one range of bytes each")
         first_layer, num_layers = _layers(self._config, layers)
-        part = RankPart(
+        return RankPart(
             rank=self._rank,
             tensor_parallel=self._request.tensor_parallel,
             heads=heads,
@@ -107,13 +121,6 @@ class GivenCache:
             positions=positions,
             content=content,
         )
-        is_alike = all(
-            each.shape == some.shape and each.stride() == part.alone.strides
-            for each in placed.values()
-        )
-        if not is_alike:
-            raise ConfigError("this model's KV blocks are not one range of bytes each")
-        return part
 
 
 def _layers(config: VllmConfig, num_here: int) -> tuple[int, int]:
@@ -133,17 +140,20 @@ def _layers(config: VllmConfig, num_here: int) -> tuple[int, int]:
     return first, int(config.model_config.get_total_num_hidden_layers())
 
 
-def _require_equal_layers(config: KVCacheConfig) -> None:
-    """Refuses models of which some layers keep something else than keys and values.
+def _groups_of(config: KVCacheConfig) -> tuple[KvGroups, tuple[int, ...]]:
+    """The groups of layers in our order, and for each group of vLLM its number in it.
 
     Raises:
-        ConfigError: this is one.
+        ConfigError: some layers keep something else than keys and values.
     """
-    groups = config.kv_cache_groups
-    # Where every layer has a window, vLLM says so; our tables name the blocks before it too.
-    kept = (FullAttentionSpec, SlidingWindowSpec)
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, kept):
-        kinds = ", ".join(sorted(type(each.kv_cache_spec).__name__ for each in groups))
+    specs = [each.kv_cache_spec for each in config.kv_cache_groups]
+    if any(type(each) not in {FullAttentionSpec, SlidingWindowSpec} for each in specs):
+        kinds = ", ".join(sorted({type(each).__name__ for each in specs}))
         raise ConfigError(
             f"engine vllm serves models whose layers all keep attention's KV alike, not {kinds}"
         )
+    windows = [each.sliding_window if isinstance(each, SlidingWindowSpec) else 0 for each in specs]
+    # Others are told the hashes of the first group, so it is one that keeps most.
+    ours = sorted(range(len(windows)), key=windows.__getitem__)
+    order = tuple(ours.index(group) for group in range(len(windows)))
+    return KvGroups(tuple(windows[group] for group in ours)), order

@@ -30,6 +30,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.outputs import SamplerOutput
 
 from kvmesh.core.errors import CheckpointError, ConfigError
+from kvmesh.core.kv_groups import KvGroups
 from kvmesh.engine.adapters import Adapter, check_width
 from kvmesh.engine.kv_shape import SPARE_BLOCKS
 from kvmesh.engine.protocol import EmbeddingSpec
@@ -79,6 +80,8 @@ class ModelFacts:
         kv_dtype: name of the pool's dtype.
         content: values per head and position, of key and value together.
         code: name of the attention kernel, which decides the order of the values in a block.
+        num_layers: layers that a block has room for.
+        groups: groups of layers, each of which has blocks of its own.
         embedding: None if it has no embeddings that are computed as the model generates.
     """
 
@@ -90,6 +93,7 @@ class ModelFacts:
     num_kv_heads: int
     content: int
     block_bytes: int
+    groups: KvGroups
     code: str
     embedding: EmbeddingSpec | None
 
@@ -181,6 +185,7 @@ class VllmExecutor:
             num_kv_heads=heads * self._request.tensor_parallel,
             content=content,
             block_bytes=layer_bytes * self.part.num_layers * self._request.tensor_parallel,
+            groups=self._cache.groups,
             code=_kernel_code(attention),
             embedding=None if self._pooling is None else self._pooling.spec,
         )
@@ -189,6 +194,11 @@ class VllmExecutor:
     def part(self) -> RankPart:
         """The part of each block that this rank has."""
         return self._cache.part
+
+    @property
+    def group_order(self) -> tuple[int, ...]:
+        """For each group of vLLM, the number of the group in `ModelFacts.groups`."""
+        return self._cache.order
 
     @property
     def value_bytes(self) -> int:
@@ -262,7 +272,7 @@ class VllmExecutor:
             self._ranks.tell(message)
 
     def _compute(self, step: VllmStep) -> None:
-        output = scheduler_output(step, self._sampling, self._adapters)
+        output = scheduler_output(step, self._sampling, self._adapters, len(self.group_order))
         told = self._executor.execute_model(output)
         assert told is None, "vLLM's runner sampled by itself"
 
@@ -340,8 +350,6 @@ def _arguments(request: EngineRequest) -> EngineArgs:
         # On a device: the pool's size is given, and other workers may have memory there, too.
         gpu_memory_utilization=0.01,
         enable_prefix_caching=False,
-        # Layers with a window keep all KV then, as the others do: one block table, equal blocks.
-        disable_hybrid_kv_cache_manager=True,
         async_scheduling=False,
         enforce_eager=not request.graphs,
         # Attention stays outside of such graphs, so the cache may move after they were captured.

@@ -68,13 +68,14 @@ class NewSequence:
 
     Attributes:
         name: unique; never used again.
+        blocks: block table of each group of layers, in vLLM's order.
         start: the blocks hold KV of all positions before this one.
         adapter: id of its LoRA adapter; empty: none.
     """
 
     name: str
     token_ids: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     start: int
     adapter: str
 
@@ -84,12 +85,12 @@ class KnownSequence:
     """A sequence that vLLM knows.
 
     Attributes:
-        more_blocks: blocks to append to its table.
+        more_blocks: blocks to append to its tables, by group.
         num_sampled: number of tokens sampled since it was new.
     """
 
     name: str
-    more_blocks: list[int]
+    more_blocks: list[list[int]]
     start: int
     num_sampled: int
 

@@ -87,20 +87,26 @@ def unknown_fields(given: Iterable[tuple[type, frozenset[str]]] = GIVEN) -> list
 
 
 def scheduler_output(
-    step: VllmStep, sampling: VllmSampling, adapters: Mapping[str, LoRARequest]
+    step: VllmStep,
+    sampling: VllmSampling,
+    adapters: Mapping[str, LoRARequest],
+    num_groups: int,
 ) -> SchedulerOutput:
     """The message of vLLM's scheduler for a step.
 
     Args:
         sampling: of every sequence; its values do not matter, since we choose the tokens.
         adapters: those that are loaded, by id.
+        num_groups: groups of layers with block tables of their own.
     """
     known = CachedRequestData(
         req_ids=[each.name for each in step.known],
         resumed_req_ids=set(),
         new_token_ids=[[] for _ in step.known],
         all_token_ids={},
-        new_block_ids=[(each.more_blocks,) if each.more_blocks else None for each in step.known],
+        new_block_ids=[
+            tuple(each.more_blocks) if any(each.more_blocks) else None for each in step.known
+        ],
         num_computed_tokens=[each.start for each in step.known],
         num_output_tokens=[each.num_sampled for each in step.known],
     )
@@ -115,7 +121,7 @@ def scheduler_output(
         total_num_scheduled_tokens=sum(step.num_tokens.values()),
         scheduled_spec_decode_tokens={},
         scheduled_encoder_inputs={},
-        num_common_prefix_blocks=[0],
+        num_common_prefix_blocks=[0] * num_groups,
         finished_req_ids=step.finished,
         free_encoder_mm_hashes=[],
     )
@@ -130,7 +136,7 @@ def _new_request(
         mm_features=[],
         sampling_params=sampling,
         pooling_params=None,
-        block_ids=(new.blocks,),
+        block_ids=tuple(new.blocks),
         num_computed_tokens=new.start,
         lora_request=adapter,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ from kvmesh.engine.vllm_internals import Computed, ModelFacts, VllmExecutor
 from kvmesh.engine.vllm_memory import DeviceCache, HostCache, MakeDriver, cuda_driver
 from kvmesh.engine.vllm_messages import EngineRequest, KnownSequence, NewSequence, VllmStep
 from kvmesh.engine.vllm_ranks import FOLLOWER, Ranks
+from kvmesh.kv.groups import HOLE, num_blocks_of
+from kvmesh.kv.stages import whole_stages
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are held in memory at once while prompt tokens are scored."""
@@ -42,17 +44,17 @@ class _Told:
     Attributes:
         name: the sequence's name in vLLM.
         end: positions that vLLM has computed.
-        num_blocks, last_block: length and last entry of the block table that vLLM has.
+        num_blocks, last_blocks: length of the block tables that vLLM has, and their last entries.
         num_tokens: tokens that vLLM knows.
         num_sampled: those of them that were sampled since vLLM was told of the sequence.
         last_token: the last sampled token; -1 if none was sampled.
     """
 
     name: str
-    end: int
-    num_blocks: int
-    last_block: int
     num_tokens: int
+    end: int = 0
+    num_blocks: int = 0
+    last_blocks: list[int] = field(default_factory=list)
     num_sampled: int = 0
     last_token: int = -1
 
@@ -61,8 +63,10 @@ class _Told:
         return (
             self.end == chunk.start
             and self.num_tokens >= chunk.end
-            and len(chunk.block_table) >= self.num_blocks
-            and chunk.block_table[self.num_blocks - 1] == self.last_block
+            and all(
+                len(table) >= self.num_blocks and table[self.num_blocks - 1] == last
+                for table, last in zip(chunk.tables, self.last_blocks, strict=True)
+            )
             and (not self.num_sampled or chunk.token_ids[self.num_tokens - 1] == self.last_token)
         )
 
@@ -154,6 +158,8 @@ class VllmRunner:
             eos_token_ids=stop_tokens(request.folder),
             layout=layout,
             adapters=tuple(each.id for each in request.adapters),
+            groups=facts.groups,
+            group_stages=whole_stages(facts.groups, layout.block_bytes),
             embedding=facts.embedding,
         )
         return cls(spec, executor, pool, ranks)
@@ -211,23 +217,34 @@ class VllmRunner:
 
     def _tell(self, step: VllmStep, chunk: SequenceChunk) -> str:
         """Adds a chunk to the step and returns the sequence's name in vLLM."""
+        # A later entry of a group with a window may change until its block is computed.
+        length = num_blocks_of(chunk.end, self._spec.layout.block_size)
+        tables = [table[:length] for table in chunk.tables]
         told = self._told.get(chunk.sequence_id)
         if told is not None and told.goes_on(chunk):
-            more = list(chunk.block_table[told.num_blocks :])
+            more = self._in_order([table[told.num_blocks :] for table in tables])
             step.known.append(KnownSequence(told.name, more, chunk.start, told.num_sampled))
         else:
             if told is not None:
                 step.finished.add(told.name)
             # A new name each time, so that vLLM never mistakes the new sequence for the one that
             # ended.
-            told = _Told(f"{chunk.sequence_id}.{next(self._names)}", 0, 0, 0, len(chunk.token_ids))
+            told = _Told(f"{chunk.sequence_id}.{next(self._names)}", len(chunk.token_ids))
             self._told[chunk.sequence_id] = told
-            tokens, blocks = list(chunk.token_ids), list(chunk.block_table)
+            tokens, blocks = list(chunk.token_ids), self._in_order(tables)
             step.new.append(NewSequence(told.name, tokens, blocks, chunk.start, chunk.adapter))
         told.end = chunk.end
-        told.num_blocks, told.last_block = len(chunk.block_table), chunk.block_table[-1]
+        told.num_blocks, told.last_blocks = length, [table[-1] for table in tables]
         step.num_tokens[told.name] = chunk.end - chunk.start
         return told.name
+
+    def _in_order(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Block tables in vLLM's order of groups, with vLLM's own block for positions not held."""
+        own = self._pool.num_blocks
+        return [
+            [own if block == HOLE else block for block in tables[group]]
+            for group in self._executor.group_order
+        ]
 
     def _score(
         self,
@@ -316,7 +333,7 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
         )
     if facts.kv_dtype not in KV_DTYPE_BYTES or facts.content % 2:
         raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
-    bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype}"
+    bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype} {facts.groups}"
     layout = KvLayout(
         model_fingerprint=file_identity(request.folder, bytes_in),
         dtype=facts.kv_dtype,

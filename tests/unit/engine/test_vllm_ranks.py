@@ -83,8 +83,8 @@ def test_what_is_told_is_what_is_read() -> None:
         ours.sendall(encoded(request_message(REQUEST, place)) + encoded({}))
         assert read_request(receive(theirs)) == (REQUEST, place)
         step = VllmStep(
-            [NewSequence("1.0", [5, 6], [3], 0, "sql")],
-            [KnownSequence("2.1", [], 40, 3), KnownSequence("3.1", [9], 32, 0)],
+            [NewSequence("1.0", [5, 6], [[3], [4]], 0, "sql")],
+            [KnownSequence("2.1", [[], []], 40, 3), KnownSequence("3.1", [[9], []], 32, 0)],
             {"0.0"},
             {"1.0": 2, "2.1": 1, "3.1": 1},
         )
