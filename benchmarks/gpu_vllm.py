@@ -24,9 +24,10 @@ from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
 from kvmesh.core.config import default_environment
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.engine.move_check import CheckedSequence
+from kvmesh.engine.move_check import CheckedSequence, HeldBlocks
 from kvmesh.engine.vllm_check import engine_environment, installation_problems
 from kvmesh.engine.vllm_messages import EngineRequest
+from kvmesh.kv.groups import num_blocks_of
 from kvmesh.transfer.device import pieces_of
 from kvmesh.transfer.memory import create_shared
 
@@ -63,7 +64,7 @@ def moved_streams_go_on(runner: VllmRunner) -> str:
     expected = _sequence(runner, 2, _DRAWN, first_block=20).tokens(NEW_TOKENS)
     before = _sequence(runner, 3, _DRAWN, first_block=40)
     before.tokens(MOVED_AFTER)
-    after = before.moved(4, _table(60), _pool(runner))
+    after = before.moved(4, _blocks(60), _pool(runner))
     return _compared(after.tokens(NEW_TOKENS), expected)
 
 
@@ -195,11 +196,12 @@ def _measured(model: Path) -> list[Row]:
 def _sequence(
     runner: VllmRunner, number: int, sampling: SamplingParams, first_block: int
 ) -> CheckedSequence:
-    return CheckedSequence(runner, number, prompt(), sampling, _table(first_block), PROMPT_TOKENS)
+    return CheckedSequence(runner, number, prompt(), sampling, _blocks(first_block), PROMPT_TOKENS)
 
 
-def _table(first_block: int) -> range:
-    return range(first_block, first_block - (PROMPT_TOKENS + NEW_TOKENS) // -_BLOCK_SIZE)
+def _blocks(first_block: int) -> HeldBlocks:
+    count = num_blocks_of(PROMPT_TOKENS + NEW_TOKENS, _BLOCK_SIZE)
+    return HeldBlocks([range(first_block, first_block + count)])
 
 
 def _row(name: str, check: Callable[[], str]) -> Row:

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, MistralConfig
 
 from kvmesh.core.types import SamplingParams
+from kvmesh.engine.device_pool import DeviceKvPool
+from kvmesh.engine.move_check import require_moves
 from kvmesh.kv.groups import first_visible, num_blocks_of
 from tests.e2e.api_client import ApiClient, placed
 from tests.engine_alone import generated
@@ -66,6 +68,11 @@ def test_tokens_are_those_of_vllm_in_chunks_and_after_a_preemption(
     assert generated(runner, prompts, GREEDY) == expected
     assert generated(runner, prompts, GREEDY, max_tokens=96, num_blocks=40) == expected
     runner.close()
+    on_device = load_vllm(folder, num_blocks=200, dtype="float32", on_devices=True)
+    assert isinstance(on_device.kv, DeviceKvPool)
+    require_moves(on_device, on_device.kv, 512)
+    assert generated(on_device, prompts, GREEDY) == expected
+    on_device.close()
 
 
 async def test_a_handoff_moves_what_windows_see_and_not_more(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ This module uses vLLM's internals. Tests: tests/vllm/test_equality.py, tests/vll
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,9 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheLayout,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.worker import gpu_model_runner
@@ -25,7 +27,8 @@ from kvmesh.core.kv_groups import KvGroups
 from kvmesh.engine.kv_shape import SPARE_BLOCKS
 from kvmesh.engine.rank_part import RankPart
 from kvmesh.engine.vllm_memory import CacheMemory
-from kvmesh.engine.vllm_messages import EngineRequest
+from kvmesh.engine.vllm_messages import EngineRequest, VllmStep
+from kvmesh.kv.stages import state_kind
 
 
 class GivenCache:
@@ -35,12 +38,14 @@ class GivenCache:
         part: the part of each block that this rank has. Its layers are those that a block has
             room for; with several groups, a block has layers of one of them.
         groups: groups of layers, those that see every position first.
-        order: for each group of vLLM, its number in `groups`.
+        order: for each group of vLLM, its kind in `groups`: see `kv.groups.ArrivingBlock`.
+        dtype: of keys and values.
     """
 
     part: RankPart
     groups: KvGroups
     order: tuple[int, ...]
+    dtype: torch.dtype
 
     def __init__(
         self, request: EngineRequest, config: VllmConfig, memory: CacheMemory, rank: int
@@ -78,35 +83,63 @@ class GivenCache:
         self.groups, self.order = _groups_of(config)
         # Without memory: this gives each layer's shape, and its place in memory of this rank alone.
         placed = allocate_kv_cache(config, torch.device("meta"), layout, kernel_block_sizes)
-        self.part = part = self._part_of(placed)
+        states = {name for group in _state_groups(config) for name in group.layer_names}
+        self.part = part = self._part_of(
+            [each for name, each in placed.items() if name not in states]
+        )
+        if states and self._request.num_ranks > 1:
+            raise ConfigError(
+                "engine vllm serves models with layers of state with one rank: set "
+                "engine.tensor_parallel and engine.pipeline_parallel 1"
+            )
         part = part if self._memory.is_shared else part.alone
-        some = next(iter(placed.values()))
-        memory = self._memory.allocate(config.num_blocks * part.block_values * some.itemsize)
-        values = memory.view(some.dtype)
-        layer_values = part.positions * part.content
+        block_bytes = part.block_values * self.dtype.itemsize
+        memory = self._memory.allocate(config.num_blocks * block_bytes)
+        self._blocks = memory.view(-1, block_bytes)
+        values, layer_values = memory.view(self.dtype), part.positions * part.content
         caches = {}
         for name, each in placed.items():
+            if name in states:
+                start = memory.storage_offset() + each.storage_offset()
+                caches[name] = memory.view(torch.int8).as_strided(each.shape, each.stride(), start)
+                continue
             start = values.storage_offset() + part.start(each.storage_offset() // layer_values)
             caches[name] = values.as_strided(each.shape, part.strides, start)
         return caches
 
-    def _part_of(self, placed: Mapping[str, Tensor]) -> RankPart:
+    def prepare(self, step: VllmStep) -> None:
+        """Sets blocks to zeros and copies blocks, before a step is computed."""
+        if step.cleared:
+            self._blocks[step.cleared] = 0
+        self._copy(step.copied)
+
+    def save(self, step: VllmStep) -> None:
+        """Copies states, after a step was computed."""
+        self._copy(step.saved)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            sources, targets = map(list, zip(*pairs, strict=True))
+            self._blocks[targets] = self._blocks[sources]
+
+    def _part_of(self, placed: Sequence[Tensor]) -> RankPart:
         """The part of each block that this rank has.
 
         Args:
-            placed: caches of the layers.
+            placed: caches of the layers that keep keys and values.
 
         Raises:
             ConfigError: a layer has none of its own, or blocks are not one range of bytes each.
         """
-        some = next(iter(placed.values()))
+        some = placed[0]
+        self.dtype = some.dtype
         _, heads, positions, content = some.shape
         layers, rest = divmod(some.stride(0), heads * positions * content)
         is_alike = all(
             each.shape == some.shape
             and each.stride(0) == some.stride(0)
             and each.stride()[2:] == (content, 1)
-            for each in placed.values()
+            for each in placed
         )
         if rest or not is_alike:
             raise ConfigError("this model's KV blocks are not one range of bytes each")
@@ -140,20 +173,35 @@ def _layers(config: VllmConfig, num_here: int) -> tuple[int, int]:
     return first, int(config.model_config.get_total_num_hidden_layers())
 
 
+def _state_groups(config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    return [each for each in config.kv_cache_groups if isinstance(each.kv_cache_spec, MambaSpec)]
+
+
 def _groups_of(config: KVCacheConfig) -> tuple[KvGroups, tuple[int, ...]]:
-    """The groups of layers in our order, and for each group of vLLM its number in it.
+    """The groups of layers in our order, and for each group of vLLM its kind of blocks.
 
     Raises:
-        ConfigError: some layers keep something else than keys and values.
+        ConfigError: some layers keep something else than keys, values and states.
     """
     specs = [each.kv_cache_spec for each in config.kv_cache_groups]
-    if any(type(each) not in {FullAttentionSpec, SlidingWindowSpec} for each in specs):
-        kinds = ", ".join(sorted({type(each).__name__ for each in specs}))
+    known = (FullAttentionSpec, SlidingWindowSpec, MambaSpec)
+    if other := sorted({type(each).__name__ for each in specs if not isinstance(each, known)}):
         raise ConfigError(
-            f"engine vllm serves models whose layers all keep attention's KV alike, not {kinds}"
+            "engine vllm serves models whose layers all keep attention's KV alike, or a state, "
+            f"not {', '.join(other)}"
         )
-    windows = [each.sliding_window if isinstance(each, SlidingWindowSpec) else 0 for each in specs]
+    tokens = [index for index, each in enumerate(specs) if not isinstance(each, MambaSpec)]
+    states = [index for index, each in enumerate(specs) if isinstance(each, MambaSpec)]
+    if not tokens:
+        raise ConfigError("engine vllm serves models of which some layer keeps attention's KV")
+
+    def window_of(index: int) -> int:
+        spec = specs[index]
+        return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+
     # Others are told the hashes of the first group, so it is one that keeps most.
-    ours = sorted(range(len(windows)), key=windows.__getitem__)
-    order = tuple(ours.index(group) for group in range(len(windows)))
-    return KvGroups(tuple(windows[group] for group in ours)), order
+    tokens.sort(key=window_of)
+    kinds = {index: group for group, index in enumerate(tokens)}
+    kinds |= {index: state_kind(part) for part, index in enumerate(states)}
+    groups = KvGroups(tuple(map(window_of, tokens)), len(states))
+    return groups, tuple(kinds[index] for index in range(len(specs)))

@@ -172,19 +172,18 @@ class VllmExecutor:
 
     def facts(self) -> ModelFacts:
         """Properties of the loaded model."""
-        caches: list[Tensor] = self._runner.kv_caches
-        _, heads, block_size, content = caches[0].shape
-        layer_bytes = heads * block_size * content * self.value_bytes
-        attention = self._runner.attn_groups[0][0]
+        part = self.part
+        # The first of vLLM's groups that keeps keys and values.
+        attention = self._runner.attn_groups[self._cache.order.index(0)][0]
         return ModelFacts(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
-            kv_dtype=str(caches[0].dtype).removeprefix("torch."),
-            block_size=block_size,
-            num_layers=self.part.num_layers,
-            num_kv_heads=heads * self._request.tensor_parallel,
-            content=content,
-            block_bytes=layer_bytes * self.part.num_layers * self._request.tensor_parallel,
+            kv_dtype=str(self._cache.dtype).removeprefix("torch."),
+            block_size=part.positions,
+            num_layers=part.num_layers,
+            num_kv_heads=part.heads * self._request.tensor_parallel,
+            content=part.content,
+            block_bytes=part.block_values * self.value_bytes,
             groups=self._cache.groups,
             code=_kernel_code(attention),
             embedding=None if self._pooling is None else self._pooling.spec,
@@ -197,13 +196,13 @@ class VllmExecutor:
 
     @property
     def group_order(self) -> tuple[int, ...]:
-        """For each group of vLLM, the number of the group in `ModelFacts.groups`."""
+        """For each group of vLLM, its number as a kind of blocks: see `kv.groups.ArrivingBlock`."""
         return self._cache.order
 
     @property
     def value_bytes(self) -> int:
         """Bytes of a value of the KV's dtype."""
-        return int(self._runner.kv_caches[0].element_size())
+        return self._cache.dtype.itemsize
 
     def change_adapters(self, change: Adapter | str) -> None:
         """Loads an adapter on all ranks, or removes one by its id.
@@ -272,9 +271,11 @@ class VllmExecutor:
             self._ranks.tell(message)
 
     def _compute(self, step: VllmStep) -> None:
+        self._cache.prepare(step)
         output = scheduler_output(step, self._sampling, self._adapters, len(self.group_order))
         told = self._executor.execute_model(output)
         assert told is None, "vLLM's runner sampled by itself"
+        self._cache.save(step)
 
     def _take(self, tokens: Sequence[int]) -> None:
         """Gives vLLM's runner the sampled tokens."""

@@ -10,7 +10,7 @@ import json
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,18 @@ class VllmStep:
     Attributes:
         finished: names of sequences that have ended.
         num_tokens: number of positions to compute, by name, for all in `new` and `known`.
+        cleared: blocks to set to zeros before.
+        copied: blocks to copy before, from and to.
+        saved: the same afterwards.
     """
 
     new: list[NewSequence]
     known: list[KnownSequence]
     finished: set[str]
-    num_tokens: dict[str, int]
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    cleared: list[int] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,9 @@ def step_message(step: VllmStep) -> dict[str, Any]:
         "known": known,
         "finished": list(step.finished),
         "num_tokens": step.num_tokens,
+        "cleared": step.cleared,
+        "copied": step.copied,
+        "saved": step.saved,
     }
 
 
@@ -219,6 +228,9 @@ def read_step(message: Mapping[str, Any]) -> VllmStep:
         [KnownSequence(*each) for each in message["known"]],
         set(message["finished"]),
         dict(message["num_tokens"]),
+        list(message["cleared"]),
+        [(source, target) for source, target in message["copied"]],
+        [(source, target) for source, target in message["saved"]],
     )
 
 

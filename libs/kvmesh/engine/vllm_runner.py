@@ -23,7 +23,13 @@ from kvmesh.engine.device_pool import DeviceKvPool
 from kvmesh.engine.divided_pool import DividedPool
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.memory import available_bytes
-from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
+from kvmesh.engine.protocol import (
+    ModelSpec,
+    SampledToken,
+    SequenceChunk,
+    StateChunk,
+    StepResult,
+)
 from kvmesh.engine.sampler import sample, score_tokens
 from kvmesh.engine.vllm_check import ORDER, file_identity, stop_tokens
 from kvmesh.engine.vllm_internals import Computed, ModelFacts, VllmExecutor
@@ -45,6 +51,7 @@ class _Told:
         name: the sequence's name in vLLM.
         end: positions that vLLM has computed.
         num_blocks, last_blocks: length of the block tables that vLLM has, and their last entries.
+        state: blocks of its state.
         num_tokens: tokens that vLLM knows.
         num_sampled: those of them that were sampled since vLLM was told of the sequence.
         last_token: the last sampled token; -1 if none was sampled.
@@ -55,6 +62,7 @@ class _Told:
     end: int = 0
     num_blocks: int = 0
     last_blocks: list[int] = field(default_factory=list)
+    state: list[int] = field(default_factory=list)
     num_sampled: int = 0
     last_token: int = -1
 
@@ -67,6 +75,7 @@ class _Told:
                 len(table) >= self.num_blocks and table[self.num_blocks - 1] == last
                 for table, last in zip(chunk.tables, self.last_blocks, strict=True)
             )
+            and (chunk.state is None or [*chunk.state.live] == self.state)
             and (not self.num_sampled or chunk.token_ids[self.num_tokens - 1] == self.last_token)
         )
 
@@ -193,7 +202,22 @@ class VllmRunner:
         """See `ModelRunner.execute`."""
         if not chunks:
             return StepResult([])
-        step = VllmStep([], [], self._finished, {})
+        scored: dict[int, list[TokenLogprobs]] = {}
+        rest = []
+        for index, chunk in enumerate(chunks):
+            *before, last = cut_at_saves(chunk)
+            for piece in before:
+                # vLLM has a state after the last position of a step only.
+                for entries in self._step([piece]).prompt_logprobs.values():
+                    scored.setdefault(index, []).extend(entries)
+            rest.append(last)
+        result = self._step(rest)
+        for index, entries in scored.items():
+            result.prompt_logprobs[index] = entries + result.prompt_logprobs.get(index, [])
+        return result
+
+    def _step(self, chunks: Sequence[SequenceChunk]) -> StepResult:
+        step = VllmStep([], [], self._finished)
         self._finished = set()
         by_name = {self._tell(step, chunk): index for index, chunk in enumerate(chunks)}
         result = StepResult([None] * len(chunks))
@@ -221,8 +245,10 @@ class VllmRunner:
         length = num_blocks_of(chunk.end, self._spec.layout.block_size)
         tables = [table[:length] for table in chunk.tables]
         told = self._told.get(chunk.sequence_id)
+        num_told = 0
         if told is not None and told.goes_on(chunk):
-            more = self._in_order([table[told.num_blocks :] for table in tables])
+            num_told = told.num_blocks
+            more = self._in_order([table[num_told:] for table in tables], ())
             step.known.append(KnownSequence(told.name, more, chunk.start, told.num_sampled))
         else:
             if told is not None:
@@ -231,20 +257,60 @@ class VllmRunner:
             # ended.
             told = _Told(f"{chunk.sequence_id}.{next(self._names)}", len(chunk.token_ids))
             self._told[chunk.sequence_id] = told
-            tokens, blocks = list(chunk.token_ids), self._in_order(tables)
+            tokens, blocks = list(chunk.token_ids), self._in_order(tables, self._state_of(chunk))
             step.new.append(NewSequence(told.name, tokens, blocks, chunk.start, chunk.adapter))
         told.end = chunk.end
         told.num_blocks, told.last_blocks = length, [table[-1] for table in tables]
+        told.state = [] if chunk.state is None else list(chunk.state.live)
+        if chunk.state is not None:
+            first_new = max(num_told, num_blocks_of(chunk.start, self._spec.layout.block_size))
+            self._prepare(step, chunk, [block for table in tables for block in table[first_new:]])
         step.num_tokens[told.name] = chunk.end - chunk.start
         return told.name
 
-    def _in_order(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Block tables in vLLM's order of groups, with vLLM's own block for positions not held."""
+    def _in_order(self, tables: Sequence[Sequence[int]], state: Sequence[int]) -> list[list[int]]:
+        """Blocks in vLLM's order of groups, with vLLM's own block for positions that are not held.
+
+        Args:
+            state: blocks of the state; empty if vLLM knows them.
+        """
         own = self._pool.num_blocks
         return [
-            [own if block == HOLE else block for block in tables[group]]
-            for group in self._executor.group_order
+            [own if block == HOLE else block for block in tables[kind]]
+            if kind >= 0
+            else list(state[-1 - kind : -kind])
+            for kind in self._executor.group_order
         ]
+
+    def _prepare(self, step: VllmStep, chunk: SequenceChunk, fresh: Sequence[int]) -> None:
+        """Adds to a step what it does to blocks besides computing, in a model with states.
+
+        Args:
+            fresh: blocks that have no positions yet. They may hold a state of before, whose bytes
+                are no numbers as keys or values; vLLM clears such blocks, too.
+        """
+        assert chunk.state is not None, "the model has states"
+        live, source = list(chunk.state.live), list(chunk.state.source)
+        computed = self._state_of(chunk)
+        step.cleared.extend(block for block in fresh if block != HOLE)
+        if chunk.start == 0:
+            step.cleared.extend(computed)
+        elif computed != (source or live):
+            step.copied.extend(zip(source or live, computed, strict=True))
+        for _, blocks in chunk.state.saves:
+            step.saved.extend(zip(computed, blocks, strict=True))
+        if computed != live:
+            step.saved.extend(zip(computed, live, strict=True))
+
+    def _state_of(self, chunk: SequenceChunk) -> list[int]:
+        """Blocks in which vLLM computes the chunk's state; none in a model without states.
+
+        In block 0 vLLM computes none: there it is the block of sequences that fill up a batch. The
+        spare block takes its place during a step.
+        """
+        if chunk.state is None:
+            return []
+        return [block or self._pool.num_blocks for block in chunk.state.live]
 
     def _score(
         self,
@@ -280,6 +346,23 @@ class VllmRunner:
             self._ranks.close()
         self._executor.close()
         self._pool.close()
+
+
+def cut_at_saves(chunk: SequenceChunk) -> list[SequenceChunk]:
+    """Divides a chunk so that each position whose state is saved is the end of a part."""
+    if chunk.state is None or not chunk.state.saves:
+        return [chunk]
+    live, source = chunk.state.live, chunk.state.source
+    parts, start = [], chunk.start
+    for end in sorted({position for position, _ in chunk.state.saves} | {chunk.end}):
+        saves = [(position, blocks) for position, blocks in chunk.state.saves if position == end]
+        state = StateChunk(live, source, saves)
+        is_last = end == chunk.end
+        parts.append(
+            replace(chunk, start=start, end=end, state=state, sample=chunk.sample and is_last)
+        )
+        start, source = end, live
+    return parts
 
 
 def _choose(

@@ -67,6 +67,6 @@ def test_an_engine_that_keeps_kv_elsewhere_is_refused() -> None:
 
 
 def test_a_pool_that_two_sequences_do_not_fit_in_is_refused() -> None:
-    runner = RankedRunner(5, 2, on_devices=True)
-    with pytest.raises(ConfigError, match="a pool of 5 blocks is too small: take 6"):
+    runner = RankedRunner(3, 2, on_devices=True)
+    with pytest.raises(ConfigError, match="a pool of 3 blocks is too small: take 4"):
         require_moves(runner, pool_of(runner), 512)
