@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,13 +142,7 @@ async def test_states_are_handed_off_and_prefixes_resume_from_them(
     model: Path, tmp_path: Path
 ) -> None:
     size = BLOCK_SIZES[model.name]
-    engine = {
-        "engine.model": model,
-        "engine.dtype": DTYPE,
-        "engine.block-size": size,
-        "engine.num-blocks": 100,
-        "engine.max-batch-tokens": MAX_TOKENS,
-    }
+    engine = engine_of(model)
     flags = {"prefill": engine, "decode": engine}
     prompts = [each for each in some_prompts(12, 900, seed=13) if len(each) > 96][:4]
     # A state is saved after the first block, so the step ends there.
@@ -191,15 +183,33 @@ async def test_states_are_handed_off_and_prefixes_resume_from_them(
         assert num_bytes == num_blocks * block_bytes, f"prompt {number}"
 
 
-def test_several_ranks_are_refused(model: Path) -> None:
-    """In a process of its own: vLLM has one number of ranks in a process."""
-    program = (
-        "import sys; from pathlib import Path; from tests.vllm_engine import load_vllm; "
-        "load_vllm(Path(sys.argv[1]), num_blocks=50, dtype='bfloat16', ranks=2)"
-    )
-    argv = [sys.executable, "-c", program, str(model)]
-    done = subprocess.run(argv, check=False, capture_output=True, text=True)
-    assert "ConfigError: engine vllm serves models with layers of state with one rank" in (
-        done.stderr
-    )
-    assert done.returncode == 1, "the refusal is not taken for a lost rank"
+async def test_ranks_have_parts_of_states(model: Path, tmp_path: Path) -> None:
+    """Tokens are those of two ranks of vLLM alone."""
+    prompts = some_prompts(6, 400, seed=14)
+    alone = VllmAlone(model, DTYPE, enable_prefix_caching=False, tensor_parallel_size=2)
+    expected = [alone.greedy([prompt], GREEDY.max_tokens)[0] for prompt in prompts]
+    engine = engine_of(model) | {"engine.tensor-parallel": 2}
+    async with (
+        running_mesh(
+            tmp_path, 1, 1, engine="vllm", flags={"prefill": engine, "decode": engine}
+        ) as mesh,
+        ApiClient(mesh.url) as client,
+    ):
+        for placement in ("disaggregated", "aggregated"):
+            for number, prompt in enumerate(prompts):
+                answer = await client.complete(
+                    prompt, headers=placed(placement), max_tokens=16, ignore_eos=True
+                )
+                assert answer.token_ids == expected[number], (placement, number)
+        await mesh.idle()
+
+
+def engine_of(model: Path) -> dict[str, Any]:
+    """Flags of a worker."""
+    return {
+        "engine.model": model,
+        "engine.dtype": DTYPE,
+        "engine.block-size": BLOCK_SIZES[model.name],
+        "engine.num-blocks": 100,
+        "engine.max-batch-tokens": MAX_TOKENS,
+    }

@@ -87,40 +87,40 @@ class GivenCache:
         self.part = part = self._part_of(
             [each for name, each in placed.items() if name not in states]
         )
-        if states and self._request.num_ranks > 1:
-            raise ConfigError(
-                "engine vllm serves models with layers of state with one rank: set "
-                "engine.tensor_parallel and engine.pipeline_parallel 1"
-            )
+        value_bytes = self.dtype.itemsize
+        own_bytes = part.alone.block_values * value_bytes
         part = part if self._memory.is_shared else part.alone
-        block_bytes = part.block_values * self.dtype.itemsize
+        block_bytes = part.block_values * value_bytes
         memory = self._memory.allocate(config.num_blocks * block_bytes)
-        self._blocks = memory.view(-1, block_bytes)
+        # With states a rank's part of a block is one range: several stages are refused.
+        first_byte = part.rank * own_bytes if states else 0
+        self._parts = memory.view(-1, block_bytes)[:, first_byte : first_byte + own_bytes]
         values, layer_values = memory.view(self.dtype), part.positions * part.content
         caches = {}
         for name, each in placed.items():
             if name in states:
-                start = memory.storage_offset() + each.storage_offset()
-                caches[name] = memory.view(torch.int8).as_strided(each.shape, each.stride(), start)
+                start = memory.storage_offset() + first_byte + each.storage_offset()
+                strides = (block_bytes, *each.stride()[1:])
+                caches[name] = memory.view(torch.int8).as_strided(each.shape, strides, start)
                 continue
             start = values.storage_offset() + part.start(each.storage_offset() // layer_values)
             caches[name] = values.as_strided(each.shape, part.strides, start)
         return caches
 
     def prepare(self, step: VllmStep) -> None:
-        """Sets blocks to zeros and copies blocks, before a step is computed."""
+        """Sets this rank's part of blocks to zeros, and copies it, before a step is computed."""
         if step.cleared:
-            self._blocks[step.cleared] = 0
+            self._parts[step.cleared] = 0
         self._copy(step.copied)
 
     def save(self, step: VllmStep) -> None:
-        """Copies states, after a step was computed."""
+        """Copies this rank's part of states, after a step was computed."""
         self._copy(step.saved)
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
-            self._blocks[targets] = self._blocks[sources]
+            self._parts[targets] = self._parts[sources]
 
     def _part_of(self, placed: Sequence[Tensor]) -> RankPart:
         """The part of each block that this rank has.

@@ -417,6 +417,9 @@ def _layout(request: EngineRequest, facts: ModelFacts) -> KvLayout:
     if facts.kv_dtype not in KV_DTYPE_BYTES or facts.content % 2:
         raise ConfigError(f"KV of the dtype {facts.kv_dtype} cannot be handed to other workers")
     bytes_in = f"vllm {ORDER} {facts.code} {facts.kv_dtype} {facts.groups}"
+    if facts.groups.state_blocks:
+        # A rank has a part of each layer's state, and its layers follow each other in a block.
+        bytes_in += f" {request.tensor_parallel}"
     layout = KvLayout(
         model_fingerprint=file_identity(request.folder, bytes_in),
         dtype=facts.kv_dtype,
