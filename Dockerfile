@@ -103,17 +103,21 @@ USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.decode"]
 
-# Workers with the engine vLLM, which has pins of its own: some 3 GB.
+# Workers with the engine vLLM, which has pins of its own: some 3 GB. VLLM_BUILD: cpu or cuda.
 FROM base AS worker-vllm
+ARG VLLM_BUILD=cpu
 # What vLLM's build for CPUs links, and the OpenMP of our libraries.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends libgomp1 libnuma1 \
  && rm -rf /var/lib/apt/lists/*
 COPY constraints-vllm.txt ./
-# The last three are builds for CUDA here: vLLM imports them if they are there, and fails.
-RUN --mount=type=secret,id=pip.conf \
-    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints-vllm.txt -e ".[worker,events,outside,vllm]" \
- && pip uninstall --yes torchvision torchaudio torchcodec
+# The last three are builds for CUDA: vLLM's build for CPUs imports them if they are there, and fails.
+RUN --mount=type=secret,id=pip.conf if [ "$VLLM_BUILD" = cuda ]; then \
+      PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -e ".[worker,events,outside,cuda]" "vllm>=0.31,<0.32"; \
+    else \
+      PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints-vllm.txt -e ".[worker,events,outside,vllm]" \
+       && pip uninstall --yes torchvision torchaudio torchcodec; \
+    fi
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py

@@ -98,7 +98,8 @@ class Served:
         """
         trees = [psutil.Process(each.pid).children(recursive=True) for each in self.processes]
         children = itertools.chain.from_iterable(trees)
-        engines = [each for each in children if self.engine_words in " ".join(each.cmdline())]
+        running = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+        engines = [each for each in running if self.engine_words in " ".join(each.cmdline())]
         if not engines:
             raise LookupError(f"{self.name} has no process of {self.engine_words!r}")
         engines[0].kill()

@@ -138,6 +138,35 @@ def test_other_block_sizes_are_refused(model: Path) -> None:
         load_vllm(model, num_blocks=50, dtype=DTYPE)
 
 
+def test_scores_of_a_prompt_do_not_show_where_its_state_is_saved(model: Path) -> None:
+    size = BLOCK_SIZES[model.name]
+    runner = load_vllm(model, num_blocks=50, block_size=size, dtype=DTYPE, max_tokens=MAX_TOKENS)
+    prompt = list(range(5, 2 * size + 100))
+    scored = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=1)
+    found = []
+    for number, saves in enumerate(([], [(size, [4]), (2 * size, [5])])):
+        inside = [each for each in saves if each[0] < len(prompt)]
+        chunk = SequenceChunk(
+            number,
+            prompt,
+            0,
+            len(prompt),
+            range(10, 10 + num_blocks_of(len(prompt), size)),
+            len(prompt),
+            scored,
+            sample=True,
+            state=StateChunk([0], [], inside),
+            score_prompt=True,
+        )
+        result = runner.execute([chunk])
+        found.append([each.logprob for each in result.prompt_logprobs[0]])
+        runner.forget([number])
+    assert [len(each) for each in found] == [len(prompt) - 1] * 2
+    # The kernels of one of them do not repeat their results exactly in other steps.
+    assert found[0] == pytest.approx(found[1], abs=0 if model.name == "mamba2" else 2.0)
+    runner.close()
+
+
 async def test_states_are_handed_off_and_prefixes_resume_from_them(
     model: Path, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ class GivenCache:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """VLLM takes its cache from here meanwhile."""
+        """Meanwhile vLLM takes its cache from here."""
         gpu_model_runner.allocate_kv_cache = self._allocate
         try:
             yield

@@ -68,13 +68,13 @@ class _Told:
 
     def goes_on(self, chunk: SequenceChunk) -> bool:
         """Whether the chunk continues exactly where vLLM's knowledge of the sequence ends."""
+        length = self.num_blocks
+        for table, last in zip(chunk.tables, self.last_blocks, strict=True):
+            if len(table) < length or table[length - 1] != last:
+                return False
         return (
             self.end == chunk.start
             and self.num_tokens >= chunk.end
-            and all(
-                len(table) >= self.num_blocks and table[self.num_blocks - 1] == last
-                for table, last in zip(chunk.tables, self.last_blocks, strict=True)
-            )
             and (chunk.state is None or [*chunk.state.live] == self.state)
             and (not self.num_sampled or chunk.token_ids[self.num_tokens - 1] == self.last_token)
         )
@@ -123,6 +123,7 @@ class VllmRunner:
         self._told: dict[int, _Told] = {}
         self._finished: set[str] = set()
         self._names = itertools.count()
+        self._none_more: list[list[int]] = [[] for _ in executor.group_order]
 
     @classmethod
     def load(
@@ -243,12 +244,14 @@ class VllmRunner:
         """Adds a chunk to the step and returns the sequence's name in vLLM."""
         # A later entry of a group with a window may change until its block is computed.
         length = num_blocks_of(chunk.end, self._spec.layout.block_size)
-        tables = [table[:length] for table in chunk.tables]
+        state = self._state_of(chunk)
         told = self._told.get(chunk.sequence_id)
         num_told = 0
         if told is not None and told.goes_on(chunk):
             num_told = told.num_blocks
-            more = self._in_order([table[num_told:] for table in tables], ())
+            more = self._none_more
+            if length > num_told:
+                more = self._in_order([table[num_told:length] for table in chunk.tables], ())
             step.known.append(KnownSequence(told.name, more, chunk.start, told.num_sampled))
         else:
             if told is not None:
@@ -257,14 +260,18 @@ class VllmRunner:
             # ended.
             told = _Told(f"{chunk.sequence_id}.{next(self._names)}", len(chunk.token_ids))
             self._told[chunk.sequence_id] = told
-            tokens, blocks = list(chunk.token_ids), self._in_order(tables, self._state_of(chunk))
+            blocks = self._in_order([table[:length] for table in chunk.tables], state)
+            tokens = list(chunk.token_ids)
             step.new.append(NewSequence(told.name, tokens, blocks, chunk.start, chunk.adapter))
         told.end = chunk.end
-        told.num_blocks, told.last_blocks = length, [table[-1] for table in tables]
-        told.state = [] if chunk.state is None else list(chunk.state.live)
+        if length > num_told:
+            told.num_blocks = length
+            told.last_blocks = [table[length - 1] for table in chunk.tables]
         if chunk.state is not None:
+            told.state = list(chunk.state.live)
             first_new = max(num_told, num_blocks_of(chunk.start, self._spec.layout.block_size))
-            self._prepare(step, chunk, [block for table in tables for block in table[first_new:]])
+            fresh = [block for table in chunk.tables for block in table[first_new:length]]
+            self._prepare(step, chunk.start, chunk.state, state, fresh)
         step.num_tokens[told.name] = chunk.end - chunk.start
         return told.name
 
@@ -282,22 +289,25 @@ class VllmRunner:
             for kind in self._executor.group_order
         ]
 
-    def _prepare(self, step: VllmStep, chunk: SequenceChunk, fresh: Sequence[int]) -> None:
+    @staticmethod
+    def _prepare(
+        step: VllmStep, start: int, state: StateChunk, computed: list[int], fresh: Sequence[int]
+    ) -> None:
         """Adds to a step what it does to blocks besides computing, in a model with states.
 
         Args:
+            start: first position that the step computes.
+            computed: blocks in which vLLM computes the state.
             fresh: blocks that have no positions yet. They may hold a state of before, whose bytes
                 are no numbers as keys or values; vLLM clears such blocks, too.
         """
-        assert chunk.state is not None, "the model has states"
-        live, source = list(chunk.state.live), list(chunk.state.source)
-        computed = self._state_of(chunk)
+        live, source = list(state.live), list(state.source)
         step.cleared.extend(block for block in fresh if block != HOLE)
-        if chunk.start == 0:
+        if start == 0:
             step.cleared.extend(computed)
         elif computed != (source or live):
             step.copied.extend(zip(source or live, computed, strict=True))
-        for _, blocks in chunk.state.saves:
+        for _, blocks in state.saves:
             step.saved.extend(zip(computed, blocks, strict=True))
         if computed != live:
             step.saved.extend(zip(computed, live, strict=True))

@@ -48,6 +48,11 @@ VALUES: dict[str, dict[str, Any]] = {
         },
     },
     "vllm": {"engine": {"kind": "vllm", "blockSize": 32}},
+    "vllm-devices": {
+        "engine": {"kind": "vllm", "blockSize": 16, "device": "cuda", "tensorParallel": 2},
+        "prefill": {"gpus": 2},
+        "decode": {"gpus": 2},
+    },
     "adapters": {
         "engine": {
             "kind": "vllm",

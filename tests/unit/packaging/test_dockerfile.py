@@ -8,7 +8,7 @@ import yaml
 
 from kvmesh.core.config import load_config
 from kvmesh.core.native_libraries import LIBRARIES
-from kvmesh.engine.vllm_check import BLOCK_SIZE
+from kvmesh.engine.vllm_check import BLOCK_SIZE, MINOR
 from tests.unit.packaging.compose_file import (
     COMPOSE_FILE,
     CONFIGS,
@@ -57,9 +57,12 @@ def test_a_target_installs_its_own_extra_with_pinned_versions(name: str) -> None
 @pytest.mark.parametrize("name", WITH_VLLM)
 def test_vllm_is_installed_as_make_installs_it(name: str) -> None:
     [install] = [run for run in stage(name).values("RUN") if "pip install" in run]
-    assert '-c constraints-vllm.txt -e ".[worker,events,outside,vllm]"' in install
+    for_devices, _, for_cpus = install.partition(" else ")
+    assert '-c constraints-vllm.txt -e ".[worker,events,outside,vllm]"' in for_cpus
     [unused] = re.findall(r"^VLLM_UNUSED := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert install.endswith(f"pip uninstall --yes {unused}"), "in the same layer"
+    assert f"pip uninstall --yes {unused};" in for_cpus, "in the same layer"
+    assert stage(name).values("ARG") == ["VLLM_BUILD=cpu"]
+    assert f'"vllm>={MINOR},<0.' in for_devices
 
 
 @pytest.mark.parametrize("name", WITH_VLLM)
