@@ -224,8 +224,8 @@ def check_vllm(
         read = None  # `check_model` reports it
     if read is None:
         return Finding.ok("vllm", detail)
-    block_size = vllm_check.BLOCK_SIZE
-    problems = vllm_check.model_problems(read, device="cpu", block_size=block_size)
+    device, block_size = vllm_check.build_device(version), vllm_check.BLOCK_SIZE
+    problems = vllm_check.model_problems(read, device=device, block_size=block_size)
     if problems:
         return Finding.warn("vllm", f"{found}, not for this model", "; ".join(problems))
     if not_run := vllm_check.not_run(read):

