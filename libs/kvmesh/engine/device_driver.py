@@ -17,6 +17,10 @@ from kvmesh.engine.cuda_ipc import CudaIpc
 from kvmesh.transfer.device import Moment
 
 
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for all devices, as pools divided among several need it."""
+
+
 class DeviceDriver(Protocol):
     """A device's copy queue, separate from the queue of steps.
 
@@ -146,7 +150,7 @@ class CudaDriver:
         pinned = torch.frombuffer(memory, dtype=torch.uint8)
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = runtime.cudaHostRegister(pinned.data_ptr(), pinned.nbytes, 0)
+            code = runtime.cudaHostRegister(pinned.data_ptr(), pinned.nbytes, _PORTABLE)
         if int(code) != 0:
             raise LostError(f"{self.device}: cannot pin {pinned.nbytes} bytes, CUDA error {code}")
         return pinned
