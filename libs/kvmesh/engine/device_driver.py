@@ -16,7 +16,6 @@ from kvmesh.core.errors import LostError
 from kvmesh.engine.cuda_ipc import CudaIpc
 from kvmesh.transfer.device import Moment
 
-
 _PORTABLE = 1
 """`cudaHostRegisterPortable`: pinned for all devices, as pools divided among several need it."""
 
