@@ -85,9 +85,7 @@ def machine_problems(options: StackOptions, paths: StackPaths, room: Room) -> li
         except ConfigError as error:
             found.append(f"--device: {error}")
     if options.engine == "vllm":
-        problems = vllm_check.installation_problems()
-        if not problems:
-            problems = vllm_check.build_problems(options.device, vllm_check.build_device())
+        problems = vllm_check.engine_problems(options.device)
         found += [f"--engine vllm: {problem}" for problem in problems]
     return found
 

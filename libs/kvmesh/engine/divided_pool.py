@@ -2,7 +2,7 @@
 
 Each device has one part of every block. To channels it is one pool in which a block has the same
 bytes as on one device: they meet in host memory that all devices access.
-Tests: tests/unit/engine/test_divided_pool.py, tests/contract/test_channels.py.
+Tests: tests/unit/engine/test_divided_pool.py, tests/integration/test_unequal_ranks.py.
 """
 
 from __future__ import annotations

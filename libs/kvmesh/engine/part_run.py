@@ -16,7 +16,7 @@ from dataclasses import replace
 from greenlet import greenlet
 from torch import Tensor
 
-from kvmesh.engine.protocol import SampledToken, SequenceChunk, StateChunk
+from kvmesh.engine.protocol import SampledToken, SequenceChunk
 from kvmesh.engine.stage_progress import StageProgress
 from kvmesh.kv.stages import Stages, state_kind
 
@@ -42,22 +42,13 @@ def pieces_of(chunk: SequenceChunk, piece_tokens: int) -> list[SequenceChunk]:
             start=start,
             end=end,
             sample=chunk.sample and end == chunk.end,
-            state=_state_of(chunk.state, start, end, is_first=start == chunk.start),
+            state=chunk.state and chunk.state.within(start, end, is_first=start == chunk.start),
             on_layers=None,
             pace=None,
             upstream=None,
         )
         for start, end in zip(starts, ends, strict=True)
     ]
-
-
-def _state_of(
-    state: StateChunk | None, start: int, end: int, *, is_first: bool
-) -> StateChunk | None:
-    if state is None:
-        return None
-    saves = [save for save in state.saves if start < save[0] <= end]
-    return StateChunk(state.live, state.source if is_first else state.live, saves)
 
 
 class UpstreamLostError(Exception):

@@ -81,6 +81,15 @@ class StateChunk:
     source: Sequence[int]
     saves: Sequence[tuple[int, Sequence[int]]] = ()
 
+    def within(self, start: int, end: int, *, is_first: bool) -> StateChunk:
+        """Returns the blocks for a part of the chunk: the positions from `start` to before `end`.
+
+        Args:
+            is_first: whether the chunk begins with this part.
+        """
+        saves = [save for save in self.saves if start < save[0] <= end]
+        return StateChunk(self.live, self.source if is_first else self.live, saves)
+
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefix:

@@ -199,7 +199,8 @@ def _groups_of(config: KVCacheConfig) -> tuple[KvGroups, tuple[int, ...]]:
         spec = specs[index]
         return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
 
-    # Others are told the hashes of the first group, so it is one that keeps most.
+    # Other services find a worker's prefixes by the block hashes of its first group. So layers that
+    # keep all positions come first.
     tokens.sort(key=window_of)
     kinds = {index: group for group, index in enumerate(tokens)}
     kinds |= {index: state_kind(part) for part, index in enumerate(states)}

@@ -151,6 +151,15 @@ def build_problems(device: str, builds_for: str) -> list[str]:
     return [f"the installed vLLM is a build for CPUs: pip install 'vllm=={MINOR}.*'"]
 
 
+def engine_problems(device: str) -> list[str]:
+    """Why vLLM cannot be loaded here for a device, each with its remedy; empty if it can be.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+    """
+    return installation_problems() or build_problems(device, build_device())
+
+
 def _is_for_cpus(version: Version) -> bool:
     return version("torch").endswith("+cpu")
 
@@ -328,9 +337,7 @@ def require_vllm(
         ConfigError: all reasons in one line.
         CheckpointError: the folder is not whole.
     """
-    problems = installation_problems()
-    if not problems:
-        problems += build_problems(device, build_device())
+    problems = engine_problems(device)
     problems += model_problems(
         read_vllm_model(folder),
         device=device,

@@ -85,7 +85,7 @@ class KnownSequence:
     """A sequence that vLLM knows.
 
     Attributes:
-        more_blocks: blocks to append to its tables, by group.
+        more_blocks: blocks to append to its tables, by group; empty if no group has any.
         num_sampled: number of tokens sampled since it was new.
     """
 

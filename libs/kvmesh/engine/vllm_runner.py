@@ -123,7 +123,6 @@ class VllmRunner:
         self._told: dict[int, _Told] = {}
         self._finished: set[str] = set()
         self._names = itertools.count()
-        self._none_more: list[list[int]] = [[] for _ in executor.group_order]
 
     @classmethod
     def load(
@@ -249,7 +248,7 @@ class VllmRunner:
         num_told = 0
         if told is not None and told.goes_on(chunk):
             num_told = told.num_blocks
-            more = self._none_more
+            more: list[list[int]] = []
             if length > num_told:
                 more = self._in_order([table[num_told:length] for table in chunk.tables], ())
             step.known.append(KnownSequence(told.name, more, chunk.start, told.num_sampled))
@@ -362,17 +361,17 @@ def cut_at_saves(chunk: SequenceChunk) -> list[SequenceChunk]:
     """Divides a chunk so that each position whose state is saved is the end of a part."""
     if chunk.state is None or not chunk.state.saves:
         return [chunk]
-    live, source = chunk.state.live, chunk.state.source
-    parts, start = [], chunk.start
-    for end in sorted({position for position, _ in chunk.state.saves} | {chunk.end}):
-        saves = [(position, blocks) for position, blocks in chunk.state.saves if position == end]
-        state = StateChunk(live, source, saves)
-        is_last = end == chunk.end
-        parts.append(
-            replace(chunk, start=start, end=end, state=state, sample=chunk.sample and is_last)
+    ends = sorted({position for position, _ in chunk.state.saves} | {chunk.end})
+    return [
+        replace(
+            chunk,
+            start=start,
+            end=end,
+            state=chunk.state.within(start, end, is_first=start == chunk.start),
+            sample=chunk.sample and end == chunk.end,
         )
-        start, source = end, live
-    return parts
+        for start, end in zip([chunk.start, *ends[:-1]], ends, strict=True)
+    ]
 
 
 def _choose(
