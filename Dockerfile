@@ -140,3 +140,11 @@ RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
 USER 10001:10001
 EXPOSE 7000 7001
 ENTRYPOINT ["python", "-m", "services.decode"]
+
+# The ranks of one more host of a worker.
+FROM worker-vllm AS ranks-vllm
+COPY services/ranks services/ranks
+RUN python -m compileall -q --invalidation-mode unchecked-hash libs services
+USER 10001:10001
+EXPOSE 7000
+ENTRYPOINT ["python", "-m", "services.ranks"]

@@ -6,11 +6,7 @@ staging memory alone; what is not copied properly does not arrive.
 
 from __future__ import annotations
 
-import mmap
-import os
-import struct
 import threading
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -20,14 +16,13 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.transfer.device import HANDLE_BYTES, Moment
-from kvmesh.transfer.memory import create_shared
+from kvmesh.engine.host_driver import HostDriver
+from kvmesh.transfer.device import Moment
 
-_HANDLE = struct.Struct(f"<QI{HANDLE_BYTES - 12}x")
 _BEFORE = 4096
 
 
-class TwinDriver:
+class TwinDriver(HostDriver):
     """Runs copies in the calling thread, one after the other.
 
     Attributes:
@@ -42,7 +37,7 @@ class TwinDriver:
     """
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        super().__init__()
         self.num_marks = 0
         self.past: int | None = None
         self.awaited: list[Moment] = []
@@ -80,29 +75,17 @@ class TwinDriver:
 
     def zeros(self, num_bytes: int) -> Tensor:
         # The pool does not begin where its memory does, as in an allocation shared with others.
-        self._fd, memory = create_shared("twin", _BEFORE + num_bytes)
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
-        return torch.frombuffer(memory, dtype=torch.uint8)[_BEFORE:]
+        return super().zeros(_BEFORE + num_bytes)[_BEFORE:]
 
     def export(self, memory: Tensor) -> tuple[bytes, int]:
         if self.is_private:
             raise LostError("this memory cannot be shared")
-        return _HANDLE.pack(os.getpid(), self._fd), _BEFORE
+        return super().export(memory)
 
     def open(self, handle: bytes, num_bytes: int) -> Tensor:
-        pid, number = _HANDLE.unpack(handle)
-        try:
-            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        except OSError as error:
-            raise LostError(f"no such memory: {error}") from error
-        try:
-            mapped = mmap.mmap(fd, num_bytes)
-        except (OSError, ValueError) as error:
-            raise LostError(f"smaller than announced: {error}") from error
-        finally:
-            os.close(fd)
+        mapped = super().open(handle, num_bytes)
         self.num_open += 1
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return mapped
 
     def close(self, handle: bytes) -> None:
         self.num_open -= 1

@@ -84,7 +84,11 @@ class _End:
         self.device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         name = struct.pack("16sH22x", b"kv0", _IFF_TUN | _IFF_NO_PI)
         fcntl.ioctl(self.device, _TUNSETIFF, name)
-        commands = [f"ip addr add {address} peer {peer} dev kv0", f"ip link set kv0 mtu {_MTU} up"]
+        commands = [
+            "ip link set lo up",
+            f"ip addr add {address} peer {peer} dev kv0",
+            f"ip link set kv0 mtu {_MTU} up",
+        ]
         if rate:
             commands.append(f"tc qdisc add dev kv0 root tbf rate {rate} burst 64kb latency 100ms")
         for command in commands:

@@ -7,23 +7,28 @@ or of a wrong rank, changes the tokens, and the number of ranks does not.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvmesh.core.types import KvLayout
-from kvmesh.engine.divided_pool import DevicePart, DividedPool
+from kvmesh.engine.divided_pool import BlocksPart, DevicePart, DividedPool
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.mixing import split_mix
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
+from kvmesh.engine.rank_lines import NUM_LINES
 from kvmesh.engine.rank_part import RankPart
+from kvmesh.engine.remote_part import PartServer, RemotePart
 from tests.device_twin import TwinDriver
 
 VOCAB_SIZE = 1000
 HEADS, LAYERS, BLOCK_SIZE, HEAD_DIM = 4, 2, 16, 1
 _VALUES = 2 * HEAD_DIM  # key and value
-_VALUE_BYTES = 4
+VALUE_BYTES = 4
 _ORDER = np.arange(HEADS * LAYERS, dtype=np.uint32).reshape(HEADS, LAYERS)
 Cache = NDArray[np.uint32]
 
@@ -70,22 +75,39 @@ def rank_part(rank: int, tensor_parallel: int, stages: int) -> RankPart:
     return RankPart(rank, tensor_parallel, heads, first_layer, layers, LAYERS, BLOCK_SIZE, _VALUES)
 
 
-def device_part(part: RankPart, num_blocks: int) -> DevicePart:
+def device_part(part: RankPart, num_blocks: int, driver: TwinDriver) -> tuple[Tensor, DevicePart]:
     """Memory of a rank's device; of ranks other than 0 it is mapped, as that of other processes."""
-    driver, runs = TwinDriver(), part.runs(_VALUE_BYTES)
+    runs = part.runs(VALUE_BYTES)
     memory = driver.zeros(num_blocks * sum(size for _, size in runs))
     if not part.rank:
-        return DevicePart(driver, memory, runs)
+        return memory, DevicePart(driver, memory, runs)
     handle, offset = driver.export(memory)
     mapped = driver.open(handle, offset + memory.nbytes)[offset:]
-    return DevicePart(driver, mapped, runs, handle)
+    return memory, DevicePart(driver, mapped, runs, handle)
+
+
+def remote_part(part: RankPart, num_blocks: int, driver: TwinDriver) -> tuple[Tensor, RemotePart]:
+    """Memory of a rank's device on another host, which answers lines."""
+    runs = part.runs(VALUE_BYTES)
+    memory = driver.zeros(num_blocks * sum(size for _, size in runs))
+    server = PartServer(driver, memory, runs)
+    lines = []
+    for _ in range(NUM_LINES):
+        ours, theirs = socket.socketpair()
+        server.serve(theirs)
+        lines.append(ours)
+    return memory, RemotePart(lines, runs)
+
+
+Memory = Literal["shared", "devices", "hosts"]
+"""Where ranks keep KV: in one pool, on devices of one host, or of a host for each rank."""
 
 
 class RankedRunner:
     """A `ModelRunner`; its ranks take turns in this process.
 
     Args:
-        on_devices: each rank keeps its KV on a device, imitated in host memory.
+        memory: devices are imitated in host memory, and hosts by threads of this process.
     """
 
     def __init__(
@@ -94,7 +116,7 @@ class RankedRunner:
         tensor_parallel: int = 1,
         stages: int = 1,
         *,
-        on_devices: bool = False,
+        memory: Memory = "shared",
     ) -> None:
         layout = KvLayout(
             model_fingerprint="ranked",
@@ -114,15 +136,19 @@ class RankedRunner:
             rank_part(rank, tensor_parallel, stages) for rank in range(tensor_parallel * stages)
         ]
         self.kv: HostMemory | DividedPool
-        if not on_devices:
+        if memory == "shared":
             self.kv = pool = HostMemory(num_blocks, layout.block_bytes)
             self._ranks = [_Rank(part, pool.view, is_shared=True) for part in parts]
             return
-        kept = [device_part(part, num_blocks) for part in parts]
-        self.kv = DividedPool(layout.block_bytes, num_blocks, kept)
+        drivers = [TwinDriver() for _ in parts]
+        kept: list[tuple[Tensor, BlocksPart]] = []
+        for part, driver in zip(parts, drivers, strict=True):
+            on_this_host = memory == "devices" or not part.rank
+            kept.append((device_part if on_this_host else remote_part)(part, num_blocks, driver))
+        self.kv = DividedPool(layout.block_bytes, num_blocks, drivers[0], [two for _, two in kept])
         self._ranks = [
-            _Rank(part, each.memory.numpy().data, is_shared=False)
-            for part, each in zip(parts, kept, strict=True)
+            _Rank(part, values.numpy().data, is_shared=False)
+            for part, (values, _) in zip(parts, kept, strict=True)
         ]
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from kvmesh.core.config import default_environment
+from kvmesh.core.mesh_secret import new_secret
 from kvmesh.engine.adapters import read_adapters
+from kvmesh.engine.rank_host import Builds, RankHost
+from kvmesh.engine.rank_join import Credentials, Join
+from kvmesh.engine.rank_lines import RankGate
 from kvmesh.engine.vllm_check import engine_environment, installation_problems
+from kvmesh.engine.vllm_messages import EngineRequest
+from kvmesh.rpc.channels import PeerTls
 from tests.device_twin import twin_driver
 from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
 
@@ -87,15 +95,18 @@ def load_vllm(
     stages: int = 1,
     spin: bool = False,
     on_devices: bool = False,
+    hosts: int = 1,
+    gate: RankGate | None = None,
 ) -> VllmRunner:
     """The runner, each rank on one thread.
 
     Args:
         ranks: of all stages.
         on_devices: each rank keeps its KV on a device, imitated in host memory.
+        hosts: each has as many ranks.
+        gate: where other hosts connect; None: they are threads of this process.
     """
     default_environment(engine_environment(1))
-    from kvmesh.engine.vllm_messages import EngineRequest
     from kvmesh.engine.vllm_runner import VllmRunner
 
     request = EngineRequest(
@@ -113,5 +124,28 @@ def load_vllm(
         num_stages=stages,
         spin=spin,
         device=0 if on_devices else None,
+        num_hosts=hosts,
     )
-    return VllmRunner.load(request, "tiny", make_driver=twin_driver, follower=TWIN_FOLLOWER)
+    if hosts > 1 and gate is None:
+        gate = _gate_of(request)
+    return VllmRunner.load(
+        request, "tiny", make_driver=twin_driver, follower=TWIN_FOLLOWER, gate=gate
+    )
+
+
+def _gate_of(request: EngineRequest) -> RankGate:
+    """Where hosts dial that begin here."""
+    shown, builds = Credentials(PeerTls(), secret=new_secret()), Builds.of(request.folder)
+    gate = RankGate(
+        "127.0.0.1",
+        0,
+        shown.access(),
+        num_hosts=request.num_hosts,
+        host_ranks=request.host_ranks,
+        told=asdict(builds),
+    )
+    for number in range(1, request.num_hosts):
+        join = Join("127.0.0.1", gate.port, 0, request.folder, request.device, shown)
+        host = RankHost(number, join, builds, command=TWIN_FOLLOWER)
+        threading.Thread(target=host.run, daemon=True).start()
+    return gate

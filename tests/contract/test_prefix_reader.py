@@ -62,7 +62,7 @@ async def test_every_kind_of_group_goes_on_behind_a_fetched_prefix(
 ) -> None:
     monkeypatch.setattr(
         "kvmesh.runtime.worker_building.load_runner",
-        lambda config, _folder: FakeRunner(num_blocks=config.num_blocks, groups=groups),
+        lambda config, *_: FakeRunner(num_blocks=config.num_blocks, groups=groups),
     )
     async with running() as pair:
         result = await pair.fetch()

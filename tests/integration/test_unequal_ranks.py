@@ -9,26 +9,24 @@ import pytest
 from kvmesh.core.types import SequenceSpec
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from tests.one_engine import tokens_of
-from tests.ranked_engine import BLOCK_SIZE, VOCAB_SIZE, RankedRunner
+from tests.ranked_engine import BLOCK_SIZE, VOCAB_SIZE, Memory, RankedRunner
 from tests.worker_driver import Key, driving, make_spec, running_worker, until_idle
 
 NUM_BLOCKS = 200
 NEW_TOKENS = 8
-Ranks = tuple[int, int, bool]
-"""Ranks that share each layer, stages, and whether each rank keeps its KV on a device."""
-ONE, TWO, FOUR, STAGES, BOTH = (
-    (1, 1, False),
-    (2, 1, False),
-    (4, 1, False),
-    (1, 2, False),
-    (2, 2, False),
-)
-TWO_DEVICES, FOUR_DEVICES, DEVICE_STAGES, BOTH_ON_DEVICES = (
-    (2, 1, True),
-    (4, 1, True),
-    (1, 2, True),
-    (2, 2, True),
-)
+Ranks = tuple[int, int, Memory]
+"""Ranks that share each layer, stages, and where they keep their KV."""
+ONE: Ranks = (1, 1, "shared")
+TWO: Ranks = (2, 1, "shared")
+FOUR: Ranks = (4, 1, "shared")
+STAGES: Ranks = (1, 2, "shared")
+BOTH: Ranks = (2, 2, "shared")
+TWO_DEVICES: Ranks = (2, 1, "devices")
+FOUR_DEVICES: Ranks = (4, 1, "devices")
+DEVICE_STAGES: Ranks = (1, 2, "devices")
+BOTH_ON_DEVICES: Ranks = (2, 2, "devices")
+TWO_HOSTS: Ranks = (2, 1, "hosts")
+FOUR_HOSTS: Ranks = (2, 2, "hosts")
 _DRAW = random.Random(3)
 PROMPTS = [
     [_DRAW.randrange(1, VOCAB_SIZE) for _ in range(length)]
@@ -39,18 +37,31 @@ PROMPTS = [
 def alone(ranks: Ranks, spec: SequenceSpec) -> tuple[list[int], bytes]:
     """Returns what one engine generates, and its whole pool afterwards."""
     runner = made(NUM_BLOCKS, ranks)
-    return tokens_of(runner, spec), bytes(runner.kv.read_view(0, NUM_BLOCKS))
+    found = tokens_of(runner, spec), bytes(runner.kv.read_view(0, NUM_BLOCKS))
+    runner.close()
+    return found
 
 
 def made(num_blocks: int, ranks: Ranks) -> RankedRunner:
     """An engine of these ranks."""
-    tensor_parallel, stages, on_devices = ranks
-    return RankedRunner(num_blocks, tensor_parallel, stages, on_devices=on_devices)
+    tensor_parallel, stages, memory = ranks
+    return RankedRunner(num_blocks, tensor_parallel, stages, memory=memory)
 
 
 @pytest.mark.parametrize(
     "ranks",
-    [TWO, FOUR, STAGES, BOTH, TWO_DEVICES, FOUR_DEVICES, DEVICE_STAGES, BOTH_ON_DEVICES],
+    [
+        TWO,
+        FOUR,
+        STAGES,
+        BOTH,
+        TWO_DEVICES,
+        FOUR_DEVICES,
+        DEVICE_STAGES,
+        BOTH_ON_DEVICES,
+        TWO_HOSTS,
+        FOUR_HOSTS,
+    ],
 )
 def test_blocks_are_the_same_for_any_number_of_ranks(ranks: Ranks) -> None:
     spec = make_spec(PROMPTS[-1], max_tokens=NEW_TOKENS)
@@ -71,6 +82,8 @@ def test_blocks_are_the_same_for_any_number_of_ranks(ranks: Ranks) -> None:
         (ONE, FOUR_DEVICES),
         (FOUR_DEVICES, TWO),
         (BOTH_ON_DEVICES, DEVICE_STAGES),
+        (TWO_HOSTS, ONE),
+        (TWO_DEVICES, FOUR_HOSTS),
     ],
 )
 @pytest.mark.parametrize(("channels", "mode"), [("local", "whole"), ("tcp", "chunked")])
@@ -92,7 +105,7 @@ async def handed_over(
     ranks = iter((sender, receiver))
     monkeypatch.setattr(
         "kvmesh.runtime.worker_building.load_runner",
-        lambda config, _folder: made(config.num_blocks, next(ranks)),
+        lambda config, *_: made(config.num_blocks, next(ranks)),
     )
     engine = EngineSection(kind="fake", num_blocks=NUM_BLOCKS, max_batch_tokens=64)
     giver = WorkerSection(id="p", role="prefill", channels=channels, transfer_mode=mode)

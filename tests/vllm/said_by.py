@@ -1,8 +1,12 @@
 """What an engine of some ranks says, as JSON: vLLM has one number of ranks in a process.
 
-python -m tests.vllm.said_by NUM_RANKS NUM_STAGES sockets|memory|devices [ADAPTER ADAPTER]
+python -m tests.vllm.said_by NUM_RANKS NUM_STAGES sockets|memory|devices|hosts [ADAPTER ADAPTER]
 
 With two folders of adapters, the first one is loaded at start and the other one later.
+
+python -m tests.vllm.said_by NUM_RANKS NUM_STAGES ADDRESS:PORT SECRET_FILE
+
+Here each rank but the first is another host's, which connects to this address.
 """
 
 from __future__ import annotations
@@ -11,13 +15,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvmesh.core.mesh_secret import load_secret
 from kvmesh.core.process_end import end_process
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.adapters import read_adapter
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk
+from kvmesh.engine.rank_host import Builds
+from kvmesh.engine.rank_lines import RankAccess, RankGate
 from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER
 from tests.vllm.oracle import some_prompts
@@ -48,6 +56,9 @@ def said_by(
 def main() -> None:
     """Prints all of it."""
     num_ranks, stages, wait, *adapters = sys.argv[1:]
+    gate = None
+    if ":" in wait:
+        gate = _gate_at(wait, int(num_ranks), adapters.pop())
     runner = load_vllm(
         MODEL_FOLDER,
         num_blocks=200,
@@ -56,6 +67,8 @@ def main() -> None:
         stages=int(stages),
         spin=wait == "memory",
         on_devices=wait == "devices",
+        hosts=int(num_ranks) if wait == "hosts" or gate is not None else 1,
+        gate=gate,
         lora=f"first={adapters[0]}" if adapters else "",
         max_adapters=len(adapters),
     )
@@ -63,6 +76,13 @@ def main() -> None:
     runner.close()
     print(json.dumps(said))
     end_process(0)  # as a worker ends
+
+
+def _gate_at(address: str, num_hosts: int, secret_file: str) -> RankGate:
+    host, _, port = address.rpartition(":")
+    access = RankAccess(secret=load_secret(secret_file))
+    told = asdict(Builds.of(MODEL_FOLDER))
+    return RankGate(host, int(port), access, num_hosts=num_hosts, host_ranks=1, told=told)
 
 
 def _by_model(runner: ModelRunner) -> dict[str, Any]:

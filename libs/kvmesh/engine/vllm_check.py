@@ -246,6 +246,7 @@ def model_problems(
     block_size: int,
     tensor_parallel: int = 1,
     num_stages: int = 1,
+    num_hosts: int = 1,
     read: Callable[[str], str] = environment,
     count_devices: Callable[[], int] = num_devices,
 ) -> list[str]:
@@ -255,6 +256,7 @@ def model_problems(
         device: "cpu", "cuda" or "cuda:N".
         tensor_parallel: processes that share the heads of a layer.
         num_stages: parts that its layers are divided into.
+        num_hosts: hosts that have as many of these processes each.
         read: returns the value of an environment variable.
         count_devices: returns the number of CUDA devices.
     """
@@ -262,7 +264,7 @@ def model_problems(
         problems = _cpu_problems(model, block_size)
     else:
         problems = _device_problems(
-            device, block_size, tensor_parallel * num_stages, read, count_devices
+            device, block_size, tensor_parallel * num_stages // num_hosts, read, count_devices
         )
     if model.num_kv_heads % tensor_parallel:
         problems.append(
@@ -312,15 +314,30 @@ def _device_problems(
             f"blocks of {block_size} positions are no multiple of {_DEVICE_BLOCK_SIZE}, as vLLM "
             f"on a device wants them: set the block size to {_DEVICE_BLOCK_SIZE}"
         )
-    first, count = device_index(device) or 0, count_devices()
-    if num_ranks > 1 and first + num_ranks > count:
-        problems.append(
-            f"{num_ranks} ranks from {device} on need devices up to cuda:{first + num_ranks - 1}, "
-            f"and this host has {count}: take fewer ranks"
-        )
+    if missing := missing_devices(device, num_ranks, count_devices):
+        problems.append(missing)
     if read(_LAYOUT) not in {"", ORDER}:
         problems.append(f"{_LAYOUT} is {read(_LAYOUT)!r}; unset it, the engine needs {ORDER!r}")
     return problems
+
+
+def missing_devices(
+    device: str, num_ranks: int, count_devices: Callable[[], int] = num_devices
+) -> str:
+    """Why this host's ranks do not have a device each, with its remedy; empty if they have.
+
+    Args:
+        device: of the first one: "cpu", "cuda" or "cuda:N".
+        num_ranks: ranks on this host.
+        count_devices: returns the number of CUDA devices.
+    """
+    first = device_index(device)
+    if first is None or num_ranks == 1 or first + num_ranks <= (count := count_devices()):
+        return ""
+    return (
+        f"{num_ranks} ranks from {device} on need devices up to cuda:{first + num_ranks - 1}, "
+        f"and this host has {count}: take fewer ranks"
+    )
 
 
 def require_vllm(
@@ -330,6 +347,7 @@ def require_vllm(
     block_size: int,
     tensor_parallel: int = 1,
     num_stages: int = 1,
+    num_hosts: int = 1,
 ) -> None:
     """Refuses early what would fail late.
 
@@ -344,6 +362,7 @@ def require_vllm(
         block_size=block_size,
         tensor_parallel=tensor_parallel,
         num_stages=num_stages,
+        num_hosts=num_hosts,
     )
     if problems:
         raise ConfigError(f"engine.kind vllm: {'; '.join(problems)}")

@@ -208,14 +208,34 @@ class VllmExecutor:
         """Loads an adapter on all ranks, or removes one by its id.
 
         Raises:
-            CheckpointError: the adapter does not fit; nothing is changed.
+            CheckpointError: the adapter does not fit, or a rank lacks it; nothing is changed.
         """
         if isinstance(change, Adapter):
-            self._add_adapter(change)  # first here: the other ranks have the same file and model
+            self._add_adapter(change)
             self._tell(adding_message(change))
+            if problem := next(filter(None, self._hear_problems()), ""):
+                self.change_adapters(change.id)
+                raise CheckpointError(problem)
         else:
             self._tell(removing_message(change))
+            self._hear_problems()
             self._executor.remove_lora(self._adapters.pop(change).lora_int_id)
+
+    def adapter_problem(self, change: Adapter | str) -> str:
+        """Changes adapters of this rank alone; returns why an adapter was not added, or nothing."""
+        if isinstance(change, Adapter):
+            try:
+                self._add_adapter(change)
+            except CheckpointError as error:
+                return f"rank {self._rank}: {error}"
+        elif (added := self._adapters.pop(change, None)) is not None:
+            self._executor.remove_lora(added.lora_int_id)
+        return ""
+
+    def _hear_problems(self) -> list[str]:
+        if self._ranks is None:
+            return []
+        return [str(message["problem"]) for message in self._ranks.hear()]
 
     def _add_adapter(self, adapter: Adapter) -> None:
         check_width(adapter, self._hidden_size)
@@ -315,7 +335,7 @@ def _executor_class(config: VllmConfig, place: Place | None, device: int | None)
     arguments, because several engines may share an environment.
 
     Args:
-        device: number of the leader's device; None: ranks compute on the host.
+        device: number of the first device on this host; None: ranks compute on CPUs.
     """
     first = device or 0
     if place is None:
@@ -328,7 +348,7 @@ def _executor_class(config: VllmConfig, place: Place | None, device: int | None)
         return type("AloneExecutor", (alone,), {"_distributed_args": start})
 
     def meet(_executor: object) -> tuple[str, int, int]:
-        return f"file://{place.meeting}", place.rank, first + place.rank
+        return place.meeting, place.rank, first + place.local
 
     return type("RankExecutor", (ExecutorWithExternalLauncher,), {"_distributed_args": meet})
 

@@ -1,9 +1,11 @@
 """Gives vLLM the memory for its KV cache, at the moment when vLLM would allocate it.
 
-On the host all ranks share one pool. On devices each rank keeps its part of every block in memory
-of its own device, which the leader maps to copy blocks to and from the host.
+On one host's CPUs all ranks share one pool. On devices, and on CPUs of several hosts, each rank
+keeps its part of every block in memory of its own. The leader maps it, or copies over lines to
+other hosts.
 
-Tests: tests/unit/engine/test_vllm_memory.py, tests/vllm/test_ranks.py.
+Tests: tests/unit/engine/test_vllm_memory.py, tests/vllm/test_ranks.py,
+tests/vllm/test_rank_hosts.py.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from kvmesh.core.kv_formats import KV_DTYPE_BYTES
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import CudaDriver, DeviceDriver
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.engine.divided_pool import DevicePart, DividedPool
+from kvmesh.engine.divided_pool import BlocksPart, DevicePart, DividedPool
+from kvmesh.engine.host_driver import HostDriver
 from kvmesh.engine.host_memory import HostMemory
 from kvmesh.engine.kv_shape import SPARE_BLOCKS
 from kvmesh.engine.memory import MemoryNeed, available_bytes, require_memory
+from kvmesh.engine.rank_lines import NUM_LINES
 from kvmesh.engine.rank_part import RankPart
+from kvmesh.engine.remote_part import PartServer, RemotePart
 from kvmesh.engine.vllm_messages import (
+    EngineRequest,
     KeptPart,
     encoded,
     kept_message,
@@ -44,6 +50,16 @@ MakeDriver = Callable[[int], DeviceDriver]
 def cuda_driver(index: int) -> DeviceDriver:
     """Returns the driver of the CUDA device with a number."""
     return CudaDriver(f"cuda:{index}")
+
+
+def driver_of(request: EngineRequest, local: int, make_driver: MakeDriver) -> DeviceDriver:
+    """Returns the driver of the memory that a rank has for itself.
+
+    Args:
+        local: number of the rank on its host.
+        make_driver: of devices.
+    """
+    return HostDriver() if request.device is None else make_driver(request.device + local)
 
 
 class CacheMemory(Protocol):
@@ -89,23 +105,22 @@ class HostCache:
 
 
 class DeviceCache:
-    """The leader's memory on its device.
+    """The leader's part, in memory of its own.
 
     Args:
-        make_driver: takes the number of a device.
-        first_device: number of the leader's device; those of the other ranks follow.
+        request: of the engine.
+        make_driver: of devices.
     """
 
     is_shared = False
 
     def __init__(
-        self, num_blocks: int, ranks: Ranks | None, make_driver: MakeDriver, first_device: int
+        self, request: EngineRequest, ranks: Ranks | None, make_driver: MakeDriver
     ) -> None:
-        self._num_blocks = num_blocks
+        self._request = request
         self._ranks = ranks
         self._make_driver = make_driver
-        self._first_device = first_device
-        self._driver = make_driver(first_device)
+        self._driver = driver_of(request, 0, make_driver)
         self._memory: Tensor | None = None
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -125,18 +140,23 @@ class DeviceCache:
             ConfigError: memory of another rank cannot be reached.
         """
         assert self._memory is not None, "vLLM asked for its cache"
+        num_blocks = self._request.num_blocks
         if self._ranks is None:
-            return DeviceKvPool(layout, self._num_blocks, self._driver, self._memory)
-        parts = [DevicePart(self._driver, self._memory, part.runs(KV_DTYPE_BYTES[layout.dtype]))]
+            return DeviceKvPool(layout, num_blocks, self._driver, self._memory)
+        own = DevicePart(self._driver, self._memory, part.runs(KV_DTYPE_BYTES[layout.dtype]))
+        parts: list[BlocksPart] = [own]
         for rank, message in enumerate(self._ranks.hear(), 1):
             kept = read_kept(message)
-            driver = self._make_driver(self._first_device + rank)
+            if not kept.handle:
+                parts.append(RemotePart(self._ranks.copy_lines(rank), kept.runs))
+                continue
+            driver = driver_of(self._request, rank, self._make_driver)
             try:
                 mapped = driver.open(kept.handle, kept.offset + kept.num_bytes)
             except LostError as error:
                 raise ConfigError(f"memory of rank {rank} is out of reach: {error}") from error
             parts.append(DevicePart(driver, mapped[kept.offset :], kept.runs, kept.handle))
-        return DividedPool(layout.block_bytes, self._num_blocks, parts)
+        return DividedPool(layout.block_bytes, num_blocks, self._driver, parts)
 
 
 class FollowerCache:
@@ -144,12 +164,19 @@ class FollowerCache:
 
     Args:
         leader: the socket to it.
-        driver: of the rank's device; None: the leader's pool on the host.
+        driver: of the rank's memory; None: the leader's pool on the host.
+        dial: opens a line for copies to a leader on another host; None: it is on this one.
     """
 
-    def __init__(self, leader: socket.socket, driver: DeviceDriver | None) -> None:
+    def __init__(
+        self,
+        leader: socket.socket,
+        driver: DeviceDriver | None,
+        dial: Callable[[], socket.socket] | None = None,
+    ) -> None:
         self._leader = leader
         self._driver = driver
+        self._dial = dial
         self._memory: Tensor | None = None
 
     @property
@@ -170,19 +197,25 @@ class FollowerCache:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def tell_leader(self, part: RankPart, value_bytes: int) -> None:
-        """Tells the leader where this rank's device keeps its part, so that it can map it.
+        """Tells the leader how it reaches this rank's part.
 
         Args:
             value_bytes: bytes of a value of the KV's dtype.
 
         Raises:
-            LostError: the memory cannot be shared.
+            LostError: the memory cannot be shared, or the leader is gone.
         """
         if self._driver is None:
             return
         assert self._memory is not None, "vLLM asked for its cache"
-        handle, offset = self._driver.export(self._memory)
-        kept = KeptPart(handle, offset, self._memory.nbytes, part.runs(value_bytes))
+        runs, (handle, offset) = part.runs(value_bytes), (b"", 0)
+        if self._dial is None:
+            handle, offset = self._driver.export(self._memory)
+        else:
+            server = PartServer(self._driver, self._memory, runs)
+            for _ in range(NUM_LINES):
+                server.serve(self._dial())
+        kept = KeptPart(handle, offset, self._memory.nbytes, runs)
         self._leader.sendall(encoded(kept_message(kept)))
 
 
@@ -192,6 +225,8 @@ def device_memory(driver: DeviceDriver, num_bytes: int) -> Tensor:
     Raises:
         ConfigError: the device has not as much.
     """
+    if driver.device.type == "cpu":
+        require_memory(MemoryNeed(0, num_bytes, 0), available_bytes())
     try:
         return driver.zeros(num_bytes)
     except torch.OutOfMemoryError as error:

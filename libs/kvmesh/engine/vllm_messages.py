@@ -10,13 +10,19 @@ import json
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvmesh.engine.adapters import Adapter
 
 _LENGTH = struct.Struct("<I")
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""Longest message; the longest ones hold the tokens of new sequences."""
+
+LEADER = "leader"
+"""Stands for the leader's host in a place to meet at: each host may know it by another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,9 @@ class EngineRequest:
         spin: whether ranks wait for each other in shared memory, which keeps their cores busy;
             otherwise they wait on sockets.
         graphs: whether steps are compiled and replayed as CUDA graphs.
-        device: number of the leader's CUDA device; those of the other ranks follow. None: ranks
-            keep KV on the host.
+        device: number of the CUDA device of this host's first rank; those of its other ranks
+            follow. None: ranks compute on CPUs.
+        num_hosts: hosts that have as many ranks each, one after the other.
     """
 
     folder: Path
@@ -55,6 +62,17 @@ class EngineRequest:
     max_adapter_rank: int = 0
     graphs: bool = False
     device: int | None = None
+    num_hosts: int = 1
+
+    @property
+    def host_ranks(self) -> int:
+        """Ranks of each host."""
+        return self.num_ranks // self.num_hosts
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank keeps its part of the KV in memory of its own, not in one pool."""
+        return self.device is not None or self.num_hosts > 1
 
     @property
     def tensor_parallel(self) -> int:
@@ -122,13 +140,20 @@ class Place:
 
     Attributes:
         rank: number of the rank; 0 is the leader.
-        meeting: path of the file that the ranks of this engine rendezvous through. If its last
-            part is the same for all ranks, vLLM connects them by shared memory, otherwise by
-            sockets.
+        meeting: URL through which the ranks of this engine rendezvous: of a file, or of a port of
+            the host `LEADER`. If its last part is the same for all ranks, vLLM connects them by
+            shared memory, otherwise by sockets.
+        local: number of the rank on its host.
     """
 
     rank: int = 0
     meeting: str = ""
+    local: int = 0
+
+    def meets_at(self, leader: str) -> Place:
+        """Returns the place of a rank that reaches the leader at a host name or address."""
+        name = f"[{leader}]" if ":" in leader else leader
+        return replace(self, meeting=self.meeting.replace(f"//{LEADER}:", f"//{name}:"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +161,9 @@ class KeptPart:
     """Where a rank's device keeps its part of all blocks.
 
     Attributes:
-        handle, offset, num_bytes: as in `transfer.device.SharedMemory`.
-        runs: as in `divided_pool.DevicePart`.
+        handle, offset, num_bytes: as in `transfer.device.SharedMemory`; an empty handle: the rank
+            is on another host, and copies over `NUM_LINES` lines.
+        runs: as in `divided_pool.BlocksPart`.
     """
 
     handle: bytes
@@ -156,7 +182,7 @@ def read_request(message: Mapping[str, Any]) -> tuple[EngineRequest, Place]:
     fields = dict(message["request"])
     fields["folder"] = Path(fields["folder"])
     fields["adapters"] = tuple(_adapter(each) for each in fields["adapters"])
-    return EngineRequest(**fields), Place(message["rank"], message["meeting"])
+    return EngineRequest(**fields), Place(message["rank"], message["meeting"], message["local"])
 
 
 def pool_message(num_bytes: int) -> dict[str, Any]:
@@ -240,23 +266,35 @@ def encoded(message: Mapping[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def receive(end: socket.socket) -> dict[str, Any]:
+def receive(end: socket.socket, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
     """Waits for the next message.
 
     Raises:
         EOFError: the peer has closed the socket.
+        ValueError: it is longer than `max_bytes`, or no JSON.
     """
     (size,) = _LENGTH.unpack(_take(end, _LENGTH.size))
+    if size > max_bytes:
+        raise ValueError(f"a message of {size} bytes is longer than {max_bytes}")
     message: dict[str, Any] = json.loads(_take(end, size))
     return message
 
 
-def _take(end: socket.socket, size: int) -> bytes:
-    taken = bytearray(size)
-    view, got = memoryview(taken), 0
-    while got < size:
-        count = end.recv_into(view[got:])
+def fill(end: socket.socket, memory: memoryview) -> None:
+    """Waits for as many bytes as the memory has.
+
+    Raises:
+        EOFError: the peer has closed the socket.
+    """
+    got = 0
+    while got < memory.nbytes:
+        count = end.recv_into(memory[got:])
         if not count:
             raise EOFError
         got += count
+
+
+def _take(end: socket.socket, size: int) -> bytes:
+    taken = bytearray(size)
+    fill(end, memoryview(taken))
     return bytes(taken)

@@ -30,6 +30,7 @@ from kvmesh.engine.protocol import (
     StateChunk,
     StepResult,
 )
+from kvmesh.engine.rank_lines import RankGate
 from kvmesh.engine.sampler import sample, score_tokens
 from kvmesh.engine.vllm_check import ORDER, file_identity, stop_tokens
 from kvmesh.engine.vllm_internals import Computed, ModelFacts, VllmExecutor
@@ -132,22 +133,24 @@ class VllmRunner:
         *,
         make_driver: MakeDriver = cuda_driver,
         follower: Sequence[str] = FOLLOWER,
+        gate: RankGate | None = None,
     ) -> VllmRunner:
         """Loads a model from a Hugging Face folder with vLLM. Takes seconds.
 
         Args:
             make_driver: of devices, where KV is on these.
-            follower: command line of the other ranks.
+            follower: command line of the other ranks on this host.
+            gate: where those of other hosts dial; None: there are none.
 
         Raises:
             ConfigError: vLLM, or KVMesh's use of it, cannot serve the model as requested.
         """
-        ranks = Ranks(request, command=follower) if request.num_ranks > 1 else None
+        ranks = Ranks(request, command=follower, gate=gate) if request.num_ranks > 1 else None
         try:
             memory = (
-                HostCache(request.num_blocks, ranks)
-                if request.device is None
-                else DeviceCache(request.num_blocks, ranks, make_driver, request.device)
+                DeviceCache(request, ranks, make_driver)
+                if request.is_divided
+                else HostCache(request.num_blocks, ranks)
             )
             place = None if ranks is None else ranks.place
             executor = VllmExecutor(request, memory, place, ranks)

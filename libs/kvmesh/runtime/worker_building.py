@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.rank_hosts import open_gate
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import WorkerConfig
 from kvmesh.runtime.worker_loading import Loading, begin
@@ -30,7 +31,12 @@ async def build_worker(
     folder = await asyncio.to_thread(find_folder, config.engine)
     await asyncio.to_thread(preload, config.engine)
     loading = loading or begin()
-    runner = await asyncio.to_thread(load_runner, config.engine, folder)
+    gate = await asyncio.to_thread(open_gate, config, folder)
+    try:
+        runner = await asyncio.to_thread(load_runner, config.engine, folder, gate)
+    finally:
+        if gate is not None:
+            gate.close()
     context.stack.callback(runner.close)
     structures = await asyncio.to_thread(load_structures, folder, runner.spec)
     if structures is not None:

@@ -45,7 +45,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         egress_bytes_s=data.egress_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         patience_s=section.handoff_s,
-        tls=_data_tls(client_context(data.tls, "data.tls"), data),
+        tls=data_tls(client_context(data.tls, "data.tls"), data),
         poll_s=_poll_s(data.poll_us),
         staging_bytes=_staging_bytes(data),
     )
@@ -65,7 +65,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         checksum=_checksum(data.checksum),
         window_bytes=data.window_mb * MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=_data_tls(server_context(data.tls, "data.tls"), data),
+        tls=data_tls(server_context(data.tls, "data.tls"), data),
         copy_threads=data.copy_threads,
         poll_s=_poll_s(data.poll_us),
         staging_bytes=_staging_bytes(data),
@@ -98,7 +98,12 @@ def _kinds(config: WorkerConfig) -> tuple[str, ...]:
     return kinds
 
 
-def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | None:
+def data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | None:
+    """Returns the TLS settings of one end of a data channel; None: plain text.
+
+    Raises:
+        ConfigError: peers are named, and certificates are not checked.
+    """
     peers = frozenset(name.strip() for name in data.peers.split(",") if name.strip())
     if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
         raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")

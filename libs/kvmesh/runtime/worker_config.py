@@ -125,6 +125,14 @@ class EngineSection:
         "pipeline-parallel size: stages of layers, each with tensor_parallel processes; "
         "engine vllm only",
     )
+    hosts: int = positive(
+        1,
+        "hosts that compute the engine's ranks, as many on each; the others run services.rank; "
+        "engine vllm only",
+    )
+    ranks_port: int = option(
+        0, "port at which other hosts of the engine connect to this worker; 0 picks a free one"
+    )
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option(
         "cpu", "cpu, cuda or cuda:N; ranks after the first take the devices after it"
@@ -168,6 +176,11 @@ class EngineSection:
     def num_ranks(self) -> int:
         """Processes of the engine."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def host_ranks(self) -> int:
+        """Processes of the engine on this host."""
+        return self.num_ranks // self.hosts
 
 
 @dataclass(frozen=True, slots=True)

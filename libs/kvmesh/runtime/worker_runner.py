@@ -18,6 +18,7 @@ from kvmesh.engine.device_names import device_index, require_named_device
 from kvmesh.engine.fake import FakeDevice, FakePlaces, FakeRunner
 from kvmesh.engine.model_source import find_model, served_name
 from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.rank_lines import RankGate
 from kvmesh.engine.shared_cores import SharedCores
 from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.vllm_check import engine_environment, require_vllm
@@ -70,6 +71,12 @@ def find_folder(config: EngineSection) -> Path | None:
                 f"engine.{name} is {ranks}, and the engine {config.kind} is one process: set "
                 "engine.kind vllm"
             )
+    if config.num_ranks % config.hosts or (config.hosts > 1 and config.kind != "vllm"):
+        raise ConfigError(
+            f"engine.hosts is {config.hosts}, and {config.num_ranks} ranks of the engine "
+            f"{config.kind} are not to be divided among them: with engine.kind vllm, each host has "
+            "an equal part of tensor_parallel x pipeline_parallel"
+        )
     if config.max_loras < 0:
         raise ConfigError(f"engine.max_loras is a number of adapters, got {config.max_loras}")
     if config.kind == "fake":
@@ -87,6 +94,7 @@ def find_folder(config: EngineSection) -> Path | None:
             block_size=config.block_size,
             tensor_parallel=config.tensor_parallel,
             num_stages=config.pipeline_parallel,
+            num_hosts=config.hosts,
         )
         read_adapters(config.lora)
         return folder
@@ -106,11 +114,14 @@ def preload(config: EngineSection) -> None:
     import kvmesh.engine.runner  # noqa: F401, PLC0415
 
 
-def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunner:
+def load_runner(
+    config: EngineSection, folder: Path | None = None, gate: RankGate | None = None
+) -> ModelRunner:
     """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
 
     Args:
         folder: from `find_folder`; None finds it here.
+        gate: where other hosts of the engine connect; None: there are none.
 
     Raises:
         ConfigError: an option cannot be met.
@@ -122,11 +133,11 @@ def load_runner(config: EngineSection, folder: Path | None = None) -> ModelRunne
         fake = _load_fake(config, folder, name)
         first_step(fake)
         return fake
-    threads = config.num_threads * config.num_ranks
+    threads = config.num_threads * config.host_ranks
     if threads > (cores := usable_cores()):
         log.warning("more_threads_than_cores", threads=threads, cores=cores)
     if config.kind == "vllm":
-        return _load_vllm(config, folder, name)
+        return _load_vllm(config, folder, name, gate)
     preload(config)
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
@@ -174,7 +185,9 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in find_weight_files(folder))
 
 
-def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
+def _load_vllm(
+    config: EngineSection, folder: Path, name: str, gate: RankGate | None
+) -> ModelRunner:
     default_environment(engine_environment(config.num_threads, config.device))
     # vLLM reads its environment when it is loaded.
     from kvmesh.engine.host_memory import HostMemory  # noqa: PLC0415
@@ -197,11 +210,12 @@ def _load_vllm(config: EngineSection, folder: Path, name: str) -> ModelRunner:
         num_ranks=config.num_ranks,
         num_stages=config.pipeline_parallel,
         # The event loop, which answers peers, needs a core too.
-        spin=usable_cores() > config.num_ranks * config.num_threads,
+        spin=config.hosts == 1 and usable_cores() > config.num_ranks * config.num_threads,
         graphs=index is not None and config.cuda_graphs != "off",
         device=index,
+        num_hosts=config.hosts,
     )
-    runner = VllmRunner.load(request, name)
+    runner = VllmRunner.load(request, name, gate=gate)
     if not isinstance(runner.kv, HostMemory):
         require_moves(runner, runner.kv, config.max_batch_tokens)
     return runner

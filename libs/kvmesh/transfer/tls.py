@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -119,9 +119,7 @@ class TlsWire:
 
     def peer_name(self) -> str:
         """Returns the common name in the other end's certificate; empty without a certificate."""
-        shown: dict[str, Any] = dict(self._tls.getpeercert() or {})
-        fields = (field for entry in shown.get("subject", ()) for field in entry)
-        return next((str(value) for key, value in fields if key == "commonName"), "")
+        return common_name(self._tls.getpeercert())
 
     def sendmsg(self, buffers: Iterable[memoryview | bytes], ancdata: Ancillary, flags: int) -> int:
         """Sends some plaintext; after BlockingIOError call again with the same bytes."""
@@ -254,7 +252,7 @@ async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
 
 async def _greeted(wire: TlsWire, peers: frozenset[str]) -> TlsWire:
     await wire.handshake()
-    _check_peer(wire, peers)
+    check_peer(wire.peer_name(), peers)
     return wire
 
 
@@ -264,12 +262,27 @@ def connect_tls_blocking(sock: socket.socket, tls: DataTls, host: str) -> TlsWir
         on_failure.callback(sock.close)
         wire = TlsWire(sock, tls.context, tls.peer_name or host)
         wire.handshake_blocking()
-        _check_peer(wire, tls.peers)
+        check_peer(wire.peer_name(), tls.peers)
         on_failure.pop_all()
     return wire
 
 
-def _check_peer(wire: TlsWire, peers: frozenset[str]) -> None:
-    if peers and wire.peer_name() not in peers:
-        name = wire.peer_name() or "nobody"
-        raise WrongPeerError(f"data channel: {name} is no peer of this worker")
+def common_name(certificate: Mapping[str, Any] | None) -> str:
+    """Returns the common name in a certificate; empty without one.
+
+    Args:
+        certificate: as `ssl.SSLSocket.getpeercert` returns it.
+    """
+    shown = certificate or {}
+    fields = (field for entry in shown.get("subject", ()) for field in entry)
+    return next((str(value) for key, value in fields if key == "commonName"), "")
+
+
+def check_peer(name: str, peers: frozenset[str]) -> None:
+    """Checks the name in the other end's certificate.
+
+    Raises:
+        WrongPeerError: there are allowed peers, and it is none of them.
+    """
+    if peers and name not in peers:
+        raise WrongPeerError(f"data channel: {name or 'nobody'} is no peer of this worker")

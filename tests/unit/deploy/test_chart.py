@@ -3,95 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from kvmesh.core.config import load_config, options_of
 from kvmesh.core.types import Role
-from scripts.render_manifests import CHART, HELM_ALONE, MANIFESTS, RELEASE, render
+from scripts.render_manifests import CHART, HELM_ALONE, MANIFESTS, RELEASE
 from services.launcher.cluster import DEPLOYMENT_LABEL
 from services.launcher.config import LauncherConfig
 from services.launcher.deployments import read_deployments
 from tests.unit.deploy.metric_names import known_metrics
-from tests.unit.packaging.compose_file import CONFIGS, KUBERNETES_ALONE, ROOT
-
-KUBERNETES = ("1.31", "1.37")
-FOREIGN_VARIABLES = {"POD_NAME", "POD_NAMESPACE", "POD_IP", "OMP_NUM_THREADS", "GRPC_VERBOSITY"}
-AUTOSCALED: dict[str, Any] = {
-    name: {"autoscaling": {"enabled": True}} for name in ("gateway", "prefill", "decode")
-}
-VALUES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "autoscaled": AUTOSCALED,
-    "secured": {
-        "mesh": {"secret": "own-mesh"},
-        "tls": {"secret": "certificates"},
-        "admin": {"secret": "admin-token"},
-        "apiKeys": {"secret": "keys"},
-        "tenants": {"secret": "tenants"},
-        "tracing": {"collector": "collector.monitoring:4317"},
-    },
-    "gpus": {
-        "engine": {"device": "cuda", "dtype": "bfloat16", "numBlocks": 2_000_000},
-        "image": {"registry": "registry.example/", "pullSecrets": [{"name": "registry"}]},
-        "model": {"name": "big", "path": "/models/big", "claim": "checkpoints"},
-        "prefill": {"gpus": 1, "nodeSelector": {"pool": "gpu"}},
-        "decode": {
-            "gpus": 2,
-            "tolerations": [{"key": "gpu", "operator": "Exists"}],
-            "env": {"KVMESH_ENGINE__GROWTH_TOKENS": 128, "KVMESH_ENGINE__NUM_THREADS": 2},
-        },
-    },
-    "vllm": {"engine": {"kind": "vllm", "blockSize": 32}},
-    "vllm-devices": {
-        "engine": {"kind": "vllm", "blockSize": 16, "device": "cuda", "tensorParallel": 2},
-        "prefill": {"gpus": 2},
-        "decode": {"gpus": 2},
-    },
-    "adapters": {
-        "engine": {
-            "kind": "vllm",
-            "blockSize": 32,
-            "tensorParallel": 2,
-            "pipelineParallel": 2,
-            "lora": "sql=/models/sql,chat=/models/chat",
-            "maxLoras": 4,
-            "maxLoraRank": 64,
-        },
-        "model": {"claim": "checkpoints"},
-    },
-    "launched": {
-        "launcher": {
-            "enabled": True,
-            "groups": [{"name": "two", "scenario": "chat", "checkpoint": "/models/two"}],
-        },
-        "prefill": {"gpus": 1},
-        "spare": {"replicas": 1, "gpus": 1},
-        "tls": {"secret": "certificates"},
-    },
-    "spares": {"spare": {"replicas": 2, "empty": True}},
-    "own-redis": {
-        "redis": {"enabled": False, "url": "rediss://redis.data:6379/0", "secret": "redis"},
-        "networkPolicy": {"enabled": False},
-        "scheduler": {"replicas": 1},
-    },
-}
-
-Manifest = dict[str, Any]
-
-
-@cache
-def text_of(values: str) -> str:
-    return render(VALUES[values])
-
-
-def rendered(values: str) -> list[Manifest]:
-    return list(yaml.safe_load_all(text_of(values)))
+from tests.unit.deploy.rendered_chart import (
+    FOREIGN_VARIABLES,
+    GROUP,
+    KUBERNETES,
+    VALUES,
+    Manifest,
+    environment,
+    expected,
+    labels_of,
+    of_kind,
+    ours,
+    ports,
+    rendered,
+    service_of,
+    sets_of,
+    text_of,
+    workloads,
+)
+from tests.unit.packaging.compose_file import CONFIGS, ROOT, VLLM_ALONE
 
 
 @pytest.fixture(params=list(VALUES))
@@ -99,54 +40,11 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return rendered(request.param)
 
 
-def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
-    return [each for each in manifests if each["kind"] in kinds]
-
-
-def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Deployments and StatefulSets by component."""
-    found = of_kind(manifests, "Deployment", "StatefulSet")
-    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in found}
-
-
-def expected(manifests: list[Manifest]) -> set[str]:
-    """Components that are to be there."""
-    has_launcher = bool(of_kind(manifests, "Role"))
-    spares = workloads(manifests).keys() & {"spare"}
-    return set(CONFIGS) - (set() if has_launcher else KUBERNETES_ALONE) | spares
-
-
-def service_of(name: str) -> str:
-    """The service that a component is; a spare decodes, or does what it is assigned."""
-    return "decode" if name == "spare" else name
-
-
-def ours(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
-    """Name, pod and container of each workload that runs an image of ours."""
-    for name, workload in workloads(manifests).items():
-        pod = workload["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        if service_of(name) in CONFIGS:
-            yield name, pod, container
-
-
-def environment(container: Manifest) -> dict[str, str]:
-    return {each["name"]: each.get("value", "from elsewhere") for each in container["env"]}
-
-
-def ports(container: Manifest) -> dict[str, int]:
-    return {each["name"]: each["containerPort"] for each in container["ports"]}
-
-
-def labels_of(workload: Manifest) -> dict[str, str]:
-    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
-    return labels
-
-
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_every_manifest_follows_the_schema(manifests: list[Manifest], version: str) -> None:
     for manifest in manifests:
-        kubernetes_validate.validate(manifest, version, strict=True)
+        for each in sets_of(manifest) if manifest["kind"] == GROUP else [manifest]:
+            kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_the_schema_notices_a_misspelt_field() -> None:
@@ -457,7 +355,7 @@ def test_images_are_those_of_the_dockerfile(manifests: list[Manifest]) -> None:
     for name, pod, container in ours(manifests):
         engine = environment(container).get("KVMESH_ENGINE__KIND", "")
         own = f"kvmesh-{service_of(name)}"
-        image = f"{own}-vllm" if engine == "vllm" else own
+        image = f"{own}-vllm" if engine == "vllm" or service_of(name) in VLLM_ALONE else own
         assert container["image"].removeprefix("registry.example/") == f"{image}:0.1.0"
         assert ("imagePullSecrets" in pod) == container["image"].startswith("registry.example/")
         assert image.removeprefix("kvmesh-") in targets

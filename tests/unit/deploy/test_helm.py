@@ -16,7 +16,7 @@ import yaml
 
 from kvmesh.core.mesh_secret import MIN_SECRET_CHARS
 from scripts.render_manifests import CHART, HELM_ALONE, RELEASE, merged
-from tests.unit.deploy.test_chart import KUBERNETES, VALUES, Manifest, rendered
+from tests.unit.deploy.rendered_chart import KUBERNETES, VALUES, Manifest, rendered
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("helm_python") is None, reason="no Helm library for this machine"
@@ -33,6 +33,15 @@ WRONG: dict[str, dict[str, Any]] = {
     "/engine/device": {"engine": {"device": "gpu"}},
     "/engine/tensorParallel": {"engine": {"tensorParallel": 2}},
     "/engine/pipelineParallel": {"engine": {"pipelineParallel": 2}},
+    "/engine/hosts": {"engine": {"hosts": 2}},
+    "at '/launcher/enabled'": {
+        "engine": {"kind": "vllm", "blockSize": 32, "tensorParallel": 2, "hosts": 2},
+        "launcher": {"enabled": True},
+    },
+    "at '/spare/empty'": {
+        "engine": {"kind": "vllm", "blockSize": 32, "tensorParallel": 2, "hosts": 2},
+        "spare": {"replicas": 1, "empty": True},
+    },
     "/engine/lora": {"engine": {"lora": "sql=/models/sql"}},
     "/engine/maxLoras": {"engine": {"maxLoras": 1}},
     "/image/registry": {"image": {"registry": "registry.example"}},

@@ -27,7 +27,7 @@ class Forgets(RankedRunner):
     """It knows which sequences have ended."""
 
     def __init__(self) -> None:
-        super().__init__(10, 2, on_devices=True)
+        super().__init__(10, 2, memory="devices")
         self.alive: set[int] = set()
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
@@ -50,7 +50,7 @@ def pool_of(runner: RankedRunner) -> DividedPool:
 def test_an_engine_whose_kv_moves_passes(
     tensor_parallel: int, stages: int, max_tokens: int
 ) -> None:
-    runner = RankedRunner(10, tensor_parallel, stages, on_devices=True)
+    runner = RankedRunner(10, tensor_parallel, stages, memory="devices")
     require_moves(runner, pool_of(runner), max_tokens)
 
 
@@ -61,12 +61,12 @@ def test_no_sequence_is_left() -> None:
 
 
 def test_an_engine_that_keeps_kv_elsewhere_is_refused() -> None:
-    runner = KeepsElsewhere(10, 2, on_devices=True)
+    runner = KeepsElsewhere(10, 2, memory="devices")
     with pytest.raises(ConfigError, match="its KV is not in the blocks that workers exchange"):
         require_moves(runner, pool_of(runner), 512)
 
 
 def test_a_pool_that_two_sequences_do_not_fit_in_is_refused() -> None:
-    runner = RankedRunner(3, 2, on_devices=True)
+    runner = RankedRunner(3, 2, memory="devices")
     with pytest.raises(ConfigError, match="a pool of 3 blocks is too small: take 4"):
         require_moves(runner, pool_of(runner), 512)

@@ -51,7 +51,7 @@ import json, os, socket, sys, threading
 from kvmesh.engine.vllm_memory import FollowerCache
 from kvmesh.engine.vllm_messages import receive
 from kvmesh.engine import vllm_follower
-threading.Thread(target=vllm_follower._end_with_leader, daemon=True).start()
+threading.Thread(target=vllm_follower._end_with_starter, daemon=True).start()
 leader = socket.socket(fileno=int(sys.argv[2]))
 place = receive(leader)
 FollowerCache(leader, None).allocate(4096)[place["rank"]] = 7
@@ -103,7 +103,7 @@ def test_what_is_told_is_what_is_read() -> None:
 async def test_each_rank_has_its_place_the_pool_and_every_message(
     ranks: Ranks, tmp_path: Path, lost: threading.Event
 ) -> None:
-    met = Path(ranks.place.meeting)
+    met = Path(ranks.place.meeting.removeprefix("file://"))
     names = sorted(each.name for each in met.parent.iterdir())
     assert names == [f"{met.name}-1", f"{met.name}-2"]  # no memory is shared between them
     pool = HostMemory(1, 4096)

@@ -15,6 +15,7 @@ from services.gateway.config import GatewayConfig
 from services.kvmanager.config import KvManagerConfig
 from services.launcher.config import LauncherConfig
 from services.prefill.config import PrefillConfig
+from services.ranks.config import RanksConfig
 from services.scheduler.config import SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,8 +27,14 @@ CONFIGS: dict[str, type[Any]] = {
     "launcher": LauncherConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "ranks": RanksConfig,
 }
-TARGETS = {**{name: name for name in CONFIGS}, "prefill-vllm": "prefill", "decode-vllm": "decode"}
+VLLM_ALONE = {"ranks"}
+"""Services that only vLLM's ranks need."""
+TARGETS = {
+    **{name: name for name in CONFIGS if name not in VLLM_ALONE},
+    **{f"{name}-vllm": name for name in ("prefill", "decode", "ranks")},
+}
 """Targets of the Dockerfile that are services' images -> the service."""
 CONTROL_PLANE = {
     "gateway": "gateway",
@@ -36,7 +43,7 @@ CONTROL_PLANE = {
     "launcher": "kubernetes",
 }
 """Services without an engine -> the extra that they need."""
-KUBERNETES_ALONE = {"launcher"}
+KUBERNETES_ALONE = {"launcher", "ranks"}
 """Services that Compose does not start."""
 
 _VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")

@@ -62,7 +62,7 @@
 
 {{- define "kvmesh.containerStart" }}
         - name: {{ .name }}
-          image: "{{ .root.Values.image.registry }}kvmesh-{{ ternary "decode" .name (eq .name "spare") }}{{ if and (eq .root.Values.engine.kind "vllm") (has .name (list "prefill" "decode" "spare")) }}-vllm{{ end }}:{{ .root.Values.image.tag }}"
+          image: "{{ .root.Values.image.registry }}kvmesh-{{ index . "image" | default (ternary "decode" .name (eq .name "spare")) }}{{ if and (eq .root.Values.engine.kind "vllm") (or (hasKey . "image") (has .name (list "prefill" "decode" "spare"))) }}-vllm{{ end }}:{{ .root.Values.image.tag }}"
           imagePullPolicy: {{ .root.Values.image.pullPolicy }}
           securityContext:
             allowPrivilegeEscalation: false
@@ -74,14 +74,14 @@
           {{- if .root.Values.tls.secret }}
           {{- /* The kubelet's own gRPC probe speaks plain text only. */}}
           startupProbe:
-            exec: &health
+            exec: &{{ .name }}-health
               command: [python, -m, kvmesh.cli, health, "localhost:7000", --tls-ca, /etc/kvmesh/tls/ca.crt,
                 --tls-cert, /etc/kvmesh/tls/tls.crt, --tls-key, /etc/kvmesh/tls/tls.key]
             periodSeconds: 5
             timeoutSeconds: 5
             failureThreshold: 120
           readinessProbe:
-            exec: *health
+            exec: *{{ .name }}-health
             periodSeconds: 5
             timeoutSeconds: 5
           {{- else }}
@@ -111,7 +111,7 @@
 {{- $_ := set $env "KVMESH_TELEMETRY__METRICS_PORT" "9100" }}
 {{- /* gRPC's own lines, one per failed handshake, are no JSON, and strangers could fill a disk. */}}
 {{- $_ := set $env "GRPC_VERBOSITY" "ERROR" }}
-{{- if ne .name "gateway" }}
+{{- if not (or (eq .name "gateway") (hasKey . "image")) }}
 {{- $_ := set $env "KVMESH_SERVER__DIRECT_PORT" "7002" }}
 {{- end }}
 {{- if .root.Values.tracing.collector }}
@@ -120,7 +120,7 @@
 {{- end }}
 {{- if .root.Values.tls.secret }}
 {{- $launched := .root.Values.launcher.enabled }}
-{{- range $part := ternary (list "SERVER" "DATA") (list "SERVER") (has .name (list "prefill" "decode" "spare")) }}
+{{- range $part := ternary (list "SERVER" (ternary "RANKS" "DATA" (hasKey . "image"))) (list "SERVER") (or (hasKey . "image") (has .name (list "prefill" "decode" "spare"))) }}
 {{- $_ := set $env (printf "KVMESH_%s__TLS__CERT" $part) "/etc/kvmesh/tls/tls.crt" }}
 {{- $_ := set $env (printf "KVMESH_%s__TLS__KEY" $part) "/etc/kvmesh/tls/tls.key" }}
 {{- $_ := set $env (printf "KVMESH_%s__TLS__CA" $part) "/etc/kvmesh/tls/ca.crt" }}
@@ -219,7 +219,7 @@
 
 {{- define "kvmesh.ports" }}
             - { name: grpc, containerPort: 7000 }
-            {{- if ne .name "gateway" }}
+            {{- if not (or (eq .name "gateway") (hasKey . "image")) }}
             - { name: direct, containerPort: 7002 }
             {{- end }}
             - { name: metrics, containerPort: 9100 }
@@ -253,7 +253,7 @@ metadata:
   labels:
     {{- template "kvmesh.labels" . }}
 spec:
-  scaleTargetRef: { apiVersion: apps/v1, kind: {{ .kind }}, name: {{ .root.Release.Name }}-{{ .name }} }
+  scaleTargetRef: { apiVersion: {{ ternary "leaderworkerset.x-k8s.io" "apps" (eq .kind "LeaderWorkerSet") }}/v1, kind: {{ .kind }}, name: {{ .root.Release.Name }}-{{ .name }} }
   minReplicas: {{ .spec.autoscaling.min }}
   maxReplicas: {{ .spec.autoscaling.max }}
   metrics:
@@ -266,4 +266,74 @@ spec:
     # One at a time: each drains, and its cache is lost with it.
     scaleDown: { stabilizationWindowSeconds: 300, policies: [{ type: Pods, value: 1, periodSeconds: 60 }] }
 {{- end }}
+{{- end }}
+
+{{- /* A worker's pod, and that of its ranks on another host. */ -}}
+{{- define "kvmesh.workerPod" }}
+    metadata:
+      labels:
+        {{- template "kvmesh.podLabels" . }}
+    spec:
+      {{- template "kvmesh.podSecurity" . }}
+      {{- template "kvmesh.placement" . }}
+      containers:
+        {{- template "kvmesh.containerStart" . }}
+          ports:
+            - { name: data, containerPort: 7001 }
+            {{- template "kvmesh.ports" . }}
+          env:
+            # First, because the values below refer to it.
+            - { name: POD_NAME, valueFrom: { fieldRef: { fieldPath: metadata.name } } }
+            {{- if .launched }}
+            - { name: POD_IP, valueFrom: { fieldRef: { fieldPath: status.podIP } } }
+            {{- end }}
+            {{- template "kvmesh.env" . }}
+          {{- template "kvmesh.resources" . }}
+          {{- template "kvmesh.probes" . }}
+          {{- template "kvmesh.mounts" . }}
+      {{- template "kvmesh.volumes" . }}
+{{- end }}
+
+{{- define "kvmesh.ranksPod" }}
+    metadata:
+      labels:
+        {{- template "kvmesh.podLabels" . }}
+    spec:
+      {{- template "kvmesh.podSecurity" . }}
+      {{- template "kvmesh.placement" . }}
+      containers:
+        {{- template "kvmesh.containerStart" . }}
+          ports:
+            {{- template "kvmesh.ports" . }}
+          env:
+            # First, because the values below refer to them.
+            - { name: LEADER_NAME, valueFrom: { fieldRef: { fieldPath: "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']" } } }
+            - { name: HOST_INDEX, valueFrom: { fieldRef: { fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']" } } }
+            {{- template "kvmesh.env" . }}
+          {{- template "kvmesh.resources" . }}
+          {{- template "kvmesh.probes" . }}
+          {{- template "kvmesh.mounts" . }}
+      {{- template "kvmesh.volumes" . }}
+{{- end }}
+
+{{- define "kvmesh.placement" }}
+      {{- with .spec.nodeSelector }}
+      nodeSelector:
+        {{- toYaml . | trim | nindent 8 }}
+      {{- end }}
+      {{- with .spec.tolerations }}
+      tolerations:
+        {{- toYaml . | trim | nindent 8 }}
+      {{- end }}
+{{- end }}
+
+{{- define "kvmesh.resources" }}
+          resources:
+            requests:
+              {{- toYaml .spec.resources.requests | trim | nindent 14 }}
+            limits:
+              {{- toYaml .spec.resources.limits | trim | nindent 14 }}
+              {{- if .spec.gpus }}
+              nvidia.com/gpu: {{ .spec.gpus }}
+              {{- end }}
 {{- end }}
