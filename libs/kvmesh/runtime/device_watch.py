@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -34,20 +34,36 @@ LOST_XIDS = frozenset({79})
 
 
 def with_device_errors(
-    context: ServiceContext, device: str, report: Callable[[], WorkerLoad]
+    context: ServiceContext, device: str, report: Callable[[], WorkerLoad], num_devices: int = 1
 ) -> Callable[[], WorkerLoad]:
-    """Adds the device's errors to a worker's reports; `report` itself where NVML tells nothing.
+    """Adds the devices' errors to a worker's reports; `report` itself where NVML tells nothing.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
+        num_devices: devices of the worker on this host, this one and those after it.
     """
-    index = device_index(device)
-    watch = None if index is None else _watch_of(index)
-    if watch is None:
+    first = device_index(device)
+    if first is None:
         return report
-    watch.start()
-    context.stack.callback(watch.close)
-    return lambda: dataclasses.replace(report(), device=watch.errors)
+    found = (_watch_of(index) for index in range(first, first + num_devices))
+    watches = [watch for watch in found if watch is not None]
+    if not watches:
+        return report
+    for watch in watches:
+        watch.start()
+        context.stack.callback(watch.close)
+    return lambda: dataclasses.replace(report(), device=joined(each.errors for each in watches))
+
+
+def joined(devices: Iterable[DeviceErrors]) -> DeviceErrors:
+    """Returns the errors of several devices as those of one."""
+    every = tuple(devices)
+    return DeviceErrors(
+        sum(each.errors_total for each in every),
+        next((each.last_xid for each in every if each.last_xid), 0),
+        any(each.failing for each in every),
+        any(each.lost for each in every),
+    )
 
 
 def _watch_of(index: int) -> DeviceWatch | None:

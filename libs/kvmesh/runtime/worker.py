@@ -287,7 +287,12 @@ class Worker:
         self._registration = SchedulerRegistration(
             section.schedulers,
             self._info,
-            with_device_errors(self._context, self._config.engine.device, self.report),
+            with_device_errors(
+                self._context,
+                self._config.engine.device,
+                self.report,
+                self._config.engine.host_ranks,
+            ),
             self._ordered_to_drain,
             self._context.access,
             operator=OperatorHooks(self.detail, *orders),

@@ -20,7 +20,12 @@ import pytest
 from kvmesh.core.health import NO_DEVICE_ERRORS, DeviceErrors
 from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.device_names import pci_bus_id
-from kvmesh.runtime.device_watch import APPLICATION_XIDS, DeviceWatch, with_device_errors
+from kvmesh.runtime.device_watch import (
+    APPLICATION_XIDS,
+    DeviceWatch,
+    joined,
+    with_device_errors,
+)
 from tests.waiting import until
 
 GPU_IS_LOST, RESET_REQUIRED, UNKNOWN = 15, 16, 999
@@ -170,6 +175,34 @@ async def test_reports_have_the_errors(
         await until(lambda: report().device.errors_total, "they are counted")
         assert dataclasses.replace(report(), device=NO_DEVICE_ERRORS) == WorkerLoad(blocks_free=3)
     assert ctypes.CDLL(str(library)).fake_held() == 0
+
+
+async def test_all_devices_of_a_worker_are_watched(
+    library: Path, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def found(index: int) -> str:
+        asked.append(index)
+        return pci_bus_id(0, str(library))  # the stand-in has one
+
+    monkeypatch.setattr("kvmesh.runtime.device_watch.pci_bus_id", found)
+    context: Any = Context()
+    async with context.stack:
+        report = with_device_errors(context, "cuda:2", WorkerLoad, num_devices=2)
+        tell(memory=1)
+        await until(lambda: report().device.errors_total == 2, "each counts it")
+        assert len(running()) == 2
+    assert asked == [2, 3]
+    assert ctypes.CDLL(str(library)).fake_held() == 0
+
+
+def test_errors_of_several_devices_are_those_of_one() -> None:
+    fine, ill = DeviceErrors(), DeviceErrors(2, DOUBLE_BIT, failing=True)
+    assert joined([fine, ill, DeviceErrors(1, lost=True)]) == DeviceErrors(
+        3, DOUBLE_BIT, failing=True, lost=True
+    )
+    assert joined([fine, fine]) == NO_DEVICE_ERRORS
 
 
 async def test_a_driver_that_says_nonsense_ends_the_watch_and_not_the_worker(
