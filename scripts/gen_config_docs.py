@@ -24,6 +24,7 @@ from services.gateway.config import GatewayConfig
 from services.kvmanager.config import KvManagerConfig
 from services.launcher.config import LauncherConfig
 from services.prefill.config import PrefillConfig
+from services.ranks.config import RanksConfig
 from services.scheduler.config import SchedulerConfig
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -44,6 +45,7 @@ SERVICES: dict[str, type[Any]] = {
     "launcher": LauncherConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "ranks": RanksConfig,
 }
 
 TABLES: dict[str, tuple[type[Any], ...]] = {
@@ -54,6 +56,7 @@ TABLES: dict[str, tuple[type[Any], ...]] = {
     "launcher": (LauncherConfig,),
     # One program with two default roles: one table, with both defaults where they differ.
     "workers": (PrefillConfig, DecodeConfig),
+    "ranks": (RanksConfig,),
 }
 
 

@@ -12,17 +12,19 @@ Here each rank but the first is another host's, which connects to this address.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvmesh.core.errors import CheckpointError
 from kvmesh.core.mesh_secret import load_secret
 from kvmesh.core.process_end import end_process
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.adapters import read_adapter
+from kvmesh.engine.adapters import Adapter, read_adapter
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk
 from kvmesh.engine.rank_host import Builds
 from kvmesh.engine.rank_lines import RankAccess, RankGate
@@ -30,6 +32,9 @@ from tests.engine_alone import generated
 from tests.mesh_processes import MODEL_FOLDER
 from tests.vllm.oracle import some_prompts
 from tests.vllm_engine import BLOCK_SIZE, load_vllm
+
+if TYPE_CHECKING:
+    from kvmesh.engine.vllm_runner import VllmRunner
 
 PROMPTS = some_prompts(12, 400, seed=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -73,6 +78,8 @@ def main() -> None:
         max_adapters=len(adapters),
     )
     said = _by_adapters(runner, Path(adapters[1])) if adapters else _by_model(runner)
+    if adapters and int(num_ranks) > 1:
+        said["refusal"] = _refusal(runner, Path(adapters[1]))
     runner.close()
     print(json.dumps(said))
     end_process(0)  # as a worker ends
@@ -112,6 +119,30 @@ def _by_adapters(runner: ModelRunner, other: Path) -> dict[str, Any]:
     places.add(second)
     again = generated(runner, PROMPTS, GREEDY, adapters=[second.id] * len(PROMPTS))
     return {**{str(n): found[n :: len(names)] for n in range(len(names))}, "again": again}
+
+
+def _refusal(runner: VllmRunner, folder: Path) -> str:
+    """What is said of an adapter whose files only the leader has; others stay."""
+    places, executor = runner.adapter_places, runner._executor
+    assert places is not None
+    before = generated(runner, PROMPTS[:2], GREEDY)
+    copied = folder.with_name("gone")
+    shutil.copytree(folder, copied)
+    adapter = read_adapter("gone", copied)
+    add = executor._add_adapter
+
+    def add_and_lose(added: Adapter) -> None:
+        add(added)
+        shutil.rmtree(copied)
+
+    executor._add_adapter = add_and_lose  # type: ignore[method-assign, assignment]
+    try:
+        places.add(adapter)
+    except CheckpointError as error:
+        said = str(error)
+    executor._add_adapter = add  # type: ignore[method-assign]
+    assert generated(runner, PROMPTS[:2], GREEDY) == before
+    return said
 
 
 def _scores(runner: ModelRunner, prompt: list[int]) -> list[float]:

@@ -43,12 +43,20 @@ def test_one_rank_says_what_vllm_says(one_rank: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("wait", "stages"),
-    [("sockets", 1), ("memory", 1), ("sockets", 2), ("devices", 1), ("devices", 2)],
+    [
+        ("sockets", 1),
+        ("memory", 1),
+        ("sockets", 2),
+        ("devices", 1),
+        ("devices", 2),
+        ("hosts", 1),
+        ("hosts", 2),
+    ],
 )
 def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str, stages: int) -> None:
     """They share each layer by heads, or have half of the layers each.
 
-    KV is in one pool, or with `devices` in memory of each rank.
+    KV is in one pool, or with `devices` and `hosts` in memory of each rank.
     """
     two = said_by(2, wait, stages=stages)
     for name in ("greedy", "drawn", "chunked"):
@@ -61,7 +69,10 @@ def test_two_ranks_say_what_one_says(one_rank: dict[str, Any], wait: str, stages
 
 
 def test_adapters_say_on_two_ranks_what_they_say_on_one(tmp_path: Path) -> None:
-    """One of them is there from the start, and one is loaded between two steps."""
+    """One of them is there from the start, and one is loaded between two steps.
+
+    The other rank is on another host. What it cannot load, the leader does not keep either.
+    """
     adapters = [
         write_adapter(tmp_path / str(seed), seed, hidden=256, queries=256, values=128, layers=6)
         for seed in range(2)
@@ -69,7 +80,11 @@ def test_adapters_say_on_two_ranks_what_they_say_on_one(tmp_path: Path) -> None:
     one = said_by(1, adapters=adapters)
     assert len({str(one[name]) for name in ("0", "1", "2")}) == 3
     assert one["again"] == one["2"]
-    assert said_by(2, adapters=adapters) == one
+    two = said_by(2, "hosts", adapters=adapters)
+    refusal = two.pop("refusal")
+    assert refusal.startswith("rank 1: ")
+    assert "gone/adapter_model.safetensors" in refusal
+    assert two == one
 
 
 async def test_workers_of_any_number_of_ranks_share_kv_and_outlive_a_lost_rank(
