@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from queue import Empty, SimpleQueue
@@ -173,9 +173,8 @@ class RankGate:
 
     def _greet(self, end: socket.socket, address: str) -> None:
         try:
-            with contextlib.ExitStack() as on_failure:
+            with _limited(end), contextlib.ExitStack() as on_failure:
                 on_failure.callback(end.close)
-                end.settimeout(HANDSHAKE_S)
                 if (tls := self._access.tls) is not None:
                     end = tls.context.wrap_socket(end, server_side=True)
                     on_failure.callback(end.close)
@@ -287,6 +286,24 @@ def _greeted(end: socket.socket, access: RankAccess, kind: LineKind, number: int
     if answer["wait"]:
         raise LostError(answer["wait"])
     return answer
+
+
+@contextlib.contextmanager
+def _limited(end: socket.socket) -> Iterator[None]:
+    """Cuts a connection whose handshake takes too long, also one that sends byte by byte."""
+    with end.dup() as same:
+
+        def cut() -> None:
+            with contextlib.suppress(OSError):
+                same.shutdown(socket.SHUT_RDWR)
+
+        limit = threading.Timer(HANDSHAKE_S, cut)
+        limit.daemon = True
+        limit.start()
+        try:
+            yield
+        finally:
+            limit.cancel()
 
 
 def _content(leader_nonce: str, host_nonce: str, kind: LineKind, number: int) -> bytes:

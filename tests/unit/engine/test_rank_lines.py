@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.core.errors import ConfigError, LostError
 from kvmesh.core.mesh_secret import MeshSecret, new_secret
+from kvmesh.engine import rank_lines
 from kvmesh.engine.rank_lines import (
     LOSS_S,
     LineKind,
@@ -169,6 +171,19 @@ async def test_strangers_are_cut_and_the_gate_stays(
         await until(lambda: "rank_line_refused" in caplog.text, "it is told")
         line, _ = dial(HOST, gate.port, SECRET, LineKind.HOST, 1)
         line.close()
+
+
+def test_a_stranger_that_dawdles_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_lines, "HANDSHAKE_S", 0.3)
+    with gate_of(SECRET) as gate, socket.create_connection((HOST, gate.port)) as stranger:
+        receive(stranger)
+        stranger.sendall((4000).to_bytes(4, "little"))
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() < began + 10.0:  # each byte comes in time
+                stranger.sendall(b" ")
+                time.sleep(0.02)
+        assert 0.2 < time.monotonic() - began < 5.0
 
 
 def test_a_gate_that_anybody_could_use_does_not_open() -> None:
