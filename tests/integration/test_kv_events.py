@@ -108,6 +108,8 @@ class Indexer:
         self.replay.connect(publisher.replay_endpoint)
         self.held: dict[Hash, tuple[Hash | None, tuple[int, ...]]] = {}
         self.lower: dict[Hash, str | None] = {}
+        # With events as arrays, as vLLM before 0.26: no topic.
+        self.topics = [b"kv-events", b""] if encoding == "map" else []
         self.next = 0
         self.media: set[str | None] = set()
         self.adapters: dict[Hash, str | None] = {}
@@ -119,11 +121,13 @@ class Indexer:
         """Asks for everything from the first batch that is missing."""
         await self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
         while True:
-            empty, number, payload = await self.replay.recv_multipart()
+            empty, *topic, number, payload = await self.replay.recv_multipart()
             assert empty == b""
             if number == END_SEQUENCE:
                 assert payload == b""
+                assert topic == self.topics[-1:]
                 return
+            assert topic == self.topics[:1]
             self.apply(int.from_bytes(number, "big"), payload)
 
     async def live(self) -> None:
@@ -221,7 +225,7 @@ async def test_an_indexer_knows_what_the_worker_holds(encoding: str, int_hashes:
 async def test_an_indexer_knows_what_lies_on_disk_also_after_a_restart(tmp_path: Path) -> None:
     tiers = TiersSection(disk_gib=0.001, disk_path=str(tmp_path))
     for life in range(2):
-        async with publishing(tiers) as (worker, publisher):
+        async with publishing(tiers, encoding="array") as (worker, publisher):
             if not life:
                 await serve(worker, prompts(1, 12))
             publisher.flush()
@@ -267,7 +271,7 @@ def self_and_parents(indexer: Indexer, name: Hash) -> list[Hash]:
 
 
 async def test_live_batches_follow_each_other_and_a_gap_is_filled() -> None:
-    async with publishing() as (worker, publisher):
+    async with publishing(encoding="array") as (worker, publisher):
         await serve(worker, prompts(1, 2))
         indexer = Indexer(publisher, "array")
         try:
@@ -301,8 +305,8 @@ async def test_only_the_last_batches_are_kept_and_nonsense_is_ignored() -> None:
             await asking.send_multipart((b"nonsense",))
             await asking.send_multipart((b"", (0).to_bytes(8, "big")))
             numbers = []
-            while (frames := await asking.recv_multipart())[1] != END_SEQUENCE:
-                numbers.append(int.from_bytes(frames[1], "big"))
+            while (frames := await asking.recv_multipart())[2] != END_SEQUENCE:
+                numbers.append(int.from_bytes(frames[2], "big"))
         assert numbers == [publisher.num_batches - 2, publisher.num_batches - 1]
 
 

@@ -1,23 +1,27 @@
-"""KV events of a worker, read by vLLM's decoder, tell what vLLM tells of its own cache."""
+"""KV events: a worker's read by vLLM's decoder, and vLLM's own read by ours."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvmesh.cli.probes import free_ports
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.sequence import Sequence as Line
 from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
+from kvmesh.runtime.kv_event_reader import HeldBlocks, KvEventReader, ReadBatch, Stored
 from kvmesh.runtime.kv_event_wire import WireFormat
 from kvmesh.runtime.kv_events import log_of_pool
 from tests.mesh_processes import MODEL_FOLDER
 from tests.vllm.oracle import VllmAlone, some_prompts
 from tests.vllm_engine import BLOCK_SIZE, load_vllm
+from tests.waiting import until
 
 COUNT = 40
 """Tokens generated: some of them fill blocks."""
@@ -91,3 +95,51 @@ def test_an_indexer_for_vllm_learns_the_same_from_a_worker(
     assert type(events[0]).__name__ == "AllBlocksCleared"
     assert found == told_by_vllm
     assert max(map(len, found)) > max(map(len, PROMPTS)), "also blocks of generated tokens"
+
+
+async def test_a_vllm_that_publishes_is_followed(told_by_vllm: Blocks) -> None:
+    """vLLM's own publisher, live and what it published before."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2))
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=endpoint.replace("127.0.0.1", "*"),
+        replay_endpoint=replay,
+    )
+    alone = VllmAlone(MODEL_FOLDER, "float32", kv_events_config=config)
+    half = len(PROMPTS) // 2
+    await asyncio.to_thread(alone.greedy, PROMPTS[:half], COUNT)
+    reader, held = KvEventReader(endpoint, replay), HeldBlocks()
+    read: list[ReadBatch] = []
+
+    async def follow() -> None:
+        async for batch in reader.batches():
+            held.apply(batch)
+            read.append(batch)
+
+    following = asyncio.create_task(follow())
+    await until(lambda: read, "what was published before")
+    await asyncio.to_thread(alone.greedy, PROMPTS[half:], COUNT)
+    await until(lambda: held.num_stored == len(told_by_vllm), "what is published now")
+    following.cancel()
+    reader.close()
+    assert (held.num_missed, held.num_unknown, held.num_removed) == (0, 0, 0)
+    assert held.media == {"GPU": len(told_by_vllm)}, "as vLLM names its cache, also on a CPU"
+    assert told_of(read) == told_by_vllm
+
+
+def told_of(batches: Sequence[ReadBatch]) -> Blocks:
+    """As `told_by`, of what was read."""
+    before: dict[Any, tuple[int, ...]] = {None: ()}
+    found: Blocks = {}
+    for event in (event for batch in batches for event in batch.events):
+        assert isinstance(event, Stored)
+        tokens = before[event.parent]
+        for number, name in enumerate(event.names):
+            start = number * event.block_size
+            tokens += event.token_ids[start : start + event.block_size]
+            before[name] = tokens
+            found[tokens] = (event.block_size, event.adapter or None)
+    return found

@@ -27,6 +27,7 @@ COMMANDS = {
     "group": "set up, scale, upgrade and remove groups of workers",
     "adapter": "load, list and remove LoRA adapters while requests run",
     "pool": "show hot prefixes, the workers that hold them, and copies",
+    "events": "show the KV events of a worker or of vllm serve",
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "check this machine and a running stack, and say what to fix",
     "health": "check the gRPC health of one service; exit code 0: healthy",
@@ -42,7 +43,7 @@ OWN_PARSERS = ("up", "chat", "top", "bench", "doctor", "profile")
 """Commands with a separate module of flags, `<name>_flags`: help and wrong usage load nothing
 else."""
 
-EXTRAS = {"plan": "sim", "simulate": "sim", "profile": "local,sim"}
+EXTRAS = {"events": "events", "plan": "sim", "simulate": "sim", "profile": "local,sim"}
 """Extras of the distribution that a command needs; `local` for all other commands."""
 
 USAGE_ERROR = 2

@@ -2,8 +2,10 @@
 
 A message is (topic, sequence number as 8 bytes big-endian, batch). A subscriber that misses numbers
 sends the first missing number to the replay socket. It gets the batches from there on, then an
-empty one with the number -1. The publisher never waits for subscribers: a slow subscriber loses
-messages, notices the gap and asks. Tests: tests/integration/test_kv_events.py.
+empty one with the number -1. vLLM puts the topic into these messages too since 0.26, and encodes
+events as maps since 0.28; here the two go together. The publisher never waits for subscribers: a
+slow subscriber loses messages, notices the gap and asks.
+Tests: tests/integration/test_kv_events.py.
 """
 
 from __future__ import annotations
@@ -133,10 +135,12 @@ class KvEventPublisher:
                 continue
             client, _, first = frames
             wanted = int.from_bytes(first, "big")
+            topic, no_topic = ([self._topic], [b""]) if self._wire.as_map else ([], [])
             for number, payload in tuple(self._kept):
                 if number >= wanted:
-                    await replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-            await replay.send_multipart((client, b"", END_SEQUENCE, b""))
+                    again = (client, b"", *topic, number.to_bytes(8, "big"), payload)
+                    await replay.send_multipart(again)
+            await replay.send_multipart((client, b"", *no_topic, END_SEQUENCE, b""))
 
 
 def _attach(socket: zmq.Socket[Any], endpoint: str, option: str) -> str:

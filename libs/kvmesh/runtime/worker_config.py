@@ -259,7 +259,10 @@ class EventsSection:
     )
     topic: str = option("kv-events", "topic of the messages")
     buffer_batches: int = positive(10_000, "number of batches kept for replay")
-    encoding: str = option("array", "encoding of an event: array, or map (vLLM 0.28 and later)")
+    encoding: str = option(
+        "map",
+        "encoding of an event: map (vLLM 0.28 and later), or array (before, and SGLang)",
+    )
     int_hashes: bool = option(True, "send block hashes as 64-bit integers; else as bytes")
 
 
