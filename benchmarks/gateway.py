@@ -109,7 +109,7 @@ def _ours(num_processes: int, tekken: Path | None) -> list[Start]:
     starts = [
         made(),
         made(ROLES, roles=True, loads=PLAIN | {Load.GROWN}),
-        made(UNTOLD, told=False, loads=PLAIN),
+        made(UNTOLD, told=False, loads=frozenset({Load.TOLD})),
     ]
     if num_processes > 1:
         starts.append(made(f"{OURS} x{num_processes}", num_processes=num_processes))

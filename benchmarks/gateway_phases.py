@@ -132,7 +132,7 @@ async def requests(
     )
 
 
-async def tokens(bench: Bench) -> Row:
+async def tokens(bench: Bench, what: str = "tokens") -> Row:
     """Streams one after the other, as many tokens as go through: nothing paces them."""
     await bench.system.behave()
     chats = bench.chats(Request(STREAM_TOKENS, stream=True))
@@ -143,7 +143,7 @@ async def tokens(bench: Bench) -> Row:
     )
     done = [reply for reply in replies if reply.ok]
     return bench.row(
-        f"tokens, {plan.streams} streams",
+        f"{what}, {plan.streams} streams",
         **{"per s": round(len(done) * STREAM_TOKENS / took)},
         **_cpu(len(done), front, everything),
         **_percentiles([reply.ttft_s for reply in done]),
@@ -247,13 +247,20 @@ class Phase:
         load: what kind it is of.
         main: the number that it is there for; its spread over the rounds is told.
         most_rounds: it is not repeated more often.
+        more_rounds: it is repeated so many times as often as others.
     """
 
     load: Load
     run: Callable[[Bench], Awaitable[Row]]
     main: str = "per s"
     most_rounds: int = 100
+    more_rounds: int = 1
 
+
+TOLD = "with and without telemetry"
+
+_TOLD_ROUNDS = 4
+"""Times as many: two systems of which one takes a few percent less, where a round varies by ten."""
 
 TOOLS = {"tools": [WEATHER]}
 SCHEMA = {"response_format": PERSON}
@@ -268,6 +275,9 @@ PHASES = (
     Phase(Load.FEATURES, lambda bench: requests(bench, 32, "tools", TOOLS)),
     Phase(Load.FEATURES, lambda bench: requests(bench, 32, "JSON schema", SCHEMA)),
     Phase(Load.FEATURES, lambda bench: requests(bench, 32, "log-probabilities", SCORES)),
+    Phase(Load.TOLD, lambda bench: requests(bench, 1, TOLD), more_rounds=_TOLD_ROUNDS),
+    Phase(Load.TOLD, lambda bench: requests(bench, 32, TOLD), more_rounds=_TOLD_ROUNDS),
+    Phase(Load.TOLD, lambda bench: tokens(bench, TOLD), more_rounds=_TOLD_ROUNDS),
     Phase(Load.OVERLOAD, lambda bench: overload(bench, 4), most_rounds=2),
     Phase(Load.OVERLOAD, lambda bench: overload(bench, 7), most_rounds=2),
     Phase(Load.OVERLOAD, lambda bench: crowd(bench, 7), most_rounds=1),

@@ -51,7 +51,7 @@ async def _measure_phase(
     phase: Phase, benches: Sequence[Bench], plan: Plan, note: Callable[[Row], None]
 ) -> list[Row]:
     measured: dict[str, list[Row]] = {bench.system.name: [] for bench in benches}
-    rounds = min(plan.rounds, phase.most_rounds)
+    rounds = min(plan.rounds, phase.most_rounds) * phase.more_rounds
     for number in range(rounds):
         prepare(plan.seed_of(number))
         for bench in in_order(benches, number, rounds):

@@ -33,7 +33,11 @@ class Load(Enum):
     FEATURES = auto()
     OVERLOAD = auto()
     KILL = auto()
+    TOLD = auto()
 
+
+COMMON = frozenset(Load) - {Load.TOLD}
+"""Loads of all systems; with and without telemetry are only ours."""
 
 PLAIN = frozenset({Load.REQUESTS, Load.FIRST_TOKEN, Load.TOKENS})
 """Loads that a worker serves without a gateway or router before it."""
@@ -55,7 +59,7 @@ class System:
     workers: list[Process]
     control: list[Process] = field(default_factory=list)
     redis_pid: int | None = None
-    loads: frozenset[Load] = frozenset(Load)
+    loads: frozenset[Load] = COMMON
 
     async def behave(self, **behaviour: object) -> None:
         """Sets how fast the workers that live are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.gateway_phases import CROWD_LIMIT_MS
+from benchmarks.gateway_phases import CROWD_LIMIT_MS, TOLD
 from benchmarks.gateway_systems import LOADER_ALONE, OURS, ROLES, UNTOLD
 from benchmarks.result import Row, Target
 
@@ -18,6 +18,7 @@ _OF_DYNAMO_CPU = 0.8
 _OF_ROUTER_FLOOD = 0.6
 _ADDED_MS = {"p50 ms": 2.5, "p99 ms": 10.0}
 _UNTOLD_PER_S = 0.95
+_TOLD = ("1 in flight", "32 in flight", "64 streams")
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
@@ -52,7 +53,7 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
             Target(f"added first token {name}", added(name), goal, at_most=True)
             for name, goal in _ADDED_MS.items()
         ),
-        *(Target(*ratio(OURS, UNTOLD, what), _UNTOLD_PER_S) for what in (_ONE, _MANY, _FLOOD)),
+        *(Target(*ratio(OURS, UNTOLD, f"{TOLD}, {how}"), _UNTOLD_PER_S) for how in _TOLD),
         Target("streams broken by a killed worker", value(OURS, "1 of", "failed"), 0.0, True),
     ]
     for factor in (4, 7):
