@@ -311,6 +311,8 @@ class WorkerInfo:
         missing_native: native libraries that it runs without, which makes it slower.
         pair_share: see `ModelRunner.pair_share`.
         adapters, embeds: ids of its LoRA adapters, and whether it computes embeddings.
+        shared_cores: names the cores of its machine that it shares with other workers; empty: it
+            has its own.
     """
 
     worker_id: WorkerId
@@ -333,6 +335,7 @@ class WorkerInfo:
     adapters: tuple[str, ...] = ()
     embeds: bool = False
     groups: KvGroups = PLAIN
+    shared_cores: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ Tests: tests/unit/engine/test_shared_cores.py.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,13 @@ class SharedCores:
             self._num_others()
         except OSError as error:
             raise ConfigError(f"engine.cores_file: {path}: {error.strerror}") from error
+
+    @property
+    def name(self) -> str:
+        """Name of the cores, the same for all engines that share them and for no others."""
+        file = os.fstat(self._file)
+        place = f"{socket.gethostname()} {file.st_dev} {file.st_ino}"
+        return hashlib.sha256(place.encode()).hexdigest()[:16]
 
     def begin_step(self) -> None:
         """Has work from now on, and divides the cores; call it in the computing thread."""

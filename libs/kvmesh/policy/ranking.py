@@ -36,6 +36,11 @@ HELP_SLOWDOWN = 1.5
 """Factor by which a prompt takes longer beside decode: chunks are short and decode steps run in
 between."""
 
+SHARED_SLOWDOWN = 0.7
+"""Part by which a prompt takes longer for each other worker that computes on the same cores.
+
+`make bench-one-box`: with one core instead of both it takes 1.7 times as long."""
+
 TRANSFER_SHARE = 0.05
 """Time to send a token's KV, as a fraction of its compute time."""
 

@@ -8,12 +8,13 @@ Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import KvLayout, Role, RouteCause, RouteQuery, WorkerId
 from kvmesh.policy.holders import held_by, lower_of
-from kvmesh.policy.ranking import Rank, RankFunction, RoutePolicy, Standing
+from kvmesh.policy.ranking import SHARED_SLOWDOWN, Rank, RankFunction, RoutePolicy, Standing
 from kvmesh.policy.view import FleetView, WorkerView
 
 SILENT_AFTER_S = 1.5
@@ -67,6 +68,7 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
     held = held_by(call.matches, names)
     reads = call.view.reads
     seats: list[Seat] = []
+    shares_cores = False
     group: Group = (-1, "")
     known: KvLayout | None = None
     number = 0
@@ -86,11 +88,24 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
             group = (number, info.cluster)
             call.groups.add(group)
         seat.group = group
+        if info.shared_cores:
+            shares_cores = True
         seats.append(seat)
     lower = lower_of(call.matches, names)
     for seat, below in zip(seats, lower or (), strict=lower is not None):
         seat.lower = below
+    if shares_cores:
+        _divide_cores(seats)
     return seats
+
+
+def _divide_cores(seats: list[Seat]) -> None:
+    """Lets prompts take longer on workers while others compute on the same cores."""
+    computing = Counter(seat.worker.info.shared_cores for seat in seats if seat.worker.computes)
+    for seat in seats:
+        if cores := seat.worker.info.shared_cores:
+            others = computing[cores] - seat.worker.computes
+            seat.first_token *= 1 + SHARED_SLOWDOWN * others
 
 
 def of_layout(call: Call, seats: list[Seat], layout: int) -> list[Seat]:

@@ -42,6 +42,11 @@ class WorkerView:
         return self.load.prefill_active + self.prefill_in_flight
 
     @property
+    def computes(self) -> bool:
+        """Whether the worker computes prompts or tokens now."""
+        return self.load.decode_running > 0 or self.prefill_used > 0
+
+    @property
     def decode_used(self) -> int:
         """Decode slots in use: running, preempted, reserved and in flight."""
         load = self.load

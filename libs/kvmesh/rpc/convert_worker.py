@@ -76,6 +76,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         embeds=info.embeds,
         kv_windows=info.groups.windows,
         state_blocks=info.groups.state_blocks,
+        shared_cores=info.shared_cores,
     )
 
 
@@ -108,6 +109,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         adapters=tuple(message.adapters),
         embeds=message.embeds,
         groups=KvGroups(tuple(message.kv_windows) or (0,), message.state_blocks),
+        shared_cores=message.shared_cores,
     )
 
 

@@ -117,6 +117,7 @@ class Worker:
         )
         self.tiers = make_tiers(config.tiers, tier_parts, make_outside(config.outside, runner.spec))
         self._structures = structures
+        self._cores = cores
         self._loop = EngineLoop(self.core, runner, self._after_step, cores)
         self._copier.on_done = self._loop.wake
         self._starved = StarvedTime(partial(read_threads, os.getpid()))
@@ -273,6 +274,7 @@ class Worker:
             adapters=spec.adapters,
             embeds=spec.embedding is not None,
             groups=spec.groups,
+            shared_cores="" if self._cores is None else self._cores.name,
         )
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:

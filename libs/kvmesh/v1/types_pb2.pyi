@@ -785,6 +785,7 @@ class WorkerInfo(_message.Message):
     ORIGIN_FIELD_NUMBER: _builtins.int
     KV_WINDOWS_FIELD_NUMBER: _builtins.int
     STATE_BLOCKS_FIELD_NUMBER: _builtins.int
+    SHARED_CORES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -817,6 +818,8 @@ class WorkerInfo(_message.Message):
     """It computes embeddings of prompts."""
     state_blocks: _builtins.int
     """Blocks of one state of linear layers; 0: it has none."""
+    shared_cores: _builtins.str
+    """Names the cores of its machine that it shares with other workers; empty: it has its own."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Address of the worker's gRPC services."""
@@ -870,10 +873,11 @@ class WorkerInfo(_message.Message):
         origin: Global___WorkerOrigin | None = ...,
         kv_windows: _abc.Iterable[_builtins.int] | None = ...,
         state_blocks: _builtins.int = ...,
+        shared_cores: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "kv_windows", b"kv_windows", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "origin", b"origin", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "start_s", b"start_s", "state_blocks", b"state_blocks", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "embeds", b"embeds", "incarnation", b"incarnation", "kv_windows", b"kv_windows", "layout", b"layout", "max_model_len", b"max_model_len", "missing_native", b"missing_native", "model", b"model", "num_blocks", b"num_blocks", "origin", b"origin", "pair_share", b"pair_share", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "shared_cores", b"shared_cores", "start_s", b"start_s", "state_blocks", b"state_blocks", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

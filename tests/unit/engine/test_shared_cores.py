@@ -91,3 +91,10 @@ def test_each_engine_has_a_thread_however_many_there_are(tmp_path: Path) -> None
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.cores_file: .*nowhere/cores"):
         SharedCores(tmp_path / "nowhere" / "cores", 8, lambda _: None)
+
+
+def test_engines_of_one_file_have_cores_of_one_name(tmp_path: Path) -> None:
+    one, two, other = (Engine(tmp_path / name).cores for name in ("a", "a", "b"))
+    assert one.name == two.name != other.name
+    for each in (one, two, other):
+        each.close()

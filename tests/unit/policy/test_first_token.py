@@ -111,3 +111,43 @@ def test_a_decode_worker_helps_only_with_room_and_in_favour() -> None:
     assert refused.placement is Placement.DISAGGREGATED
     silent = worker("d", Role.DECODE, reported_at=NOW - 10)
     assert plan(late, silent).placement is Placement.DISAGGREGATED
+
+
+def test_a_prompt_goes_to_the_worker_that_computes_on_shared_cores() -> None:
+    """An idle prefill worker beside it would have half of them, and so both would."""
+    helper = worker("d", Role.DECODE, decode_running=1, shared_cores="m")
+    idle = worker("p", shared_cores="m")
+    made = plan(idle, helper, asked=query(512))
+    assert (made.placement, made.cause, prefill(made)) == (
+        Placement.AGGREGATED,
+        RouteCause.HELP,
+        ["d"],
+    )
+    # Cores of their own, cores of two machines, or nobody who computes: as usual.
+    for others in (
+        (worker("p"), worker("d", Role.DECODE, decode_running=1)),
+        (worker("p", shared_cores="m"), worker("d", Role.DECODE, decode_running=1)),
+        (idle, worker("d", Role.DECODE, decode_running=1, shared_cores="n")),
+        (idle, worker("d", Role.DECODE, decode_reserved=1, shared_cores="m")),
+    ):
+        assert plan(*others, asked=query(512)).placement is Placement.DISAGGREGATED
+
+
+def test_a_limit_keeps_prompts_from_those_who_decode_on_shared_cores() -> None:
+    room = PaceRoom(StepPace(0.01), 5000, strictest_s=0.03, spare_s=0.1)
+    decoding = worker("d", Role.DECODE, decode_running=1, shared_cores="m", room=room)
+    made = plan(worker("p", shared_cores="m"), decoding, asked=query(512))
+    assert made.placement is Placement.DISAGGREGATED
+
+
+def test_two_prompts_on_shared_cores_wait_for_each_other() -> None:
+    """Beside a prompt that the prefill worker computes, the decode worker would be no sooner."""
+    busy = dataclasses.replace(worker("p", prefill_active=1, shared_cores="m"), pending_tokens=200)
+    made = plan(busy, worker("d", Role.DECODE, shared_cores="m"), asked=query(512))
+    assert (made.placement, prefill(made)) == (Placement.DISAGGREGATED, ["p"])
+
+
+def test_of_mixed_workers_on_shared_cores_the_one_that_computes_goes_on() -> None:
+    computing = worker("b", Role.HYBRID, decode_running=1, shared_cores="m")
+    made = plan(worker("a", Role.HYBRID, shared_cores="m"), computing, asked=query(512))
+    assert prefill(made)[0] == "b"
