@@ -338,6 +338,8 @@ def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
         for seat in sides.decode
         if cost(seat) * HELP_SLOWDOWN < latest
         and seat.may_help_prefill
+        # Two prompts at once on the same cores: the second one is no sooner, and the first later.
+        and not seat.beside_prompt
         and _can_be_borne(call, seat, _late_share(call, latest - cost(seat)))
         and _is_in_favour(seat)
         # A hybrid's cost may assume a remote query to the decode worker, which would be itself.

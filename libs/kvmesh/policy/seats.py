@@ -49,14 +49,16 @@ class Seat(Standing):
         silent: whether its last report is older than `SILENT_AFTER_S`.
         layout: number of its KV layout in `Call.layouts`; hashing layouts would be slow.
         group: its layout number and cluster.
+        beside_prompt: whether another worker computes a prompt on the same cores.
     """
 
-    __slots__ = ("avoided", "group", "layout", "silent")
+    __slots__ = ("avoided", "beside_prompt", "group", "layout", "silent")
 
     avoided: bool
     silent: bool
     layout: int
     group: Group
+    beside_prompt: bool
 
 
 def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
@@ -88,6 +90,7 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
             group = (number, info.cluster)
             call.groups.add(group)
         seat.group = group
+        seat.beside_prompt = False
         if info.shared_cores:
             shares_cores = True
         seats.append(seat)
@@ -101,11 +104,14 @@ def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
 
 def _divide_cores(seats: list[Seat]) -> None:
     """Lets prompts take longer on workers while others compute on the same cores."""
-    computing = Counter(seat.worker.info.shared_cores for seat in seats if seat.worker.computes)
-    for seat in seats:
-        if cores := seat.worker.info.shared_cores:
-            others = computing[cores] - seat.worker.computes
-            seat.first_token *= 1 + SHARED_SLOWDOWN * others
+    sharing = [seat for seat in seats if seat.worker.info.shared_cores]
+    computing = Counter(seat.worker.info.shared_cores for seat in sharing if seat.worker.computes)
+    prompts = Counter(seat.worker.info.shared_cores for seat in sharing if seat.worker.prefill_used)
+    for seat in sharing:
+        worker = seat.worker
+        cores = worker.info.shared_cores
+        seat.first_token *= 1 + SHARED_SLOWDOWN * (computing[cores] - worker.computes)
+        seat.beside_prompt = prompts[cores] > (worker.prefill_used > 0)
 
 
 def of_layout(call: Call, seats: list[Seat], layout: int) -> list[Seat]:

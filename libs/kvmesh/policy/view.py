@@ -43,8 +43,8 @@ class WorkerView:
 
     @property
     def computes(self) -> bool:
-        """Whether the worker computes prompts or tokens now."""
-        return self.load.decode_running > 0 or self.prefill_used > 0
+        """Whether the worker computes prompts or tokens, or will when their KV has come."""
+        return self.decode_used > 0 or self.prefill_used > 0
 
     @property
     def decode_used(self) -> int:

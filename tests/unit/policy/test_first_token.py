@@ -123,12 +123,14 @@ def test_a_prompt_goes_to_the_worker_that_computes_on_shared_cores() -> None:
         RouteCause.HELP,
         ["d"],
     )
-    # Cores of their own, cores of two machines, or nobody who computes: as usual.
+    # Also when KV is on its way there. Cores of their own, or nobody who computes: as usual.
+    coming = worker("d", Role.DECODE, decode_reserved=1, shared_cores="m")
+    assert plan(idle, coming, asked=query(512)).placement is Placement.AGGREGATED
     for others in (
         (worker("p"), worker("d", Role.DECODE, decode_running=1)),
         (worker("p", shared_cores="m"), worker("d", Role.DECODE, decode_running=1)),
         (idle, worker("d", Role.DECODE, decode_running=1, shared_cores="n")),
-        (idle, worker("d", Role.DECODE, decode_reserved=1, shared_cores="m")),
+        (idle, worker("d", Role.DECODE, shared_cores="m")),
     ):
         assert plan(*others, asked=query(512)).placement is Placement.DISAGGREGATED
 
@@ -142,8 +144,11 @@ def test_a_limit_keeps_prompts_from_those_who_decode_on_shared_cores() -> None:
 
 def test_two_prompts_on_shared_cores_wait_for_each_other() -> None:
     """Beside a prompt that the prefill worker computes, the decode worker would be no sooner."""
-    busy = dataclasses.replace(worker("p", prefill_active=1, shared_cores="m"), pending_tokens=200)
-    made = plan(busy, worker("d", Role.DECODE, shared_cores="m"), asked=query(512))
+    busy, beside = worker("p", prefill_active=4, shared_cores="m"), worker("d", Role.DECODE)
+    helped = plan(busy, beside, asked=query(512))
+    assert helped.placement is Placement.AGGREGATED
+    beside = worker("d", Role.DECODE, decode_reserved=1, shared_cores="m")
+    made = plan(busy, beside, asked=query(512))
     assert (made.placement, prefill(made)) == (Placement.DISAGGREGATED, ["p"])
 
 
