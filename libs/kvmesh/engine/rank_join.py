@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Credentials:
     tls: PeerTls
     peers: tuple[str, ...] = ()
     secret_file: str = ""
-    secret: str = ""
+    secret: str = field(default="", repr=False)
 
     def access(self) -> RankAccess:
         """Reads the files.

@@ -241,6 +241,7 @@ def test_what_a_rank_is_told_is_what_it_reads() -> None:
     join = Join("::1", 7003, 5, Path("/there"), None, shown)
     assert read_join(json.loads(json.dumps(join_message(join), default=str))) == join
     assert read_join({"request": {}}) is None
+    assert "hidden" not in repr(Credentials(PeerTls(), secret="hidden"))
 
 
 def test_places_to_meet_name_the_leader_as_each_host_knows_it() -> None:
