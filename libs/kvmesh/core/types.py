@@ -21,7 +21,7 @@ from kvmesh.core.values import quick
 WorkerId = NewType("WorkerId", str)
 RequestId = NewType("RequestId", str)
 BlockHash = NewType("BlockHash", bytes)
-"""16 bytes: hash of the parent hash and the block's tokens."""
+"""Hash of the parent hash and the block's tokens."""
 BLOCK_HASH_BYTES = 16
 
 
@@ -307,12 +307,11 @@ class WorkerInfo:
 
     Attributes:
         scenario: scenario that its P/D group serves; empty: any.
-        publishes: whether it publishes its blocks to a kvmanager; if not, no prefix is found there.
+        publishes: whether a kvmanager knows its blocks; if not, no prefix is found there.
         missing_native: native libraries that it runs without, which makes it slower.
         pair_share: see `ModelRunner.pair_share`.
         adapters, embeds: ids of its LoRA adapters, and whether it computes embeddings.
-        shared_cores: names the cores of its machine that it shares with other workers; empty: it
-            has its own.
+        shared_cores: names the cores that it shares with other workers; empty: it has its own.
     """
 
     worker_id: WorkerId
@@ -437,8 +436,8 @@ class RouteQuery:
         num_tokens: tokens to prefill, including generated ones of a moved stream.
         avoid: workers that just failed or refused this request.
         waiting: number of the gateway's requests that look for workers now.
-        waiting_reserved: number of these that wait for prefill, with a reservation or behind one.
-        waiting_remote: number of those that wait for the remote cluster's prefill workers.
+        waiting_reserved: those of them that wait for prefill, with a reservation or behind one.
+        waiting_remote: those of these that wait for the remote cluster's prefill workers.
         lost, unanswered: workers of `avoid` that lost work of it, or do not answer the gateway.
         fingerprint, adapter: checkpoint and LoRA adapter that it needs; empty: any, none.
         tpot_s: longest mean time per token that the client accepts.
@@ -471,7 +470,7 @@ class RoutePlan:
         prefill: candidates in the order in which they are tried.
         decode: candidates in that order; empty when aggregated (the prefill worker decodes).
         cache_known: whether it was known which workers hold a prefix.
-        reason, cause: the reason in a sentence and in a word.
+        reason, cause: in a sentence and in a word.
         remote: whether the prefill workers are those of the remote cluster.
     """
 
@@ -496,8 +495,6 @@ class Usage:
 
 
 # Not a decorator: mypyc does not compile a class with an unknown decorator to a native class.
-for _often_made in (
-    *(Candidate, Endpoint, PrefixSource, RoutePlan, RouteQuery),
-    *(SamplingParams, SequenceSpec, Usage, WorkerLoad),
-):
+_OFTEN_MADE = (Candidate, Endpoint, PrefixSource, RoutePlan, RouteQuery, SamplingParams)
+for _often_made in (*_OFTEN_MADE, SequenceSpec, Usage, WorkerLoad):
     quick(_often_made)
