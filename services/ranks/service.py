@@ -15,6 +15,7 @@ from kvmesh.engine.rank_host import Builds, RankHost
 from kvmesh.engine.rank_join import Credentials, Join
 from kvmesh.engine.vllm_check import engine_environment, engine_problems
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.transfer.tls import peer_names
 from services.ranks.config import RanksConfig
 
 
@@ -67,5 +68,5 @@ def leader_of(target: str) -> tuple[str, int]:
 def credentials_of(config: RanksConfig) -> Credentials:
     """What this host shows to the leader."""
     section, server = config.ranks, config.server
-    peers = tuple(name.strip() for name in section.peers.split(",") if name.strip())
+    peers = peer_names(section.peers)
     return Credentials(section.tls, peers, server.secret_file, server.secret)

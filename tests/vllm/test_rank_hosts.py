@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from pathlib import Path
 
+from kvmesh.cli.probes import free_ports
 from tests.e2e.api_client import ApiClient
 from tests.mesh_child import Child
 from tests.mesh_processes import MODEL_FOLDER, Flags, Mesh, running_mesh
@@ -17,16 +17,9 @@ from tests.vllm.test_ranks import ENDS_S, VLLM, pairs_of, ranks_of
 from tests.waiting import until
 
 
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-    return port
-
-
 async def add_spread(mesh: Mesh, name: str, more: Flags) -> tuple[Child, Child]:
     """Starts a worker with one rank here and one on another host; returns worker and other host."""
-    port = free_port()
+    (port,) = free_ports("127.0.0.1", 1)
     worker = mesh.add_worker(name, {**VLLM, "engine.hosts": 2, "engine.ranks-port": port, **more})
     other = mesh.add(
         f"{name}-host-1",

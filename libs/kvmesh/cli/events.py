@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
+from kvmesh.cli.flags import add_flag, add_switch, new_parser, not_negative
 from kvmesh.runtime.kv_event_reader import HeldBlocks, KvEventReader, ReadBatch
 
 _LINE_S = 1.0
 
 _EPILOG = """\
-Blocks that an indexer would know of: per medium, and how many came and went. Works with `vllm serve
+Blocks in each medium, and how many were stored and removed. Works with `vllm serve
 --kv-events-config ...` and with workers (--events.endpoint), which publish in the same format.
 
 examples:
@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="tcp://HOST:PORT",
     )
     add_flag(parser, "--topic", "", "read only topics that begin so")
-    add_flag(parser, "--seconds", 0.0, "end after so many seconds; 0: with Ctrl-C", kind=_seconds)
+    add_flag(
+        parser, "--seconds", 0.0, "end after so many seconds; 0: with Ctrl-C", kind=not_negative
+    )
     add_switch(parser, "--json", "print each event as JSON, one per line")
     arguments = parser.parse_args(argv)
     with contextlib.suppress(KeyboardInterrupt):
@@ -58,10 +60,6 @@ def main(argv: Sequence[str]) -> int:
             )
         )
     return 0
-
-
-def _seconds(text: str) -> float:
-    return 0.0 if text in {"0", "0.0"} else positive(text)
 
 
 async def _follow(where: tuple[str, str, str], seconds: float, *, as_json: bool) -> None:
@@ -92,7 +90,7 @@ async def _tell(held: HeldBlocks) -> None:
 
 
 def line_of(held: HeldBlocks, before: HeldBlocks) -> str:
-    """What is held, and what came and went since before."""
+    """Returns a line: blocks in each medium, and those stored and removed since `before`."""
     if not held.num_batches:
         return "no batch has come: is that where events are published, and does it serve requests?"
     media = ", ".join(f"{medium or 'no medium'} {count}" for medium, count in held.media.items())

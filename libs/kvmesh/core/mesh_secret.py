@@ -15,6 +15,9 @@ from kvmesh.core.text_files import UNREADABLE, why_unreadable
 
 MIN_SECRET_CHARS = 32
 PROOF_BYTES = 32
+THIS_HOST = ("127.0.0.1", "::1", "[::1]", "localhost")
+"""Addresses that other hosts do not reach; services listen there without a secret, too."""
+
 _RANDOM_BYTES = 32
 
 

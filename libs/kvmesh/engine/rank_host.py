@@ -16,7 +16,7 @@ from typing import Any
 
 from kvmesh.core.errors import ConfigError, LostError
 from kvmesh.engine.rank_join import Join, join_message
-from kvmesh.engine.rank_lines import LineKind, dial
+from kvmesh.engine.rank_lines import LineKind, cut, dial
 from kvmesh.engine.vllm_check import file_identity, installed_version
 from kvmesh.engine.vllm_ranks import FOLLOWER, end_follower, start_follower
 from kvmesh.telemetry.logs import event_logger
@@ -29,7 +29,7 @@ _TELL_EVERY = 30
 
 @dataclass(frozen=True, slots=True)
 class Builds:
-    """What all hosts of an engine must have alike.
+    """Software and checkpoint of a host; all hosts of an engine need the same.
 
     Attributes:
         checkpoint: identity of the model's files.
@@ -41,7 +41,7 @@ class Builds:
 
     @classmethod
     def of(cls, folder: Path) -> Builds:
-        """Those of this host.
+        """Returns those of this host.
 
         Args:
             folder: of the checkpoint.
@@ -143,7 +143,7 @@ class RankHost:
         with self._lock:
             self._leaving.set()
             if self._line is not None:
-                _cut(self._line)
+                cut(self._line)
 
     def _reached(self) -> tuple[socket.socket, dict[str, Any]] | None:
         """The line to the leader and what it told; None after `leave`."""
@@ -170,9 +170,4 @@ class RankHost:
         code = process.wait()
         if code:
             log.error("rank_lost", pid=process.pid, exit_code=code)
-        _cut(line)
-
-
-def _cut(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+        cut(line)

@@ -20,7 +20,7 @@ from kvmesh.transfer.tls import DataTls
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a host shows to the leader, as options name it.
+    """Credentials of a host, as its options name them.
 
     Attributes:
         tls: `ranks.tls`.
@@ -48,7 +48,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What a rank is told by the process that starts it.
+    """Arguments of a rank's process whose leader is on another host.
 
     Attributes:
         leader, port: where the leader listens.

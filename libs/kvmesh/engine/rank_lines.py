@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvmesh.core.errors import ConfigError, LostError
-from kvmesh.core.mesh_secret import MeshSecret
+from kvmesh.core.mesh_secret import THIS_HOST, MeshSecret
 from kvmesh.engine.vllm_messages import encoded, receive
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.tls import DataTls, WrongPeerError, check_peer, common_name
@@ -42,7 +42,6 @@ _HELLO_BYTES = 4096
 _NONCE_BYTES = 32
 _HOST_PURPOSE, _LEADER_PURPOSE = "rank host", "rank leader"
 _MAX_HANDSHAKES = 64
-_THIS_HOST = ("127.0.0.1", "::1", "localhost")
 
 
 class RefusedLineError(ConfigError):
@@ -50,7 +49,7 @@ class RefusedLineError(ConfigError):
 
 
 class LineKind(StrEnum):
-    """What a line is for.
+    """The purposes of lines.
 
     Attributes:
         HOST: says nothing after its start; it ends when one of the two ends has ended.
@@ -65,7 +64,7 @@ class LineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankAccess:
-    """How the ends of a line prove what they are.
+    """Credentials of one end of a line.
 
     Attributes:
         tls: of this end; None: plain text.
@@ -76,16 +75,16 @@ class RankAccess:
     secret: MeshSecret | None = None
 
     def check(self, host: str) -> None:
-        """Checks that not anybody can open a line to an address.
+        """Checks that a leader at an address requires credentials.
 
         Raises:
-            ConfigError: anybody can.
+            ConfigError: it has none, and other hosts reach the address.
         """
         shows_certificate = (
             self.tls is not None and self.tls.context.verify_mode is ssl.CERT_REQUIRED
         )
         is_closed = self.secret is not None or shows_certificate
-        if not is_closed and host not in _THIS_HOST:
+        if not is_closed and host not in THIS_HOST:
             raise ConfigError(
                 "ranks on several hosts prove that they belong to the mesh: set "
                 "server.secret_file on all of them, or data.tls.* here and ranks.tls.* there"
@@ -151,8 +150,7 @@ class RankGate:
 
     def close(self) -> None:
         """Takes no more lines, and closes those that nobody took. May be called again."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        cut(self._listener)  # wakes the thread
         self._listener.close()
         with self._lock:
             self._is_closed = True
@@ -201,7 +199,7 @@ class RankGate:
             raise ValueError(f"not a rank's greeting: {error!r}") from error
         content = _content(ours, theirs, kind, number)
         if not _is_same(proof, _proof(self._access, _HOST_PURPOSE, content)):
-            # Nothing is told to strangers.
+            # Callers without the secret get no answer.
             raise ValueError("the proof is not made with this mesh's secret")
         answer: dict[str, Any] = {"proof": _proof(self._access, _LEADER_PURPOSE, content)}
         refusal, wait = self._refusal(kind, number, version), ""
@@ -288,16 +286,17 @@ def _greeted(end: socket.socket, access: RankAccess, kind: LineKind, number: int
     return answer
 
 
+def cut(end: socket.socket) -> None:
+    """Ends a connection, also for threads that wait for it in a call. May be called again."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
 def _limited(end: socket.socket) -> Iterator[None]:
     """Cuts a connection whose handshake takes too long, also one that sends byte by byte."""
     with end.dup() as same:
-
-        def cut() -> None:
-            with contextlib.suppress(OSError):
-                same.shutdown(socket.SHUT_RDWR)
-
-        limit = threading.Timer(HANDSHAKE_S, cut)
+        limit = threading.Timer(HANDSHAKE_S, cut, [same])
         limit.daemon = True
         limit.start()
         try:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.engine.rank_lines import NUM_LINES, LineKind, RankGate
+from kvmesh.engine.rank_lines import NUM_LINES, LineKind, RankGate, cut
 from kvmesh.engine.vllm_messages import (
     LEADER,
     EngineRequest,
@@ -84,6 +84,7 @@ class Ranks:
         # vLLM names shared memory after the file, so its name is nobody else's either.
         self._meeting = Path(self._folder.name) / Path(self._folder.name).name
         self._port = 0 if gate is None else _free_port()
+        self._host_ranks = request.host_ranks
         self._spin = request.spin
         self._device = request.device
         try:
@@ -96,7 +97,7 @@ class Ranks:
     def place(self) -> Place:
         """The place of rank 0."""
         if self._port:
-            return self._place_of(0, 0).meets_at(_HERE)
+            return self._place_of(0).meets_at(_HERE)
         return Place(0, self._meeting.as_uri())
 
     @property
@@ -155,7 +156,8 @@ class Ranks:
         for end in self._ends:
             end.close()
         for host in self._hosts:
-            _end_line(host)
+            cut(host)  # wakes the thread that watches it
+            host.close()
         self._hosts.clear()
         for process in self._processes:
             end_follower(process)
@@ -169,13 +171,10 @@ class Ranks:
             self._await_host(host)
         for rank in range(request.host_ranks, request.num_ranks):
             self._ends.append(self._line(LineKind.STEPS, rank))
-            place = self._place_of(rank, rank % request.host_ranks)
-            self._ends[-1].sendall(encoded(request_message(request, place)))
+            self._ends[-1].sendall(encoded(request_message(request, self._place_of(rank))))
 
     def _start(self, command: Sequence[str], request: EngineRequest, rank: int) -> None:
-        place = self._place_of(rank, rank)
-        if self._port:
-            place = place.meets_at(_HERE)
+        place = self._place_of(rank).meets_at(_HERE)
         process, ours = start_follower(command, request_message(request, place))
         self._ends.append(ours)
         self._processes.append(process)
@@ -184,7 +183,8 @@ class Ranks:
         )
         watch.start()
 
-    def _place_of(self, rank: int, local: int) -> Place:
+    def _place_of(self, rank: int) -> Place:
+        local = rank % self._host_ranks
         if self._port:
             # vLLM takes ranks for neighbours with shared memory if this ends alike.
             return Place(rank, f"tcp://{LEADER}:{self._port}?of={rank}", local)
@@ -255,12 +255,6 @@ def end_follower(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _end_line(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)  # the thread that watches it wakes
-    line.close()
 
 
 def _free_port() -> int:

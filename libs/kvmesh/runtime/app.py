@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from kvmesh.core.config import load_config, option, secret
 from kvmesh.core.errors import ConfigError, KvMeshError
-from kvmesh.core.mesh_secret import load_secret
+from kvmesh.core.mesh_secret import THIS_HOST, load_secret
 from kvmesh.core.open_files import raise_open_files
 from kvmesh.core.process_end import end_process
 from kvmesh.rpc.callers import RpcNames, RunningServer, check_callers
@@ -48,7 +48,6 @@ log = event_logger(__name__)
 
 FORCED_EXIT = 130
 COLLECT_AFTER = 10_000
-_THIS_HOST = ("127.0.0.1", "::1", "[::1]", "localhost")
 
 _LAST_TASKS_S = 0.5  # maximum seconds to wait for tasks that are about to end
 _CANCEL_AGAIN_S = 0.25
@@ -310,7 +309,7 @@ def _is_open(config: ServerConfig, access: MeshAccess) -> bool:
     """Whether callers on other hosts need no credentials."""
     tls = config.tls
     is_closed = access.secret is not None or bool(tls.cert and tls.ca and tls.verify_callers)
-    return not is_closed and config.host not in _THIS_HOST
+    return not is_closed and config.host not in THIS_HOST
 
 
 def _known_callers(config: ServerConfig) -> frozenset[str]:

@@ -28,7 +28,8 @@ REPLAY_S = 5.0
 """Longest wait for a batch that is given again."""
 
 _KEPT = 256
-"""Batches by which a repeated one is told from the first ones of a new life."""
+"""Number of latest batches that are kept, to recognise one that arrives twice. Other batches with
+earlier numbers are those of a publisher that has restarted."""
 
 _FRAMES, _REPLAYED = 3, 4
 """Frames of a live batch, and of one that is given again with its topic."""
@@ -246,7 +247,7 @@ class KvEventReader:
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """What a publisher holds, by its events since they are read.
+    """The blocks that a publisher holds, from the events that were read of it.
 
     Attributes:
         num_batches: batches so far.

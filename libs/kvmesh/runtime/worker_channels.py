@@ -17,7 +17,7 @@ from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 from kvmesh.transfer.nixl_process import is_installed
-from kvmesh.transfer.tls import DataTls
+from kvmesh.transfer.tls import DataTls, peer_names
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
@@ -104,7 +104,7 @@ def data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | Non
     Raises:
         ConfigError: peers are named, and certificates are not checked.
     """
-    peers = frozenset(name.strip() for name in data.peers.split(",") if name.strip())
+    peers = frozenset(peer_names(data.peers))
     if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
         raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
     return None if context is None else DataTls(context, peers, data.tls.peer_name)
