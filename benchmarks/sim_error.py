@@ -6,8 +6,9 @@ simulated.
 
 `kvmesh profile --url` measures a stack of one prefill and one decode worker. Its file alone is what
 the simulator knows of all stacks that follow: fleets under loads, with shared prefixes and role
-switches, and policies under one load, whose order is compared. `--again` takes what was measured
-from an earlier result, and only simulates.
+switches, and policies under one load, whose order is compared. All of this is done with two kinds
+of engines (`ENGINES`). `--again` takes what was measured from an earlier result, and only
+simulates.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.result import RESULTS, ROOT, Row, Target, document, markdown, save
 from benchmarks.sim_error_load import (
-    NUM_USERS,
     PLACED,
     PROBES,
     SUSTAINED_S,
@@ -40,6 +40,46 @@ from benchmarks.sim_error_load import (
 )
 from benchmarks.sim_error_model import modelled_metrics, simulated, simulated_rate, slowed
 from kvmesh.cli.bench_report import git_commit
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """How the workers of a stack compute.
+
+    Attributes:
+        users: number of users in a closed loop that show the rate which a fleet sustains.
+        flags: of `kvmesh up`.
+        options: of the workers, as environment variables.
+        share_cores: whether they compute on the machine's cores, which other tenants slow.
+    """
+
+    users: int
+    flags: Sequence[str]
+    options: Mapping[str, str] = field(default_factory=dict)
+    share_cores: bool = False
+
+
+ENGINES = {
+    # The simulator's workers have one core each.
+    "cpu": Engines(8, ("--threads", "1"), share_cores=True),
+    "devices": Engines(
+        16,
+        ("--engine", "fake"),
+        {
+            "KVMESH_ENGINE__FAKE_PROFILE": str(
+                ROOT / "libs" / "kvmesh" / "sim" / "profiles" / "flowkv.json"
+            ),
+            "KVMESH_ENGINE__FAKE_DEVICE": "a100",
+            # As many as the KV of `MODEL` has.
+            "KVMESH_ENGINE__FAKE_TOKEN_BYTES": "3072",
+        },
+    ),
+}
+"""With `cpu`, the embedded model is computed on the cores that all processes share. With `devices`,
+an engine waits for as long as an A100 computes a step of Llama-3.1-8B by FlowKV's profile, and
+moves KV for real: cores are used as on a machine with a device for each worker."""
+
+MODEL = ROOT / "models" / "pydoc-6m"
 
 FLEETS = ((1, 1), (2, 2), (1, 3))
 """Prefill and decode workers."""
@@ -59,41 +99,47 @@ APART = 0.05
 
 NOTES = f"""\
 workers, a gateway, scheduler, kvmanager, Redis and the client that sends share the cores of the
- machine
+ machine; engines `cpu` compute the embedded model on the same cores, `devices` wait for as long as
+ an A100 computes a step of Llama-3.1-8B by FlowKV's profile, and move KV for real
 - half of the prompts begin with one of four shared prefixes of 512 tokens, then come 64 to 640
  others, log-uniform; answers have 32 tokens; arrivals are Poisson's
 - the profile is the file of `kvmesh profile --url`, measured once at a stack of one prefill and one
  decode worker: first tokens of lone prompts, steps of batches of 1, 4 and 8, both beside each
  other, and the processor time of all but the engines
-- other tenants slow the machine for minutes: decode steps of {PROBES} lone requests before and
- after each load, over those of the profile, multiply all times of the profile for this load
-- load is the share of the rate at which {NUM_USERS} users in a closed loop were served by that
- fleet; each load ran with several seeds, whose requests count together; times are in milliseconds;
- error is simulated / measured - 1
+- other tenants slow the machine for minutes: with engines `cpu`, decode steps of {PROBES} lone
+ requests before and after each load, over those of the profile, multiply all times of the profile
+ for this load
+- load is the share of the rate at which the named number of users in a closed loop were served by
+ that fleet; each load ran with several seeds, whose requests count together; times are in
+ milliseconds; error is simulated / measured - 1
+- `measured twice` is the same requests to the same fleet, minutes apart: error is the second
+ measurement / the first one - 1
 - an order is right if the better policy of a pair is the same in both; pairs count that differ by
  {APART:.0%} live, with the same one better in every seed""".replace("\n ", " ").split("\n- ")
 
 
-def in_stack(stack: Stack, command: Sequence[str]) -> None:
+def in_stack(engines: Engines, stack: Stack, command: Sequence[str]) -> None:
     """Starts a stack, runs a command beside it, and stops it.
 
     Raises:
         subprocess.CalledProcessError: one of them failed.
     """
-    # The simulator's workers have one core each.
-    workers = ["--prefill", str(stack.prefill), "--decode", str(stack.decode), "--threads", "1"]
-    run = ["--port", "0", "--run", shlex.join([sys.executable, *command])]
-    up = [sys.executable, "-m", "kvmesh.cli", "up", *workers, *run]
-    environment = {**os.environ, "KVMESH_ROUTING__POLICY": stack.policy}
+    workers = ["--prefill", str(stack.prefill), "--decode", str(stack.decode)]
+    flags = ["--model", str(MODEL), *engines.flags, "--port", "0"]
+    run = ["--run", shlex.join([sys.executable, *command])]
+    environment = {**os.environ, **engines.options, "KVMESH_ROUTING__POLICY": stack.policy}
+    up = [sys.executable, "-m", "kvmesh.cli", "up", *workers, *flags, *run]
     subprocess.run(up, check=True, env=environment, cwd=ROOT)
 
 
-def profiled(model: Path, out: Path) -> dict[str, Any]:
+def profiled(engines: Engines) -> dict[str, Any]:
     """Measures a stack of one prefill and one decode worker."""
-    command = ["-m", "kvmesh.cli", "profile", "--model", str(model), "--out", str(out)]
-    in_stack(Stack(1, 1, POLICIES[0]), command)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "stack.json"
+        command = ["-m", "kvmesh.cli", "profile", "--model", str(MODEL), "--out", str(out)]
+        in_stack(engines, Stack(1, 1, POLICIES[0]), command)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def lone_step_s(profile: Mapping[str, Any]) -> float:
@@ -107,7 +153,9 @@ def stack_of(measured: Mapping[str, Any]) -> Stack:
     return Stack(measured["prefill"], measured["decode"], measured["policy"])
 
 
-def measured(stack: Stack, loads: Sequence[float], **flags: float) -> dict[str, Any]:
+def measured(
+    engines: Engines, stack: Stack, loads: Sequence[float], **flags: float
+) -> dict[str, Any]:
     """Measures loads of one stack.
 
     Args:
@@ -116,52 +164,56 @@ def measured(stack: Stack, loads: Sequence[float], **flags: float) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "live.json"
         command = ["-m", "benchmarks.sim_error_load", "--label", stack.label, "--out", str(out)]
-        command += ["--loads", *map(str, loads)]
+        command += ["--loads", *map(str, loads), "--users", str(engines.users)]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        in_stack(stack, command)
+        in_stack(engines, stack, command)
         found: dict[str, Any] = json.loads(out.read_text())
         return {**asdict(stack), **found}
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(engines: Engines, **flags: float) -> dict[str, Any]:
     """Profiles, then measures all fleets, then all policies."""
-    flags = {each: getattr(arguments, each) for each in ("seconds", "seed", "seeds")}
-    with tempfile.TemporaryDirectory() as folder:
-        profile = profiled(arguments.model, Path(folder) / "stack.json")
-        load = {**flags, "step_s": lone_step_s(profile)}
-        fleets = [measured(Stack(*fleet, POLICIES[0]), LOADS, **load) for fleet in FLEETS]
-        rate = fleets[FLEETS.index(RANKED_FLEET)]["rate"]
-        stacks = [Stack(*RANKED_FLEET, policy) for policy in POLICIES]
-        policies = [measured(each, [RANKED_LOAD], rate=rate, **load) for each in stacks]
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        return {
-            "date": date,
-            "commit": git_commit(ROOT),
-            **flags,
-            "profile": profile,
-            "fleets": fleets,
-            "policies": policies,
-        }
+    profile = profiled(engines)
+    load = {**flags, "step_s": lone_step_s(profile) if engines.share_cores else 0.0}
+    fleets = [measured(engines, Stack(*each, POLICIES[0]), LOADS, **load) for each in FLEETS]
+    rate = fleets[FLEETS.index(RANKED_FLEET)]["rate"]
+    policies = [
+        measured(engines, Stack(*RANKED_FLEET, each), [RANKED_LOAD], rate=rate, **load)
+        for each in POLICIES
+    ]
+    return {"profile": profile, "fleets": fleets, "policies": policies}
 
 
-def compared(live: Mapping[str, Any], part: str) -> list[Row]:
-    """Simulates what was measured of fleets or policies: a row for each metric of each load."""
+def measure_all(names: Sequence[str], **flags: float) -> dict[str, Any]:
+    """Measures with each of these engines."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    found = {name: measure(ENGINES[name], **flags) for name in names}
+    return {"date": date, "commit": git_commit(ROOT), **flags, "engines": found}
+
+
+def compared(live: Mapping[str, Any], name: str, part: str) -> list[Row]:
+    """Simulates what was measured of fleets or policies: a row for each metric of each load.
+
+    Args:
+        name: of the engines.
+    """
     rows: list[Row] = []
-    for each in live[part]:
+    users, found = ENGINES[name].users, live["engines"][name]
+    for each in found[part]:
         stack, rate = stack_of(each), each["rate"]
-        begin: Row = {"part": part, "stack": stack.label}
+        begin: Row = {"engines": name, "part": part, "stack": stack.label}
         if part == "fleets":
-            profile = slowed(live["profile"], statistics.mean(slower_of(each)))
-            says = round(simulated_rate(profile, stack, SUSTAINED_S, live["seed"]), 2)
-            row = {**begin, "load": f"{NUM_USERS} users", "metric": "requests/s"}
+            profile = slowed(found["profile"], statistics.mean(slower_of(each)))
+            says = round(simulated_rate(profile, stack, users, SUSTAINED_S, live["seed"]), 2)
+            row = {**begin, "load": f"{users} users", "metric": "requests/s"}
             rows.append({**row, "measured": rate, "simulated": says, **_error(rate, says)})
         warm = warming(rate)
-        for number, load in enumerate(each["loads"]):
-            seeds = seeds_of(number, len(each["loads"]), live["seed"], live["seeds"])
+        for load in each["loads"]:
+            seeds = seeds_of(load["share"], live["seed"], live["seeds"])
             models = [
                 simulated(
-                    slowed(live["profile"], slower),
+                    slowed(found["profile"], slower),
                     stack,
                     arrivals(load["share"] * rate, live["seconds"], seed),
                     warm,
@@ -176,13 +228,38 @@ def compared(live: Mapping[str, Any], part: str) -> list[Row]:
     return rows
 
 
+def measured_twice(live: Mapping[str, Any], name: str) -> list[Row]:
+    """What one fleet did with equal requests in both parts: how far a measurement is from another.
+
+    Args:
+        name: of the engines.
+    """
+    found = live["engines"][name]
+    stack = Stack(*RANKED_FLEET, POLICIES[0])
+    twice = [
+        load
+        for each in (*found["fleets"], *found["policies"])
+        for load in each["loads"]
+        if stack_of(each) == stack and load["share"] == RANKED_LOAD
+    ]
+    if len(twice) < 2:
+        return []
+    begin = {"engines": name, "part": "measured twice", "stack": stack.label}
+    return [
+        {**begin, "load": f"{RANKED_LOAD:g}", "metric": metric, "measured": twice[0][metric]}
+        | {"measured again": twice[1][metric], **_error(twice[0][metric], twice[1][metric])}
+        | {"requests": twice[1]["requests"]}
+        for metric in RANKED
+    ]
+
+
 def slower_of(measured: Mapping[str, Any]) -> list[float]:
     """How slow the machine was in each load of a stack, over the profile."""
     return [slower for load in measured["loads"] for slower in load["slower"]]
 
 
-def _error(measured: float, simulated: float) -> Row:
-    return {"error_percent": round(100 * (simulated / measured - 1), 1)}
+def _error(measured: float, said: float) -> Row:
+    return {"error_percent": round(100 * (said / measured - 1), 1)}
 
 
 def agreement(live: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> tuple[int, int]:
@@ -210,33 +287,50 @@ def agreement(live: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> tuple[i
 
 
 def targets(
-    live: Mapping[str, Any], fleets: Sequence[Row], policies: Sequence[Row]
+    name: str, live: Sequence[Mapping[str, Any]], fleets: Sequence[Row], policies: Sequence[Row]
 ) -> list[Target]:
-    """Errors at every load, the largest of each metric; and the order of policies."""
+    """Errors at every load, the largest of each metric; and the order of policies.
+
+    Args:
+        name: of the engines.
+        live: what was measured of the policies.
+    """
     found: list[Target] = []
     for metric, most in (("ttft p50", 15), ("ttft p90", 15), ("tpot p50", 10), ("tpot p90", 10)):
         for stack in dict.fromkeys(row["stack"] for row in fleets):
             own = [row for row in fleets if (row["stack"], row["metric"]) == (stack, metric)]
             worst = max(abs(row["error_percent"]) for row in own)
-            found.append(Target(f"{stack}: {metric}, largest error, %", worst, most, at_most=True))
-    alike, apart = agreement(live["policies"], policies)
+            told = f"{name}, {stack}: {metric}, largest error, %"
+            found.append(Target(told, worst, most, at_most=True))
+    alike, apart = agreement(live, policies)
     if apart:
-        found.append(Target(f"policies ordered alike, of {apart} pairs, share", alike / apart, 0.9))
+        told = f"{name}: policies ordered alike, of {apart} pairs, share"
+        found.append(Target(told, alike / apart, 0.9))
     return found
 
 
 def run(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Measures, or reads what was measured, then simulates."""
     if arguments.again is None:
-        live = measure(arguments)
+        flags = {each: getattr(arguments, each) for each in ("seconds", "seed", "seeds")}
+        live = measure_all(arguments.engines, **flags)
     else:
         live = json.loads(arguments.again.read_text())["live"]
-    fleets, policies = compared(live, "fleets"), compared(live, "policies")
+    rows: list[Row] = []
+    goals: list[Target] = []
+    slower: list[float] = []
+    for name, found in live["engines"].items():
+        fleets, policies = compared(live, name, "fleets"), compared(live, name, "policies")
+        rows += [*fleets, *policies, *measured_twice(live, name)]
+        goals += targets(name, found["policies"], fleets, policies)
+        slower += [
+            times for each in (*found["fleets"], *found["policies"]) for times in slower_of(each)
+        ]
     told = f"measured on {live['date'][:10]} at commit {live['commit'] or 'unknown'}"
-    found = [slower for each in (*live["fleets"], *live["policies"]) for slower in slower_of(each)]
-    speed = f"the machine took {min(found):.2f} to {max(found):.2f} times as long as in the profile"
-    notes = [*NOTES, speed, told]
-    result = document([*fleets, *policies], targets(live, fleets, policies), live["seed"], notes)
+    speed = (
+        f"the machine took {min(slower):.2f} to {max(slower):.2f} times as long as in the profile"
+    )
+    result = document(rows, goals, live["seed"], [*NOTES, speed, told])
     return {**result, "live": live}
 
 
@@ -246,7 +340,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="of a load with each seed")
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each load")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "pydoc-6m")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=list(ENGINES),
+        default=list(ENGINES),
+        help="kinds of engines",
+    )
     parser.add_argument(
         "--again", type=Path, help="result whose measurements are simulated again; measures nothing"
     )

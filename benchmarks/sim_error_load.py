@@ -40,9 +40,8 @@ OUTPUT_TOKENS = 32
 NUM_PREFIXES, SHARED = 4, 0.5
 """Shared prefixes of one simulated block, and the part of the prompts that begin with one."""
 
-NUM_USERS = 8
 SUSTAINED_S = 12.0
-"""So many users who each ask again at once, for so long, show the rate that is sustained."""
+"""Users who each ask again at once, for so long, show the rate that is sustained."""
 
 WARM_S, WARM_SHARE, WARM_SEED = 12.0, 0.5, 1000
 """Requests that come before all loads, and count in none: workers have the shared prefixes then."""
@@ -139,7 +138,7 @@ async def send(client: StackClient, load: Sequence[Arrival], seed: int) -> list[
     return [each for each in found if each is not None]
 
 
-async def sustained(client: StackClient, seconds: float, seed: int) -> float:
+async def sustained(client: StackClient, users: int, seconds: float, seed: int) -> float:
     """Requests per second of users who each ask again when they have their answer.
 
     Their prompts are like those of the loads.
@@ -155,9 +154,7 @@ async def sustained(client: StackClient, seconds: float, seed: int) -> float:
                 ended.append(time.perf_counter() - started)
         return ended
 
-    ended = [
-        at for each in await asyncio.gather(*(user() for _ in range(NUM_USERS))) for at in each
-    ]
+    ended = [at for each in await asyncio.gather(*(user() for _ in range(users))) for at in each]
     # The first quarter fills the batch; after the end some have stopped.
     counted = [at for at in ended if seconds / 4 < at <= seconds]
     return len(counted) / (0.75 * seconds)
@@ -185,9 +182,9 @@ def measured(by_seed: Sequence[Sequence[Timing]]) -> Row:
     return {"requests": len(pooled), **of(pooled), "by_seed": [of(each) for each in by_seed]}
 
 
-def seeds_of(number: int, num_loads: int, seed: int, count: int) -> list[int]:
-    """Seeds of the load with this number."""
-    return [seed + number + num_loads * each for each in range(count)]
+def seeds_of(share: float, seed: int, count: int) -> list[int]:
+    """Seeds of the load with this share of the rate."""
+    return [seed + round(10 * share) + 10 * each for each in range(count)]
 
 
 async def lone_step_s(client: StackClient) -> float:
@@ -214,8 +211,10 @@ async def send_and_probe(
     """Sends a load between two looks at the machine, which other tenants slow for minutes.
 
     Args:
-        step_s: seconds of a lone decode step in the profile.
+        step_s: seconds of a lone decode step in the profile; 0 for steps that no tenant slows.
     """
+    if not step_s:
+        return Sent(await send(client, load, seed), 1.0)
     before_s = await lone_step_s(client)
     timings = await send(client, load, seed)
     after_s = await lone_step_s(client)
@@ -228,12 +227,14 @@ async def run(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         client = StackClient(session, url, await find_model(url), seed)
-        rate = arguments.rate or round(await sustained(client, SUSTAINED_S, seed), 2)
+        rate = arguments.rate
+        if not rate:
+            rate = round(await sustained(client, arguments.users, SUSTAINED_S, seed), 2)
         await send(client, warming(rate), WARM_SEED)
         loads: list[Row] = []
-        for number, share in enumerate(arguments.loads):
+        for share in arguments.loads:
             by_seed: list[Sent] = []
-            for own in seeds_of(number, len(arguments.loads), seed, arguments.seeds):
+            for own in seeds_of(share, seed, arguments.seeds):
                 load = arrivals(share * rate, arguments.seconds, own)
                 note = f"{len(load)} requests, {share:g} of {rate:.1f}/s, seed {own}"
                 sys.stderr.write(f"{arguments.label}: {note}\n")
@@ -250,10 +251,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--label", required=True, help="of the stack, for what is printed")
     parser.add_argument("--loads", type=float, nargs="+", required=True, help="shares of the rate")
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: what is sustained")
+    parser.add_argument("--users", type=int, required=True, help="by how many users")
     parser.add_argument("--seconds", type=float, required=True, help="of a load with each seed")
     parser.add_argument("--seed", type=int, required=True, help="the first one")
     parser.add_argument("--seeds", type=int, required=True, help="number of seeds of each load")
-    parser.add_argument("--step-s", type=float, required=True, help="lone step in the profile")
+    parser.add_argument(
+        "--step-s", type=float, default=0.0, help="lone step in the profile; 0: not compared"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
     url = environment("KVMESH_URL", "http://127.0.0.1:8000").rstrip("/")

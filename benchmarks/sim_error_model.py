@@ -17,7 +17,6 @@ from benchmarks.result import Row
 from benchmarks.sim_error_load import (
     LENGTHS,
     NUM_PREFIXES,
-    NUM_USERS,
     OUTPUT_TOKENS,
     Arrival,
     Stack,
@@ -123,13 +122,13 @@ def simulated(
     )
 
 
-def simulated_rate(profile: Profile, stack: Stack, seconds: float, seed: int) -> float:
+def simulated_rate(profile: Profile, stack: Stack, users: int, seconds: float, seed: int) -> float:
     """As `sustained`, in the simulator."""
     draw = random.Random(seed)
     # More than anybody asks in that time; what is due later is not counted.
     turns = int(seconds / max(profile.devices["cpu"].prefill_s(LENGTHS[0]), 0.01))
     traces: list[TraceRequest] = []
-    for number in range(NUM_USERS * turns):
+    for number in range(users * turns):
         user, turn = divmod(number, turns)
         each = Arrival(float(turn), length_of(draw), prefix_of(draw))
         ids, tokens = _ids(number, each), each.input_tokens

@@ -1,7 +1,7 @@
 """Measures the CPU time of a running stack outside its engines: per request, token and refusal.
 
 Measured are the front (gateway, scheduler, kvmanager, Redis and the measuring client), the workers'
-event loops, which delay their steps, and the share of a step in which the engine computes.
+event loops, which delay their steps, and the share of steps and prompts in which engines compute.
 
 Tests: tests/unit/cli/test_front_cost.py.
 """
@@ -22,7 +22,7 @@ from kvmesh.core.cores import usable_cores
 from kvmesh.sim.profile import Front, Loop
 
 PREFILL, DECODE, FRONT = "services.prefill", "services.decode", "front"
-ENGINE = "engine"
+ENGINES = {PREFILL: "engines of prefill", DECODE: "engines of decode"}
 _OFFERS = "kvmesh_gateway_prefill_offers_sum"
 
 LONE_REQUESTS, LONE_TOKENS = 100, 2
@@ -32,16 +32,16 @@ SHORT_LENGTH, LONG_LENGTH = 4, 512
 """Loads: lone requests, a batch with long answers, and more users than there are slots."""
 
 LEAST_CORES = 0.05
-"""Minimum of the cores in decode steps: an engine that computes on a device uses hardly any."""
+"""Minimum of an engine's cores: one that computes on a device uses hardly any."""
 
 
 def cpu_s() -> dict[str, float]:
-    """Returns the CPU seconds so far of the front, of the workers' loops, and of decode engines.
+    """Returns the CPU seconds so far of the front, of the workers' loops, and of their engines.
 
     The front is this process, and all processes of the stack that started it except workers. A
-    worker's loop is its main thread, a decode worker's engine has the other ones.
+    worker's loop is its main thread, its engine has the other ones.
     """
-    total = dict.fromkeys((FRONT, PREFILL, DECODE, ENGINE), 0.0)
+    total = dict.fromkeys((FRONT, PREFILL, DECODE, *ENGINES.values()), 0.0)
     root = psutil.Process(os.getppid())
     for process in (root, *root.children(recursive=True)):
         try:
@@ -52,9 +52,8 @@ def cpu_s() -> dict[str, float]:
                 total[FRONT] += times.user + times.system
             else:
                 for each in process.threads():
-                    name = role if each.id == process.pid else ENGINE
-                    if name is not ENGINE or role is DECODE:
-                        total[name] += each.user_time + each.system_time
+                    name = role if each.id == process.pid else ENGINES[role]
+                    total[name] += each.user_time + each.system_time
         except psutil.NoSuchProcess:
             continue
     return total
@@ -128,9 +127,25 @@ def fit_loop(prefill: Front, decode: Front, streams: Span) -> Loop:
     )
 
 
-def cores_in_steps(streams: Span) -> float:
-    """Returns the cores that an engine uses while it decodes."""
-    return min(max(streams.cpu_s / streams.seconds, LEAST_CORES), 1.0)
+def cores_of(cpu_s: float, seconds: float) -> float:
+    """Returns the cores that an engine uses in some time; it counts as one thread."""
+    return min(max(cpu_s / seconds, LEAST_CORES), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StackCosts:
+    """CPU time of a stack.
+
+    Attributes:
+        loop: of each worker's event loop.
+        step_cores: cores that an engine uses in decode steps.
+        prompt_cpu_s: CPU seconds of an engine for a prompt of `LONG_LENGTH` tokens.
+    """
+
+    front: Front
+    loop: Loop
+    step_cores: float
+    prompt_cpu_s: float
 
 
 async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[str, Span]:
@@ -149,8 +164,8 @@ async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[
     }
 
 
-async def measure_front(client: StackClient) -> tuple[Front, Loop, float]:
-    """Measures the front, the workers' loops, and the cores in decode steps; takes 30 seconds."""
+async def measure_front(client: StackClient) -> StackCosts:
+    """Measures the front, the workers' loops and what engines use; takes 30 seconds."""
 
     async def nothing() -> int:
         await asyncio.sleep(2.0)
@@ -184,10 +199,11 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop, float]:
     costs = {
         name: fit_front(each, lone[name], long[name], streams[name], crowded[name], cores)
         for name, each in idle.items()
-        if name != ENGINE
+        if name not in ENGINES.values()
     }
     front, loop = costs[FRONT], fit_loop(costs[PREFILL], costs[DECODE], streams[DECODE])
-    step_cores = cores_in_steps(streams[ENGINE])
+    steps, prompts = streams[ENGINES[DECODE]], long[ENGINES[PREFILL]]
+    step_cores = cores_of(steps.cpu_s, steps.seconds)
     sys.stderr.write(
         f"before the workers: {1000 * front.request_s:.2f} ms a request, "
         f"{1e6 * front.prompt_token_s:.1f} us a prompt token, "
@@ -197,4 +213,4 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop, float]:
         f"{1000 * loop.decode_s:.2f} ms a decode, {1000 * loop.ask_s:.2f} ms a refusal\n"
         f"a worker in decode steps: {step_cores:.2f} cores, its loop {loop.step_cores:.2f}\n"
     )
-    return front, loop, step_cores
+    return StackCosts(front, loop, step_cores, prompts.cpu_s / prompts.requests)

@@ -20,12 +20,20 @@ from typing import Any
 import aiohttp
 
 from kvmesh.cli.bench_load import find_model
-from kvmesh.cli.front_cost import FRONT, PREFILL, cpu_s, measure_front
+from kvmesh.cli.front_cost import (
+    FRONT,
+    LONG_LENGTH,
+    PREFILL,
+    StackCosts,
+    cores_of,
+    cpu_s,
+    measure_front,
+)
 from kvmesh.cli.stack_client import StackClient, Timing
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.curves import Interpolated
-from kvmesh.sim.host import Work, crowding
-from kvmesh.sim.profile import BITS_PER_GBPS, DecodeCost, Front, Loop, Sharing
+from kvmesh.sim.host import crowding
+from kvmesh.sim.profile import BITS_PER_GBPS, DecodeCost, Sharing, Work
 from kvmesh.sim.trace_request import TRACE_BLOCK
 
 SEED = 1
@@ -184,7 +192,6 @@ class Measured:
         handoff_s: from the first token of a lone prompt to its second, by its length.
         beside: the same prompts and steps while both are computed at once.
         spread: relative deviation of the time to the first token of equal prompts.
-        step_cores: cores that the engine uses in decode steps.
     """
 
     first_s: dict[int, float]
@@ -192,10 +199,8 @@ class Measured:
     short: tuple[StepSample, ...]
     long: StepSample
     beside: Beside
-    front: Front
-    loop: Loop
+    costs: StackCosts
     spread: float = 0.0
-    step_cores: float = 1.0
 
     @property
     def overhead_s(self) -> float:
@@ -267,9 +272,9 @@ async def measure(client: StackClient) -> Measured:
         f"beside each other: a prompt of {SHARED_LENGTH} {1000 * beside.first_s:.1f} ms, "
         f"a step of {SHARED_BATCH} {1000 * beside.step_s:.2f} ms\n"
     )
-    front, loop, cores = await measure_front(client)
+    costs = await measure_front(client)
     short, long = tuple(steps[:-1]), steps[-1]
-    return Measured(first, handoff, short, long, beside, front, loop, rounds.spread, cores)
+    return Measured(first, handoff, short, long, beside, costs, rounds.spread)
 
 
 def spread_of(times_s: Sequence[float]) -> float:
@@ -353,7 +358,9 @@ def stack_record(
 def _sharing(measured: Measured, decode: DecodeCost, prefill: Interpolated) -> Sharing:
     beside = measured.beside
     alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
-    alone = Sharing(1.0, 1.0, measured.front, measured.loop, measured.step_cores)
+    costs = measured.costs
+    prompt_cores = cores_of(costs.prompt_cpu_s, prefill(LONG_LENGTH))
+    alone = Sharing(1.0, 1.0, costs.front, costs.loop, costs.step_cores, prompt_cores)
     # The front's use of the cores slowed both measurements; it is not part of their costs.
     crowded = crowding(1, 1, beside.front_cores, alone)
     first_s = (beside.first_s - measured.overhead_s) / crowded[Work.PROMPT]

@@ -6,12 +6,11 @@ Tests: tests/unit/sim/test_host.py.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from typing import Protocol
 
-from kvmesh.sim.profile import Sharing
+from kvmesh.sim.profile import Sharing, Work
 
 FRONT_WINDOW_S = 0.25
 """Seconds over which the front's recent computing is averaged to give its present use of cores."""
@@ -27,13 +26,6 @@ Its thread sleeps between two steps, for milliseconds at most, and the kernel's 
 threads before those that never sleep. Measured on Linux 6.18 with two cores, beside two workers
 with prompts: the thread that computes steps ran for 0.66 of the time, theirs for 0.45.
 """
-
-
-class Work(enum.Enum):
-    """What a worker computes."""
-
-    STEPS = "decode steps"
-    PROMPT = "chunks of prompts, with or without decode steps"
 
 
 class Sharer(Protocol):
@@ -120,7 +112,8 @@ class Host:
         front = self.sharing.front
         if front is None:
             return 1.0
-        return max((len(self._busy) + 1 + self.front_cores) / front.cores, 1.0)
+        computing = sum(map(self.sharing.cores_of, self._busy.values()))
+        return max((computing + 1 + self.front_cores) / front.cores, 1.0)
 
     def prefill_stretch(self, sharer: Sharer) -> float:
         """Returns the factor on the time of a prompt's chunk over a host of its own."""
@@ -150,10 +143,9 @@ def crowding(
 ) -> dict[Work, float]:
     """Returns the factors on the time of work if workers and front want more cores than exist.
 
-    A worker that computes a prompt can use one core, one in decode steps `Sharing.step_cores`. A
-    fair CPU scheduler first serves threads that want less than an equal share: the front and the
-    workers' event loops, which mostly wait. The workers divide the rest by `STEP_WEIGHT`, and
-    together keep at least their share of all cores.
+    A worker can use `Sharing.cores_of` its work. A fair CPU scheduler first serves threads that
+    want less than an equal share: the front and the workers' event loops, which mostly wait. The
+    workers divide the rest by `STEP_WEIGHT`, and together keep at least their share of all cores.
 
     Args:
         num_steps: number of workers in decode steps.
@@ -167,12 +159,12 @@ def crowding(
         return {Work.STEPS: 1.0, Work.PROMPT: 1.0}
     small = front_cores + (0.0 if loop is None else num_steps * loop.step_cores)
     left = max(cores - small, cores * count / (count + FRONT_PROCESSES))
+    wanted = {work: sharing.cores_of(work) for work in Work}
     share = left / (STEP_WEIGHT * num_steps + num_prompts)
-    for_steps, for_prompts = STEP_WEIGHT * share, share
-    if for_steps > sharing.step_cores and num_prompts:  # prompts get what steps do not use
-        for_steps = sharing.step_cores
-        for_prompts = (left - num_steps * for_steps) / num_prompts
-    return {
-        Work.STEPS: max(sharing.step_cores / for_steps, 1.0),
-        Work.PROMPT: max(1 / for_prompts, 1.0),
-    }
+    given = {Work.STEPS: STEP_WEIGHT * share, Work.PROMPT: share}
+    if num_steps and num_prompts:  # each gets what the other does not use
+        if given[Work.STEPS] > wanted[Work.STEPS]:
+            given[Work.PROMPT] = (left - num_steps * wanted[Work.STEPS]) / num_prompts
+        elif given[Work.PROMPT] > wanted[Work.PROMPT]:
+            given[Work.STEPS] = (left - num_prompts * wanted[Work.PROMPT]) / num_steps
+    return {work: max(wanted[work] / given[work], 1.0) for work in Work}

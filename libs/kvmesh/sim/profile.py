@@ -5,6 +5,7 @@ Tests: tests/unit/sim/test_profile.py.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from kvmesh.policy.curves import Curve
@@ -151,6 +152,13 @@ class Loop:
     step_cores: float = 0.0
 
 
+class Work(enum.Enum):
+    """What a worker computes."""
+
+    STEPS = "decode steps"
+    PROMPT = "chunks of prompts, with or without decode steps"
+
+
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """Costs of workers that share the cores of one host.
@@ -162,6 +170,8 @@ class Sharing:
         loop: time of each worker's event loop; None: negligible.
         step_cores: cores that the thread of decode steps uses on a host of its own; the rest of
             the time it waits for the event loop.
+        prompt_cores: cores that the engine uses while it computes prompts; hardly any if it
+            computes them on a device.
     """
 
     prefill: float
@@ -169,6 +179,11 @@ class Sharing:
     front: Front | None = None
     loop: Loop | None = None
     step_cores: float = 1.0
+    prompt_cores: float = 1.0
+
+    def cores_of(self, work: Work) -> float:
+        """Number of cores that a worker uses on a host of its own."""
+        return self.step_cores if work is Work.STEPS else self.prompt_cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,15 +88,16 @@ def parse_profile(fields: Fields) -> Profile:
 
 
 def _sharing(fields: Fields) -> Sharing:
-    fields.only("prefill", "decode", "front", "loop", "step_cores")
+    fields.only("prefill", "decode", "front", "loop", *_USED_CORES)
     front = _front(fields.child("front")) if fields.has("front") else None
     loop = _loop(fields.child("loop")) if fields.has("loop") else None
-    step_cores = fields.number("step_cores") if fields.has("step_cores") else 1.0
-    found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop, step_cores)
+    cores = {name: fields.number(name) for name in _USED_CORES if fields.has(name)}
+    found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop, **cores)
     if min(found.prefill, found.decode) < 1:
         raise ConfigError(f"{fields.path}: workers cannot compute faster beside others: {found}")
-    if not 0 < step_cores <= 1:
-        raise ConfigError(f"{fields.path}: step_cores are more than 0 and at most 1: {found}")
+    for name, value in cores.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"{fields.path}: {name} are more than 0 and at most 1: {found}")
     return found
 
 
@@ -111,6 +112,7 @@ def _front(fields: Fields) -> Front:
     return found
 
 
+_USED_CORES = ("step_cores", "prompt_cores")
 _LOOP_MORE = ("prompt_token_s", "decode_token_s", "step_cores")
 _FRONT_MORE = ("prompt_token_s", "idle_cores")
 """Entries that files of earlier versions do not have."""

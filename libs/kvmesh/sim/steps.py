@@ -23,8 +23,8 @@ from kvmesh.policy.token_pace import AnswerLength, StepFit, spare_s
 from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.gaps import Gaps
-from kvmesh.sim.host import Host, Work
-from kvmesh.sim.profile import Device
+from kvmesh.sim.host import Host
+from kvmesh.sim.profile import Device, Work
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
 from kvmesh.sim.step_spans import DecodeRun, MixedStep
 from kvmesh.sim.trace_request import TRACE_BLOCK

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.result import Row
-from benchmarks.sim_error import agreement, compared, main, targets
+from benchmarks.sim_error import agreement, compared, main, measured_twice, targets
 from benchmarks.sim_error_load import (
     LENGTHS,
     PLACED,
@@ -65,7 +65,7 @@ def test_a_load_in_several_seeds_is_one_load() -> None:
 def test_users_of_a_closed_loop_get_what_the_scarcer_side_gives() -> None:
     """Two workers; prompts of 250 tokens in the mean and a prefix of 512, a millisecond each."""
     profile = profile_of(profiled())
-    rate = simulated_rate(profile, PAIR, 8.0, 1)
+    rate = simulated_rate(profile, PAIR, 8, 8.0, 1)
     assert 1 / 0.8 < rate < 2 / 0.25
 
 
@@ -110,7 +110,9 @@ def live_of(**shares: float) -> dict[str, Any]:
     fleet = {**stack, "policy": "kvmesh", "loads": [load(0.2), load(0.5)]}
     return {
         "date": "2026-01-01T00:00:00", "commit": "c", "seconds": 10.0, "seed": 1, "seeds": 2,
-        "profile": record_of(profiled()), "fleets": [fleet], "policies": policies,
+        "engines": {
+            "cpu": {"profile": record_of(profiled()), "fleets": [fleet], "policies": policies},
+        },
     }  # fmt: skip
 
 
@@ -120,14 +122,14 @@ def said(policy: str, says: float) -> list[Row]:
 
 
 def test_only_policies_that_differ_live_have_an_order() -> None:
-    live = live_of(a=1.0, b=1.02, c=2.0)["policies"]
+    live = live_of(a=1.0, b=1.02, c=2.0)["engines"]["cpu"]["policies"]
     rows = [*said("a", 5.0), *said("b", 4.0), *said("c", 4.5)]
     alike, apart = agreement(live, rows)
     assert (alike, apart) == (4, 8), "in each metric c is worse than b in both, than a only live"
 
 
 def test_an_order_that_one_seed_turns_round_is_none() -> None:
-    live = live_of(a=1.0, b=2.0)["policies"]
+    live = live_of(a=1.0, b=2.0)["engines"]["cpu"]["policies"]
     live[1]["loads"][0]["by_seed"][1]["ttft p50"] = 90.0
     alike, apart = agreement(live, [*said("a", 1.0), *said("b", 2.0)])
     assert (alike, apart) == (3, 3)
@@ -155,6 +157,12 @@ async def test_lone_steps_around_a_load_tell_how_slow_the_machine_is() -> None:
     assert found.slower == pytest.approx(1.25)
 
 
+async def test_steps_that_no_tenant_slows_are_not_looked_at() -> None:
+    machine: Any = Machine()
+    found = await send_and_probe(machine, [Arrival(0.0, 64)], 1, 0.0)
+    assert (len(found.timings), found.slower) == (1, 1.0)
+
+
 def test_all_times_of_a_profile_are_longer_on_a_slower_machine() -> None:
     record = record_of(profiled())
     load = [Arrival(0.0, 512), Arrival(0.1, 64, 1), Arrival(0.2, 300)]
@@ -173,17 +181,17 @@ def test_what_was_measured_is_simulated_again_to_the_same_rows(tmp_path: Path) -
     assert main(["--again", str(kept), "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["live"] == json.loads(kept.read_text())["live"]
-    assert result["rows"] == compared(live, "fleets") + compared(live, "policies")
+    assert result["rows"] == compared(live, "cpu", "fleets") + compared(live, "cpu", "policies")
     assert any("measured on 2026-01-01 at commit c" in note for note in result["notes"])
 
 
 def test_the_rows_hold_both_and_the_error_of_every_load() -> None:
     live = live_of(kvmesh=1.0)
-    rows = compared(live, "fleets")
+    rows = compared(live, "cpu", "fleets")
     assert {row["load"] for row in rows} == {"8 users", "0.2", "0.5"}
-    fleet = live["fleets"][0]
-    load = arrivals(0.2 * fleet["rate"], live["seconds"], 1)
-    more = arrivals(0.2 * fleet["rate"], live["seconds"], 3)
+    fleet = live["engines"]["cpu"]["fleets"][0]
+    load = arrivals(0.2 * fleet["rate"], live["seconds"], 3)
+    more = arrivals(0.2 * fleet["rate"], live["seconds"], 13)
     models = [simulated(profile_of(profiled()), PAIR, each, warming(0.5)) for each in (load, more)]
     ttft_s = [each for model in models for each in model.ttft_s]
     tpot_s = [each for model in models for each in model.tpot_s]
@@ -193,14 +201,29 @@ def test_the_rows_hold_both_and_the_error_of_every_load() -> None:
     assert row["error_percent"] == pytest.approx(expected - 100, abs=0.1)
 
 
+def test_a_load_that_was_measured_in_both_parts_shows_the_noise() -> None:
+    live = live_of(kvmesh=1.2)
+    assert measured_twice(live, "cpu") == [], "the fleet had no such load"
+    found = live["engines"]["cpu"]
+    found["policies"][0] |= {"prefill": 2, "decode": 2}
+    found["fleets"].append(
+        {**found["policies"][0], "loads": live_of(a=1.0)["engines"]["cpu"]["policies"][0]["loads"]}
+    )
+    rows = measured_twice(live, "cpu")
+    assert [row["metric"] for row in rows] == ["ttft p50", "ttft p90", "tpot p50", "tpot p90"]
+    assert {(row["measured"], row["measured again"], row["error_percent"]) for row in rows} == {
+        (100.0, 120.0, 20.0)
+    }
+
+
 def test_targets_are_of_the_largest_error_and_of_the_order() -> None:
     fleets = [
         {"stack": "a", "metric": metric, "error_percent": error}
         for metric in ("ttft p50", "ttft p90", "tpot p50", "tpot p90")
         for error in (5.0, -20.0)
     ]
-    live = live_of(a=1.0, b=2.0)
-    found = targets(live, fleets, [*said("a", 1.0), *said("b", 3.0)])
+    live = live_of(a=1.0, b=2.0)["engines"]["cpu"]["policies"]
+    found = targets("cpu", live, fleets, [*said("a", 1.0), *said("b", 3.0)])
     by_name = {each.name: each for each in found}
-    assert by_name["a: ttft p50, largest error, %"].value == pytest.approx(20.0)
-    assert by_name["policies ordered alike, of 4 pairs, share"].met
+    assert by_name["cpu, a: ttft p50, largest error, %"].value == pytest.approx(20.0)
+    assert by_name["cpu: policies ordered alike, of 4 pairs, share"].met

@@ -10,7 +10,7 @@ from kvmesh.cli.front_cost import (
     LONG_LENGTH,
     SHORT_LENGTH,
     Span,
-    cores_in_steps,
+    cores_of,
     cpu_s,
     fit_front,
     fit_loop,
@@ -67,5 +67,5 @@ def test_what_a_loop_does_for_steps_is_theirs() -> None:
 
 
 @pytest.mark.parametrize(("cpu_s", "cores"), [(1.5, 0.75), (2.2, 1.0), (0.0, LEAST_CORES)])
-def test_an_engine_uses_one_core_at_most_while_it_decodes(cpu_s: float, cores: float) -> None:
-    assert cores_in_steps(Span(2.0, cpu_s, 4, 2048)) == cores
+def test_an_engine_uses_one_core_at_most(cpu_s: float, cores: float) -> None:
+    assert cores_of(cpu_s, 2.0) == cores

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh.cli.front_cost import LEAST_CORES, LONG_LENGTH, StackCosts
 from kvmesh.cli.stack_client import Timing
 from kvmesh.cli.stack_costs import (
     LENGTHS as PROFILED,
@@ -50,13 +51,14 @@ BESIDE = Beside(
 )
 FRONT = Front(4.0, 0.001, 1e-5, 1e-3)
 LOOP = Loop(0.002, 0.001, 3e-4)
+COSTS = StackCosts(FRONT, LOOP, step_cores=1.0, prompt_cpu_s=0.001 * LONG_LENGTH)
 
 
 def measured() -> Measured:
     """A millisecond per prompt token, 6 ms of overhead, 20 ms from first to second token."""
     first = {n: 0.006 + 0.001 * n for n in PROFILED}
     first[TINY] = 0.006 + SHORT[0].step_s
-    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE, FRONT, LOOP)
+    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE, COSTS)
 
 
 def record_of(seen: Measured) -> dict[str, Any]:
@@ -143,13 +145,21 @@ def test_what_the_front_took_is_counted_once() -> None:
     seen = dataclasses.replace(
         measured(),
         beside=dataclasses.replace(BESIDE, front_cores=0.2),
-        front=dataclasses.replace(FRONT, cores=2.0),
+        costs=dataclasses.replace(COSTS, front=dataclasses.replace(FRONT, cores=2.0)),
     )
     sharing = profile_of(seen).sharing
     assert sharing is not None
     assert sharing.prefill == pytest.approx(1.5 * 0.8, rel=0.01)
     assert sharing.decode == pytest.approx(1.25, rel=0.01)
-    assert (sharing.front, sharing.loop) == (seen.front, LOOP)
+    assert (sharing.front, sharing.loop) == (seen.costs.front, LOOP)
+
+
+@pytest.mark.parametrize(("share", "cores"), [(0.6, 0.6), (1.3, 1.0), (0.0, LEAST_CORES)])
+def test_a_prompt_uses_the_cores_that_its_engine_used(share: float, cores: float) -> None:
+    costs = dataclasses.replace(COSTS, prompt_cpu_s=share * 0.001 * LONG_LENGTH)
+    sharing = profile_of(dataclasses.replace(measured(), costs=costs)).sharing
+    assert sharing is not None
+    assert sharing.prompt_cores == pytest.approx(cores)
 
 
 def test_prompts_count_while_all_generate() -> None:

@@ -11,8 +11,8 @@ from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fields import Fields
 from kvmesh.sim.fleet import SimFleet, WorkerGroup, parse_fleet
-from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, STEP_WEIGHT, Host, Work, crowding
-from kvmesh.sim.profile import Front, Loop, Sharing
+from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, STEP_WEIGHT, Host, crowding
+from kvmesh.sim.profile import Front, Loop, Sharing, Work
 from kvmesh.sim.profile_file import parse_profile
 from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import simulate
@@ -134,9 +134,11 @@ def test_the_front_takes_cores_from_those_that_compute() -> None:
     assert host.message_stretch == pytest.approx(1.0, abs=0.05)
 
 
-def on_two_cores(step_cores: float = 1.0, loop_cores: float = 0.0) -> Sharing:
+def on_two_cores(
+    step_cores: float = 1.0, loop_cores: float = 0.0, prompt_cores: float = 1.0
+) -> Sharing:
     front, loop = Front(2.0, 0.0, 0.0, 0.0), Loop(0.0, 0.0, 0.0, step_cores=loop_cores)
-    return Sharing(1.0, 1.0, front, loop, step_cores)
+    return Sharing(1.0, 1.0, front, loop, step_cores, prompt_cores)
 
 
 def test_workers_keep_a_part_however_much_the_front_wants() -> None:
@@ -156,18 +158,39 @@ def test_steps_that_wait_for_their_loop_leave_a_part_of_a_core() -> None:
 @pytest.mark.parametrize("num_steps", range(5))
 @pytest.mark.parametrize("num_prompts", range(5))
 @pytest.mark.parametrize("front_cores", [0.0, 0.4, 1.9])
-@pytest.mark.parametrize(("step_cores", "loop_cores"), [(1.0, 0.0), (0.7, 0.15), (0.05, 0.4)])
+@pytest.mark.parametrize(
+    ("step_cores", "loop_cores", "prompt_cores"),
+    [(1.0, 0.0, 1.0), (0.7, 0.15, 1.0), (0.05, 0.4, 1.0), (0.05, 0.1, 0.05), (0.8, 0.1, 0.1)],
+)
 def test_all_cores_are_handed_out_and_steps_wait_less(
-    num_steps: int, num_prompts: int, front_cores: float, step_cores: float, loop_cores: float
+    num_steps: int,
+    num_prompts: int,
+    front_cores: float,
+    step_cores: float,
+    loop_cores: float,
+    prompt_cores: float,
 ) -> None:
     count = num_steps + num_prompts
-    crowded = crowding(num_steps, num_prompts, front_cores, on_two_cores(step_cores, loop_cores))
-    given = num_steps * step_cores / crowded[Work.STEPS] + num_prompts / crowded[Work.PROMPT]
+    sharing = on_two_cores(step_cores, loop_cores, prompt_cores)
+    crowded = crowding(num_steps, num_prompts, front_cores, sharing)
+    for_steps = num_steps * step_cores / crowded[Work.STEPS]
+    given = for_steps + num_prompts * prompt_cores / crowded[Work.PROMPT]
     rest = 2 - front_cores - num_steps * loop_cores
     left = max(rest, 2 * count / (count + FRONT_PROCESSES)) if count else 0.0
-    assert given == pytest.approx(min(num_steps * step_cores + num_prompts, left))
-    if num_steps and num_prompts:
+    assert given == pytest.approx(min(num_steps * step_cores + num_prompts * prompt_cores, left))
+    if num_steps and num_prompts and prompt_cores == 1.0:
         assert 1.0 <= crowded[Work.STEPS] <= crowded[Work.PROMPT]
+
+
+def test_workers_with_devices_do_not_make_messages_wait() -> None:
+    def stretch(sharing: Sharing) -> float:
+        host = Host(sharing, lambda: 0.0)
+        for _ in range(2):
+            host.note(Quiet(), Work.PROMPT)
+        return host.message_stretch
+
+    assert stretch(on_two_cores(prompt_cores=0.1)) == 1.0
+    assert stretch(on_two_cores()) == pytest.approx(3 / 2)
 
 
 def test_a_long_step_takes_longer_from_when_others_begin() -> None:
@@ -258,6 +281,13 @@ def test_a_profile_names_what_sharing_costs() -> None:
     )
     in_steps["step_cores"] = 1.5
     with pytest.raises(ConfigError, match=r"p\.sharing: step_cores"):
+        parse_profile(Fields(with_steps, "p"))
+    in_steps |= {"step_cores": 0.7, "prompt_cores": 0.1}
+    found = parse_profile(Fields(with_steps, "p")).sharing
+    assert found is not None
+    assert (found.step_cores, found.prompt_cores) == (0.7, 0.1)
+    in_steps["prompt_cores"] = 0
+    with pytest.raises(ConfigError, match=r"p\.sharing: prompt_cores"):
         parse_profile(Fields(with_steps, "p"))
     loop["ask_s"] = -1
     with pytest.raises(ConfigError, match=r"p\.sharing\.loop"):
