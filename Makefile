@@ -43,7 +43,7 @@ MODEL_TESTS := $(patsubst %,tests/integration/test_%.py,transformers_equality gr
 test test-fast test-in-order test-models: export OMP_NUM_THREADS := 1
 # gRPC tells of every peer that leaves.
 test test-fast test-in-order test-models: export GRPC_VERBOSITY := ERROR
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-grid bench-ablation bench-hybrids bench-million bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-grid bench-ablation bench-million bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -213,9 +213,6 @@ bench-grid: compiled-simulator ## goodput over limits, loads and traces against 
 
 bench-ablation: compiled-simulator ## what each mechanism and constant of the default brings there: make bench-ablation TRACES="FILE..."; writes bench/results/policies_ablation.*
 	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --ablation $(if $(TRACES),--trace $(TRACES)) $(ARGS)
-
-bench-hybrids: compiled-simulator ## workers without roles at a loose and a tight limit: make bench-hybrids TRACES="FILE..."; writes bench/results/policies_hybrids.*
-	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --hybrids $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 
 bench-million: compiled-simulator ## a million simulated requests on a thousand workers, compiled; writes bench/results/policies_million.*
 	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --million $(ARGS)

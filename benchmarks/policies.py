@@ -23,7 +23,6 @@ from benchmarks.policies_chains import prompt_chains
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
 from benchmarks.policies_forwarding import forwarding
 from benchmarks.policies_grid import TPOT_MS, Limits, Load, draw, grid, loads
-from benchmarks.policies_hybrids import hybrids
 from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
 from benchmarks.policies_traces import composition_and_pool
@@ -138,9 +137,6 @@ def main(argv: Sequence[str]) -> int:
         "--ablation", action="store_true", help="only what each mechanism and constant brings there"
     )
     parser.add_argument(
-        "--hybrids", action="store_true", help="only workers without roles, at two limits of it"
-    )
-    parser.add_argument(
         "--capacity", action="store_true", help="only the sweep of host memory and disk below pools"
     )
     parser.add_argument("--seeds", type=int, default=5, help="of each cell of the grid")
@@ -169,9 +165,6 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, list[Experiment]]:
         return "policies_million", [million(SEED)]
     if arguments.capacity:
         return "policies_capacity", capacity(traces, size, SEED)
-    if arguments.hybrids:
-        seeds = [SEED + number for number in range(arguments.seeds)]
-        return "policies_hybrids", [hybrids(loads(traces, size, seeds))]
     if arguments.grid or arguments.ablation:
         cells, *variants = whole_grid(traces, size, arguments.seeds)
         return ("policies_grid", [cells]) if arguments.grid else ("policies_ablation", variants)

@@ -69,6 +69,7 @@ def _grid(result: Result) -> list[Row]:
                 "best other": cell.best,
                 "over it": f"{cell.ratio:.2f} ± {cell.noise:.2f}",
                 "over the best mixed": f"{cell.over_mixed:.2f}",
+                "over roles 6:4": f"{cell.over_roles:.2f}",
                 "ITL p99, best other's": f"{1000 * cell.itl_s:.0f} ms, "
                 f"{1000 * cell.best_itl_s:.0f} ms",
             }
@@ -175,7 +176,6 @@ _TABLES: Mapping[str, tuple[str, Callable[[Result], list[Row]]]] = {
     "joint dispatch": ("policies", _joint),
     "fleet": ("fleet", _fleet),
     "grid": ("policies_grid", _grid),
-    "hybrids": ("policies_hybrids", _grid),
     "ablation": ("policies_ablation", _variants("Ablation")),
     "sensitivity": ("policies_ablation", _variants("Sensitivity")),
 }

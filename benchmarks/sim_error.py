@@ -81,6 +81,10 @@ moves KV for real: cores are used as on a machine with a device for each worker.
 
 MODEL = ROOT / "models" / "pydoc-6m"
 
+NUM_BLOCKS = 4096
+"""Of a worker's KV. The simulator's blocks are 32 times as long, so it would run out of few ones
+earlier than a real worker."""
+
 FLEETS = ((1, 1), (2, 2), (1, 3))
 """Prefill and decode workers."""
 
@@ -126,6 +130,7 @@ def in_stack(engines: Engines, stack: Stack, command: Sequence[str]) -> None:
     """
     workers = ["--prefill", str(stack.prefill), "--decode", str(stack.decode)]
     flags = ["--model", str(MODEL), *engines.flags, "--port", "0"]
+    flags += ["--num-blocks", str(NUM_BLOCKS)]
     run = ["--run", shlex.join([sys.executable, *command])]
     environment = {**os.environ, **engines.options, "KVMESH_ROUTING__POLICY": stack.policy}
     up = [sys.executable, "-m", "kvmesh.cli", "up", *workers, *flags, *run]
@@ -137,6 +142,7 @@ def profiled(engines: Engines) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stack.json"
         command = ["-m", "kvmesh.cli", "profile", "--model", str(MODEL), "--out", str(out)]
+        command += ["--num-blocks", str(NUM_BLOCKS)]
         in_stack(engines, Stack(1, 1, POLICIES[0]), command)
         found: dict[str, Any] = json.loads(out.read_text())
         return found

@@ -31,7 +31,6 @@ VERBS = {
     "gateway_journal": "bench-gateway",
     "one_box": "bench-one-box",
     "policies_ablation": "bench-ablation",
-    "policies_hybrids": "bench-hybrids",
     "policies_capacity": "bench-capacity",
     "policies_grid": "bench-grid",
     "policies_million": "bench-million",

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.named_values import named_numbers, named_values
+from kvmesh.core.named_values import listed, named_numbers, named_values
 from kvmesh.engine.model_source import served_name
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.rpc.channels import TlsConfig
@@ -94,8 +94,7 @@ class ModelConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """All names that clients may use, its own first."""
-        aliases = [each.strip() for each in self.aliases.split(",")]
-        return tuple(dict.fromkeys([self.name, *filter(None, aliases)]))
+        return tuple(dict.fromkeys((self.name, *listed(self.aliases))))
 
     @property
     def every(self) -> tuple[ModelConfig, ...]:

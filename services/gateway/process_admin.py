@@ -20,6 +20,7 @@ from aiohttp import web
 from kvmesh.console.page import REQUEST_PATH, SHARE_PATH
 from kvmesh.console.rows import Json
 from kvmesh.console.share import Share, added, share_from_json
+from kvmesh.core.named_values import listed
 from kvmesh.runtime.admin import AdminPort, json_body
 from kvmesh.runtime.admin_routes import add_service_routes, metrics_answer, set_log_level
 from kvmesh.runtime.app import mesh_access
@@ -157,7 +158,7 @@ def process_admin(
     admin.route("GET", "/metrics", metrics)
     admin.route("GET", "/debug/tasks", tasks)
     admin.route("POST", "/admin/log-level", log_level)
-    targets = [each.strip() for each in config.scheduler.targets.split(",") if each.strip()]
+    targets = listed(config.scheduler.targets)
     access = mesh_access(config.server)
     names = [each.name for each in config.model.every]
     return admin, add_console(admin, ConsoleSources(names, targets, access, requests))

@@ -20,6 +20,7 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.health import Health
+from kvmesh.core.named_values import listed
 from kvmesh.engine.model_source import find_model
 from kvmesh.policy.crowd import Lag
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
@@ -167,8 +168,8 @@ def _add_metrics(context: ServiceContext) -> GatewayMetrics:
     return metrics
 
 
-def _schedulers(config: GatewayConfig) -> list[str]:
-    targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
+def _schedulers(config: GatewayConfig) -> tuple[str, ...]:
+    targets = listed(config.scheduler.targets)
     if not targets:
         raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
     return targets

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.launch import LaunchError, LaunchSpec
+from kvmesh.core.named_values import listed
 from kvmesh.core.types import Role
 
 _OPTION = "kubernetes.deployments"
@@ -24,7 +25,7 @@ def read_deployments(text: str) -> dict[str, LaunchSpec]:
         ConfigError: the text is empty or wrong.
     """
     found: dict[str, LaunchSpec] = {}
-    for entry in filter(None, (each.strip() for each in text.split(","))):
+    for entry in listed(text):
         name, equals, rest = entry.partition("=")
         role, scenario, checkpoint = [*rest.split(":", 2), "", ""][:3]
         roles = {each.value: each for each in Role}

@@ -9,13 +9,13 @@ import asyncio
 
 from kvmesh.core.config import default_environment
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 from kvmesh.engine.device_names import device_index, require_named_device
 from kvmesh.engine.model_source import find_model
 from kvmesh.engine.rank_host import Builds, RankHost
 from kvmesh.engine.rank_join import Credentials, Join
 from kvmesh.engine.vllm_check import engine_environment, engine_problems
 from kvmesh.runtime.app import ServiceContext
-from kvmesh.transfer.tls import peer_names
 from services.ranks.config import RanksConfig
 
 
@@ -68,5 +68,5 @@ def leader_of(target: str) -> tuple[str, int]:
 def credentials_of(config: RanksConfig) -> Credentials:
     """What this host shows to the leader."""
     section, server = config.ranks, config.server
-    peers = peer_names(section.peers)
+    peers = listed(section.peers)
     return Credentials(section.tls, peers, server.secret_file, server.secret)

@@ -22,6 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvmesh.cli.flags import add_flag, new_parser, positive_int
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 
 SERVICES = ("gateway", "scheduler", "kvmanager", "prefill", "decode")
 PUBLIC = "public"
@@ -164,7 +165,7 @@ def _host(text: str) -> x509.GeneralName:
 
 def host_list(raw: str) -> tuple[str, ...]:
     """Parses names and addresses, comma-separated."""
-    hosts = tuple(each.strip() for each in raw.split(",") if each.strip())
+    hosts = listed(raw)
     if not hosts:
         raise argparse.ArgumentTypeError("the list is empty; give the hosts that peers connect to")
     for each in hosts:

@@ -23,6 +23,7 @@ from kvmesh.cli.stack_state import local_stack
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.empty_spare import EmptySpare
 from kvmesh.core.errors import KvMeshError
+from kvmesh.core.named_values import listed
 from kvmesh.rpc.channels import MeshAccess, PeerTls, open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
@@ -59,11 +60,10 @@ def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
     Raises:
         ConfigError: a TLS file or the secret's file cannot be used.
     """
-    named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
     tls = PeerTls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
     client_context(tls, "--tls")  # names a wrong file; gRPC only reports no answer
     return SchedulerAccess(
-        tuple(named) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
+        listed(arguments.scheduler) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
         MeshAccess(tls, find_secret(arguments.secret_file, arguments.state_dir)),
         arguments.timeout,
     )

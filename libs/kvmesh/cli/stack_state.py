@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from kvmesh.cli.flags import add_flag
 from kvmesh.cli.https import ca_hint
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 
 
 def is_checkout(folder: Path) -> bool:
@@ -154,8 +155,7 @@ def gateway_url(arguments: argparse.Namespace) -> str:
 
 def gateway_urls(arguments: argparse.Namespace) -> list[str]:
     """Returns the base URLs of all gateways to use; `--url` may name several."""
-    given = [each.strip() for each in arguments.url.split(",") if each.strip()]
-    return [_base_url(each) for each in given] or [gateway_url(arguments)]
+    return [_base_url(each) for each in listed(arguments.url)] or [gateway_url(arguments)]
 
 
 def _base_url(url: str) -> str:

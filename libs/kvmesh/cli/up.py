@@ -52,7 +52,7 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import CheckpointError, ConfigError
-from kvmesh.core.named_values import named_values
+from kvmesh.core.named_values import listed, named_values
 from kvmesh.core.types import Endpoint
 from kvmesh.engine.adapters import read_adapters
 from kvmesh.engine.checkpoint import load_model_config
@@ -138,7 +138,7 @@ def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) ->
 def _other_models(arguments: argparse.Namespace, first: str) -> tuple[OtherModel, ...]:
     """Returns the further models; they may not use the first model's name or aliases."""
     named = named_values(arguments.other_models, "--other-models", "NAME=FOLDER")
-    taken = {first, *(each.strip() for each in arguments.aliases.split(","))}
+    taken = {first, *listed(arguments.aliases)}
     if twice := sorted(taken & set(named)):
         raise ConfigError(f"--other-models: the first model has the name {', '.join(twice)}")
     names: dict[str, list[str]] = {}

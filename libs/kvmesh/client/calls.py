@@ -17,6 +17,7 @@ from kvmesh.client.messages import Delta, GenerateOptions, Prompt, delta_of, req
 from kvmesh.client.retry import Attempts, RetryPolicy
 from kvmesh.core.clock import Clock, SystemClock
 from kvmesh.core.errors import InvalidRequestError, KvMeshError, ProtocolError
+from kvmesh.core.named_values import listed
 from kvmesh.v1 import inference_service_pb2 as pb
 
 Metadata = tuple[tuple[str, str], ...]
@@ -62,7 +63,7 @@ class CallSettings:
         if unknown:
             raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
         tls = options.get("tls")
-        self.targets = [each.strip() for each in target.split(",") if each.strip()]
+        self.targets = listed(target)
         if not self.targets:
             raise InvalidRequestError("target is empty; give host:port of a gateway", "target")
         self.credentials = None if tls is None else tls.credentials()

@@ -1,4 +1,4 @@
-"""Parses options that are lists of NAME=VALUE or NAME=NUMBER.
+"""Parses options that are lists: of words, of NAME=VALUE or of NAME=NUMBER.
 
 Tests: tests/unit/core/test_named_values.py.
 """
@@ -6,6 +6,11 @@ Tests: tests/unit/core/test_named_values.py.
 from __future__ import annotations
 
 from kvmesh.core.errors import ConfigError
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Parses a comma-separated list and keeps its order; empty entries are left out."""
+    return tuple(word for part in text.split(",") if (word := part.strip()))
 
 
 def named_values(text: str, option: str, form: str) -> dict[str, str]:
@@ -19,7 +24,7 @@ def named_values(text: str, option: str, form: str) -> dict[str, str]:
         ConfigError: the list is malformed, or a name occurs twice.
     """
     found: dict[str, str] = {}
-    for each in filter(None, (part.strip() for part in text.split(","))):
+    for each in listed(text):
         name, _, value = (part.strip() for part in each.partition("="))
         if not (name and value):
             raise ConfigError(f"{option} is {form}, comma-separated; got {each!r}")

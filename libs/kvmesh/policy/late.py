@@ -19,8 +19,8 @@ def late_refusal(route: RoutePlan, view: FleetView, query: RouteQuery) -> Refusa
     """Returns the refusal of a prompt that would be late on the best worker of its plan.
 
     Nothing is refused where the time cannot be predicted: without a limit or a measured speed, for
-    a prompt that is much longer than the measured ones, a chain or a remote worker, and on hybrids,
-    whose measured speed includes decoding.
+    a prompt that is much longer than the measured ones, a chain or a remote worker. The speed is
+    measured in steps with prompts, so on hybrids it includes what they decode in these.
 
     Args:
         view: the workers that the plan was chosen from.
@@ -31,7 +31,7 @@ def late_refusal(route: RoutePlan, view: FleetView, query: RouteQuery) -> Refusa
     best = next(
         (each for each in view.workers if each.worker_id == route.prefill[0].worker_id), None
     )
-    if best is None or best.info.role is Role.HYBRID:
+    if best is None:
         return None
     if query.num_tokens - route.prefill[0].cached_tokens > view.pace.reach_tokens:
         return None

@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from kvmesh.core.config import load_config, option, secret
 from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.core.mesh_secret import THIS_HOST, load_secret
+from kvmesh.core.named_values import listed
 from kvmesh.core.open_files import raise_open_files
 from kvmesh.core.process_end import end_process
 from kvmesh.rpc.callers import RpcNames, RunningServer, check_callers
@@ -313,7 +314,7 @@ def _is_open(config: ServerConfig, access: MeshAccess) -> bool:
 
 
 def _known_callers(config: ServerConfig) -> frozenset[str]:
-    names = frozenset(name.strip() for name in config.callers.split(",") if name.strip())
+    names = frozenset(listed(config.callers))
     tls = config.tls
     if names and not (tls.cert and tls.ca and tls.verify_callers):
         raise ConfigError("server.callers needs mTLS: server.tls.cert, server.tls.ca")

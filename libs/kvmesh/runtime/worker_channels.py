@@ -8,6 +8,7 @@ from __future__ import annotations
 import ssl
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 from kvmesh.policy.transfer_mode import TransferMode
 from kvmesh.rpc.channels import PeerTls
 from kvmesh.rpc.tls import client_context, server_context
@@ -17,7 +18,7 @@ from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 from kvmesh.transfer.nixl_process import is_installed
-from kvmesh.transfer.tls import DataTls, peer_names
+from kvmesh.transfer.tls import DataTls
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
@@ -104,7 +105,7 @@ def data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | Non
     Raises:
         ConfigError: peers are named, and certificates are not checked.
     """
-    peers = frozenset(peer_names(data.peers))
+    peers = frozenset(listed(data.peers))
     if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
         raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
     return None if context is None else DataTls(context, peers, data.tls.peer_name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 from kvmesh.core.types import Role
 from kvmesh.rpc.channels import PeerTls
 from kvmesh.runtime.app import ServerConfig
@@ -79,10 +80,9 @@ class WorkerSection:
     )
 
     @property
-    def schedulers(self) -> list[str]:
+    def schedulers(self) -> tuple[str, ...]:
         """`host:port` of every scheduler."""
-        targets = (target.strip() for target in self.scheduler_targets.split(","))
-        return [target for target in targets if target]
+        return listed(self.scheduler_targets)
 
 
 def parse_role(word: str) -> Role:

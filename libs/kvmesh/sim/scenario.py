@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 from kvmesh.policy.global_lru import PoolEviction
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import WorkerGroup
@@ -50,7 +51,7 @@ def parse_failures(text: str) -> tuple[Failure, ...]:
         ConfigError: an entry is wrong.
     """
     failures: list[Failure] = []
-    for part in filter(None, text.split(",")):
+    for part in listed(text):
         try:
             moment, name, value = part.split(":")
             kind = FailureKind(name)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.named_values import listed
 from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import Moment
@@ -79,7 +80,7 @@ def parse_kinds(words: str) -> tuple[str, ...]:
     Raises:
         ConfigError: an unknown kind, or none.
     """
-    kinds = tuple(word.strip() for word in words.split(",") if word.strip())
+    kinds = listed(words)
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         known = ", ".join(KINDS)

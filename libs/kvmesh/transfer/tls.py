@@ -278,11 +278,6 @@ def common_name(certificate: Mapping[str, Any] | None) -> str:
     return next((str(value) for key, value in fields if key == "commonName"), "")
 
 
-def peer_names(text: str) -> tuple[str, ...]:
-    """Returns the names in an option of allowed peers, which are comma-separated."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def check_peer(name: str, peers: frozenset[str]) -> None:
     """Checks the name in the other end's certificate.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvmesh.core.errors import AuthenticationError, ConfigError
+from kvmesh.core.named_values import listed
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.metadata.store import StoreUnavailableError
@@ -95,7 +96,7 @@ def load_keys(config: AccessConfig, defaults: TenantLimits | None = None) -> Key
     Raises:
         ConfigError: the key file cannot be read or holds no key.
     """
-    keys = [key.strip() for key in config.api_keys.split(",") if key.strip()]
+    keys = list(listed(config.api_keys))
     if config.api_keys_file:
         try:
             lines = Path(config.api_keys_file).read_text(encoding="utf-8").splitlines()

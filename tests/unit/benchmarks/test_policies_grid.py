@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from benchmarks.policies_ablation import (
 from benchmarks.policies_grid import (
     OURS,
     REPORT_S,
+    WITH_ROLES,
     Entrant,
     Limits,
     Load,
@@ -59,6 +59,7 @@ def test_all_have_as_many_workers_and_the_same_rights() -> None:
         assert each.system.knows_tpot
         assert each.system.report_interval_s == REPORT_S
         assert each.system.deadlines is Deadlines.ADMISSION
+    assert [each.label for each in entrants()][:2] == [OURS, WITH_ROLES]
     mixed = [each for each in entrants() if each.label.startswith("mixed")]
     assert [each.chunks.mixed for each in mixed] == [8192, 2048, 512]
     assert {group.role for each in mixed for group in parse_fleet(each.fleet)} == {Role.HYBRID}
@@ -89,9 +90,11 @@ def test_a_cell_has_the_numbers_of_all_seeds() -> None:
 
 def test_noise_is_that_of_equal_seeds() -> None:
     rows = [row(OURS, 0.97, 2.0), row("mixed, a", 1.0, 2.0), row("static", 0.5, 0.5)]
+    rows.append(row(WITH_ROLES, 3.0, 3.0))
     (found,) = compare(rows)
     assert found.best == "mixed, a"
     assert found.ratio == pytest.approx(0.99)
+    assert found.over_roles == pytest.approx(0.495)
     assert 0.0 < found.noise < 0.2  # seeds differ by far more
     assert found.holds
     (lost,) = compare([row(OURS, 0.8, 1.6), *rows[1:]])
@@ -138,9 +141,9 @@ def test_a_scaled_constant_has_its_type(value: float, factor: float, scaled: flo
 
 def test_workers_without_roles_are_mixed_or_apart_as_the_limits_ask() -> None:
     requests = code_completion(300, 25.0, seed=1)
-    mixed = next(each for each in entrants() if each.label == "mixed, small chunks")
-    apart = next(each for each in entrants() if each.label == "static 7:3")
-    hybrids = dataclasses.replace(mixed, system=with_equal_rights(SYSTEMS[OURS]))
+    by_label = {each.label: each for each in entrants()}
+    hybrids, mixed = by_label[OURS], by_label["mixed, small chunks"]
+    apart = by_label["static 7:3"]
 
     def goodput(entrant: Entrant, tpot_ms: int) -> tuple[float, float]:
         result = run_clean(
@@ -172,7 +175,6 @@ def test_the_verbs_write_tables_and_pictures(tmp_path: Path) -> None:
     for flag, name, shown in (
         ("--grid", "policies_grid", ["grid"]),
         ("--ablation", "policies_ablation", ["ablation", "sensitivity"]),
-        ("--hybrids", "policies_hybrids", ["hybrids"]),
     ):
         assert main([flag, *arguments]) == 0
         result = json.loads((tmp_path / f"{name}.json").read_text())

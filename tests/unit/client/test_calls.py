@@ -84,7 +84,7 @@ def test_a_stream_goes_on_as_often_as_something_comes() -> None:
 
 
 def test_several_addresses_take_turns() -> None:
-    assert CallSettings("a:1, b:2").targets == ["a:1", "b:2"]
+    assert CallSettings("a:1, b:2").targets == ("a:1", "b:2")
     with pytest.raises(InvalidRequestError, match="host:port"):
         CallSettings(" ,")
     gateways = Gateways(["a", "b", "c"], 4)

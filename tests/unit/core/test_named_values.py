@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.named_values import named_numbers, named_values
+from kvmesh.core.named_values import listed, named_numbers, named_values
+
+
+def test_words_are_stripped_and_empty_ones_left_out() -> None:
+    assert listed(" b , a,,b, ") == ("b", "a", "b")
+    assert listed("") == ()
 
 
 def test_entries_keep_their_order() -> None:

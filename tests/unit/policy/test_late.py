@@ -59,6 +59,13 @@ def test_it_is_served_late_where_it_delays_nobody() -> None:
     assert late_refusal(plan(), decodes, WITH_LIMIT) is None, "helpers are not waited for"
 
 
+def test_hybrids_refuse_late_prompts_as_well() -> None:
+    route = plan("h0", placement=Placement.AGGREGATED, decode=())
+    idle, busy = holds("h0", Role.HYBRID), holds("h0", Role.HYBRID, pending_tokens=9)
+    assert late_refusal(route, FleetView((busy,), pace=FetchPace(TOKEN_S)), WITH_LIMIT) is not None
+    assert late_refusal(route, FleetView((idle,), pace=FetchPace(TOKEN_S)), WITH_LIMIT) is None
+
+
 def test_prompts_before_it_count_and_its_prefix_does_not() -> None:
     half = dataclasses.replace(WITH_LIMIT, num_tokens=1500)
     ahead = view(holds("p0", pending_tokens=400))
@@ -80,9 +87,8 @@ def test_prompts_before_it_count_and_its_prefix_does_not() -> None:
         (plan(remote=True), BUSY, WITH_LIMIT),
         (plan(cause=RouteCause.CHAIN), BUSY, WITH_LIMIT),
         (plan("gone"), BUSY, WITH_LIMIT),
-        (plan("h0"), view(holds("h0", Role.HYBRID, pending_tokens=9)), WITH_LIMIT),
     ],
-    ids=["no limit", "no speed", "longer than measured ones", "remote", "chain", "gone", "hybrid"],
+    ids=["no limit", "no speed", "longer than measured ones", "remote", "chain", "gone"],
 )
 def test_nothing_is_refused_that_cannot_be_predicted(
     route: RoutePlan, fleet: FleetView, asked: RouteQuery
