@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -23,11 +23,13 @@ class Load:
     """Clients that ask one request after the other.
 
     Attributes:
+        headers: of each request.
         answers: prompt, seed and answer of each request that ended, in order.
     """
 
     client: ApiClient
     max_tokens: int
+    headers: Mapping[str, str] = field(default_factory=dict)
     answers: list[tuple[list[int], int, Answer]] = field(default_factory=list)
     stopping: bool = False
 
@@ -38,7 +40,11 @@ class Load:
                 return
             prompt = a_prompt(draw)
             answer = await self.client.streamed(
-                prompt, temperature=1.0, seed=seed, max_tokens=self.max_tokens
+                prompt,
+                headers=self.headers,
+                temperature=1.0,
+                seed=seed,
+                max_tokens=self.max_tokens,
             )
             self.answers.append((prompt, seed, answer))
 
@@ -63,10 +69,13 @@ class Load:
 
 @asynccontextmanager
 async def under_load(
-    client: ApiClient, num_clients: int = 6, max_tokens: int = 20
+    client: ApiClient,
+    num_clients: int = 6,
+    max_tokens: int = 20,
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Load]:
     """Clients at work; at the end all their requests are over."""
-    load = Load(client, max_tokens)
+    load = Load(client, max_tokens, headers or {})
     async with asyncio.TaskGroup() as clients:
         for number in range(num_clients):
             clients.create_task(load.run(number))

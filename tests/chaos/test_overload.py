@@ -9,6 +9,8 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.load import a_prompt
 from tests.e2e.api_client import ApiClient
 from tests.mesh_processes import fake_tokens, running_mesh
@@ -68,15 +70,19 @@ async def test_answers_of_several_choices_are_whole_or_refused(tmp_path: Path) -
         await mesh.idle()
 
 
-async def test_prompts_that_would_be_late_are_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_prefill", [1, 0], ids=["roles", "hybrids"])
+async def test_prompts_that_would_be_late_are_refused_at_once(
+    tmp_path: Path, num_prefill: int
+) -> None:
     """By the scheduler, from the measured speed of real engines; others get the same tokens."""
     draw = random.Random(3)
 
     def prompt() -> list[int]:
         return a_prompt(draw, 400, 450)
 
+    flags = {} if num_prefill else {"decode": {"worker.role": "hybrid"}}
     async with (
-        running_mesh(tmp_path, 1, 1, engine="kvmesh") as mesh,
+        running_mesh(tmp_path, num_prefill, 1, engine="kvmesh", flags=flags) as mesh,
         ApiClient(mesh.url) as client,
     ):
         waits: list[float] = []

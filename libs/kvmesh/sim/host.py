@@ -67,6 +67,11 @@ class Host:
             if each is not sharer:
                 each.others_changed()
 
+    def idle_share(self, sharer: Sharer) -> float:
+        """Returns the share of a worker's time in which its engine waits, on a host of its own."""
+        work = self._busy.get(sharer)
+        return 1.0 if work is None else 1.0 - self.sharing.cores_of(work)
+
     # --- the front ---------------------------------------------------------------------------
 
     def note_request(self, num_tokens: int) -> None:

@@ -122,7 +122,8 @@ class StepLoop:
         self._in_mixed: MixedStep | None = None
         self._timer: Timer | None = None
         self._in_step = False
-        self._other_work_s = 0.0
+        self._other_work_s = 0.0  # what was left of it at `_other_work_at`
+        self._other_work_at = 0.0
         self._fit = StepFit()
         self._itl_s = itl_s
         self._mixed = MixedSteps()
@@ -195,10 +196,25 @@ class StepLoop:
             self._next_step()
 
     def note_work(self, seconds: float) -> None:
-        """Delays the next step by other work of the worker's process; ignored if it is idle."""
+        """Adds other work of the worker's process, which it does beside the step in progress.
+
+        What is left of it at the end of the step delays the next one. Ignored if it is idle.
+        """
         if seconds and self._in_step:
-            self._other_work_s += seconds
+            self._other_work_s = self._other_work_left_s() + seconds
+            self._other_work_at = self._events.now()
             self._interrupt()
+
+    def _other_work_left_s(self) -> float:
+        """Returns the seconds of other work that are left.
+
+        Engine and event loop are threads of one interpreter: one works while the other waits.
+        """
+        if not self._other_work_s:
+            return 0.0
+        assert self._host is not None, "other work is that of a shared host"
+        done_s = (self._events.now() - self._other_work_at) * self._host.idle_share(self)
+        return max(self._other_work_s - done_s, 0.0)
 
     def others_changed(self) -> None:
         """See `Sharer`: decode steps change from the next one on, longer ones at once."""
@@ -312,7 +328,7 @@ class StepLoop:
         self._timer = self._events.at(begin + run.seconds(num_steps), self._end_run)
 
     def _take_other_work_s(self) -> float:
-        seconds, self._other_work_s = self._other_work_s, 0.0
+        seconds, self._other_work_s = self._other_work_left_s(), 0.0
         return seconds
 
     def _start_mixed(self) -> None:
