@@ -16,7 +16,8 @@ from kvmesh.rpc.convert_detail import model_detail_to_proto
 from kvmesh.rpc.convert_empty import empty_spare_to_proto
 from kvmesh.rpc.convert_worker import fleet_worker_to_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
-from services.scheduler.fleet import Fleet, FleetChange, FleetChanges
+from services.scheduler.fleet import Fleet
+from services.scheduler.fleet_changes import FleetChange, FleetChanges
 
 LOAD_INTERVAL_S = 0.1
 """Minimum seconds between two messages to one watcher if only loads changed."""

@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from kvmesh.core.adapters import lacking
 from kvmesh.core.details import FleetWorker, WorkerDetail
@@ -36,20 +35,29 @@ from kvmesh.policy.holders import HeldBlocks, Lower
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView
 from kvmesh.transfer.layouts import layout_words
+from services.scheduler.fleet_changes import FleetChange, FleetChanges
 from services.scheduler.group_layouts import GroupLayouts
-from services.scheduler.member import Member, Routed, is_same_place, view_of, worker_of
+from services.scheduler.member import (
+    NONE_TAKEN,
+    RESTORED,
+    Member,
+    Routed,
+    Standing,
+    Taken,
+    is_same_place,
+    view_of,
+    worker_of,
+)
 
 IN_FLIGHT_S = 0.5
 """Seconds that a plan counts as load of its workers, unless a later report shows it."""
 
 SETTLE_S = 0.05
-"""Seconds from a plan until its worker's report shows it, which covers the way over the gateway."""
+"""Seconds from a plan until it no longer counts beside a report, if no worker tells that it took
+the request: it was refused or lost, or the worker is of an older version."""
 
 MAX_GONE = 1024
 """Maximum number of remembered departures. A watcher further behind gets the whole fleet."""
-
-_RESTORED = 0
-"""Session number of a member that was restored and has not registered yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,42 +66,6 @@ class Membership:
 
     worker_id: WorkerId
     session: int
-
-
-class Standing(NamedTuple):
-    """How a member stands in its group.
-
-    Attributes:
-        serves: whether it is not held back.
-        session: number of its registration.
-        is_out: whether it drains or is ejected, so that no route chooses it anyway.
-    """
-
-    info: WorkerInfo
-    serves: bool
-    session: int
-    is_out: bool
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it has registered with this scheduler, and is not only remembered."""
-        return self.session != _RESTORED
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChange:
-    """A worker that changed. `is_new` is False if only its load changed."""
-
-    worker: FleetWorker
-    is_new: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChanges:
-    """Changes since an earlier version."""
-
-    workers: tuple[FleetChange, ...]
-    gone: tuple[WorkerId, ...]
 
 
 class Fleet:
@@ -122,7 +94,7 @@ class Fleet:
         self._labels: dict[str, set[str]] = {}
         self._lacking: dict[tuple[str, str], frozenset[WorkerId]] = {}
         self._unwell: set[WorkerId] = set()  # a look at the ill must not scan the fleet
-        self._last_session = _RESTORED
+        self._last_session = RESTORED
         self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
         self._lost: deque[WorkerInfo] = deque(maxlen=MAX_GONE)
         self._num_routes = 0
@@ -175,14 +147,21 @@ class Fleet:
         """Adds a remembered worker until its lease ends. Returns False if it is already known."""
         if info.worker_id in self._members:
             return False
-        self._insert(info, _RESTORED, reported_at=-math.inf, now=now)
+        self._insert(info, RESTORED, reported_at=-math.inf, now=now)
         return True
 
-    def report(self, membership: Membership, load: WorkerLoad, now: float) -> bool:
-        """Stores a load and renews the lease. Returns False if the membership is over."""
+    def report(
+        self, membership: Membership, load: WorkerLoad, now: float, taken: Taken = NONE_TAKEN
+    ) -> bool:
+        """Stores a load and renews the lease. Returns False if the membership is over.
+
+        Args:
+            taken: requests that the load shows for the first time.
+        """
         member = self._current(membership)
         if member is None:
             return False
+        self._shown(taken)
         urgent = load.draining != member.load.draining
         changed = load != member.load
         member.load, member.reported = load, True
@@ -194,6 +173,19 @@ class Fleet:
             self._note_change(urgent=urgent)
             member.changed_at = self.version
         return True
+
+    def _shown(self, taken: Taken) -> None:
+        """Stops counting plans whose request some worker took, their first candidate or another."""
+        for request_id in taken.prompts:
+            if routed := self._routed.get(request_id):
+                first = self._members.get(routed.prefill)
+                if first is not None and first.forget_prompt(routed.at):
+                    self._index.update(view_of(first))
+        for request_id in taken.reservations:
+            if routed := self._routed.get(request_id):
+                first = self._members.get(routed.decode)
+                if first is not None and first.forget_reservation(routed.at):
+                    self._index.update(view_of(first))
 
     def confirm(self, membership: Membership, now: float) -> bool:
         """Like `report` with the last reported load."""
@@ -396,7 +388,7 @@ class Fleet:
 
     def confirmed(self) -> Iterator[WorkerInfo]:
         """Members that registered with this scheduler."""
-        return (each.info for each in self._members.values() if each.session != _RESTORED)
+        return (each.info for each in self._members.values() if each.session != RESTORED)
 
     def fingerprints(self, model: str) -> set[str]:
         """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks.

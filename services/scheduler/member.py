@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
 from kvmesh.core.health import Health
-from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import RequestId, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.groups import GroupKey
 from kvmesh.policy.health import Verdict
 from kvmesh.policy.view import WorkerView
+
+RESTORED = 0
+"""Session number of a member that was restored and has not registered yet."""
 
 
 class Routed(NamedTuple):
@@ -24,6 +28,16 @@ class Routed(NamedTuple):
     at: float
     prefill: WorkerId
     decode: WorkerId
+
+
+class Taken(NamedTuple):
+    """Ids of requests whose prompt a worker accepted, and for which it reserved blocks."""
+
+    prompts: Sequence[RequestId] = ()
+    reservations: Sequence[RequestId] = ()
+
+
+NONE_TAKEN = Taken()
 
 
 @dataclass(slots=True)
@@ -58,21 +72,52 @@ class Member:
 
         Returns False if it no longer counted: a report showed it, or the worker restarted.
         """
-        counted = False
-        sides = (routed.prefill, self.prefill_routes), (routed.decode, self.decode_routes)
-        for worker_id, routes in sides:
-            if worker_id != self.info.worker_id or not routes or routes[0] > routed.at:
-                continue  # oldest first: a report has shown all older plans
-            if routed.at in routes:
-                routes.remove(routed.at)
-                counted = True
-        return counted
+        own = self.info.worker_id
+        counted = own == routed.prefill and _forget(self.prefill_routes, routed.at)
+        return (own == routed.decode and _forget(self.decode_routes, routed.at)) or counted
+
+    def forget_prompt(self, at: float) -> bool:
+        """Removes a plan's prompt. Returns False if it no longer counted."""
+        return _forget(self.prefill_routes, at)
+
+    def forget_reservation(self, at: float) -> bool:
+        """Removes a plan's reservation. Returns False if it no longer counted."""
+        return _forget(self.decode_routes, at)
 
     def forget_routes_before(self, moment: float) -> None:
         """Removes plans that a report shows."""
         for routes in (self.prefill_routes, self.decode_routes):
             while routes and routes[0] <= moment:
                 routes.popleft()
+
+
+def _forget(routes: deque[float], at: float) -> bool:
+    """Removes the plan of a time. Returns False if it no longer counted."""
+    # Oldest first: a report has shown all older plans.
+    if not routes or routes[0] > at or at not in routes:
+        return False
+    routes.remove(at)
+    return True
+
+
+class Standing(NamedTuple):
+    """How a member stands in its group.
+
+    Attributes:
+        serves: whether it is not held back.
+        session: number of its registration.
+        is_out: whether it drains or is ejected, so that no route chooses it anyway.
+    """
+
+    info: WorkerInfo
+    serves: bool
+    session: int
+    is_out: bool
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has registered with this scheduler, and is not only remembered."""
+        return self.session != RESTORED
 
 
 def is_same_place(before: Member, info: WorkerInfo) -> bool:

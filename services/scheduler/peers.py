@@ -32,7 +32,8 @@ from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerResponse
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
-from services.scheduler.fleet import Fleet, Standing
+from services.scheduler.fleet import Fleet
+from services.scheduler.member import Standing
 
 log = event_logger(__name__)
 

@@ -13,7 +13,7 @@ from kvmesh.core.adapters import AdapterReport
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.turns import is_turn_over
-from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerId, WorkerInfo
+from kvmesh.core.types import Refusal, RefusalReason, RequestId, Role, WorkerId, WorkerInfo
 from kvmesh.rpc.convert_adapters import adapter_report_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
 from kvmesh.rpc.convert_empty import empty_spare_from_proto
@@ -33,6 +33,7 @@ from services.scheduler.config import FleetConfig
 from services.scheduler.empty_spares import EmptySpares
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
+from services.scheduler.member import Taken
 from services.scheduler.peers import Peers
 from services.scheduler.report_pace import ReportPace
 
@@ -155,7 +156,11 @@ class Registrations:
         now = self._clock.now()
         if not request.HasField("load"):
             return self._fleet.confirm(membership, now)
-        if not self._fleet.report(membership, worker_load_from_proto(request.load), now):
+        load = worker_load_from_proto(request.load)
+        prompts, reservations = (
+            tuple(map(RequestId, ids)) for ids in (request.prompts, request.reservations)
+        )
+        if not self._fleet.report(membership, load, now, Taken(prompts, reservations)):
             return False
         if self.peers is not None and request.HasField("peers"):
             info, _ = self._orders[membership.worker_id]

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
 from tests.chaos.load import Load, under_load
 from tests.e2e.api_client import ApiClient
-from tests.mesh_processes import running_mesh
+from tests.mesh_processes import Flags, running_mesh
 
 STEP_S, TOKEN_S = 0.02, 0.001
 """Of a decode step, and of a prompt's token."""
@@ -35,7 +35,7 @@ def num_apart(load: Load) -> int:
 async def test_limits_take_prompts_and_answers_apart_and_kills_lose_none(tmp_path: Path) -> None:
     engine = {"engine.fake-profile": profile(tmp_path), "engine.fake-device": "d"}
     routing = {"routing.aggregate-tokens": AGGREGATE_TOKENS}  # as it is by default
-    flags = {"scheduler": routing, "decode": {"worker.role": "hybrid", **engine}}
+    flags: dict[str, Flags] = {"scheduler": routing, "decode": {"worker.role": "hybrid", **engine}}
     async with running_mesh(tmp_path, 0, 3, flags=flags) as mesh, ApiClient(mesh.url) as client:
         async with under_load(client, num_clients=4) as load:
             await load.more(8)

@@ -21,7 +21,7 @@ from kvmesh.runtime.empty_spare import build_worker_or_spare
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
-from tests.integration.test_scheduler import FakeWorker, address, in_background, scheduler
+from tests.integration.scheduler_mesh import FakeWorker, address, in_background, scheduler
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 from tests.waiting import until
 

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError, LostError
 from kvmesh.core.peers import PeerCheck, PeerReport
 from kvmesh.core.types import (
@@ -20,21 +19,19 @@ from kvmesh.core.types import (
     Placement,
     Refusal,
     RefusalReason,
+    RequestId,
     Role,
     RouteCause,
-    RoutePlan,
-    RouteQuery,
     WorkerId,
     WorkerInfo,
-    WorkerLoad,
 )
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert_worker import worker_info_to_proto
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
-from kvmesh.rpc.registration import PeerHooks, SchedulerRegistration
-from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
+from kvmesh.rpc.registration import PeerHooks
+from kvmesh.runtime.app import ServiceContext, serving
 from kvmesh.v1 import kv_manager_service_pb2, kv_manager_service_pb2_grpc, types_pb2
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest, RouteRequest, RouteResponse
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -47,105 +44,19 @@ from services.scheduler.config import (
 )
 from services.scheduler.fleet import Fleet
 from services.scheduler.peers import Peers
-from services.scheduler.service import build
+from tests.integration.scheduler_mesh import (
+    EXAMPLE,
+    SOON_S,
+    FakeWorker,
+    address,
+    first_names,
+    in_background,
+    mesh,
+    scheduler,
+)
 from tests.redis_server import redis_url
 from tests.unit.policy.fleet_examples import query, worker_info
 from tests.waiting import until
-
-SOON_S = 5.0
-EXAMPLE = SchedulerConfig(
-    fleet=FleetConfig(lease_s=1.0, report_interval_s=0.1, warmup_s=0.0),
-)
-
-
-@asynccontextmanager
-async def scheduler(
-    config: SchedulerConfig = EXAMPLE, port: int = 0
-) -> AsyncIterator[ServiceContext]:
-    config = dataclasses.replace(config, server=ServerConfig(port=port))
-    async with serving("scheduler", config, build) as context:
-        yield context
-
-
-def address(context: ServiceContext) -> str:
-    return f"127.0.0.1:{context.port}"
-
-
-@asynccontextmanager
-async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.result()
-
-
-class FakeWorker:
-    """A worker's registration with a load that the test sets."""
-
-    def __init__(self, info: WorkerInfo, *targets: str, peers: PeerHooks | None = None) -> None:
-        self.load = WorkerLoad(blocks_free=info.num_blocks)
-        self.drains: list[str] = []
-        self.registration = SchedulerRegistration(
-            targets, info, lambda: self.load, self.drains.append, peers=peers
-        )
-
-    def report(self, **changes: Any) -> None:
-        self.load = dataclasses.replace(self.load, **changes)
-        self.registration.notify()
-
-
-class Mesh:
-    """A gateway's view of a scheduler, with fake workers."""
-
-    def __init__(self, stack: AsyncExitStack, *targets: str) -> None:
-        self._stack = stack
-        self._targets = targets
-        self.watch = FleetWatch(targets)
-        self.routes = RouteClient(targets)
-        self._changed = asyncio.Event()
-        self.watch.on_change(lambda _: self._changed.set())
-
-    async def start(self) -> None:
-        await self._stack.enter_async_context(in_background(self.watch.run()))
-        await self._stack.enter_async_context(in_background(self.routes.run()))
-        assert await self.routes.wait_connected(SOON_S)
-
-    async def join(self, info: WorkerInfo) -> tuple[FakeWorker, asyncio.Task[None]]:
-        worker = FakeWorker(info, *self._targets)
-        running = await self._stack.enter_async_context(in_background(worker.registration.run()))
-        assert await worker.registration.wait_registered(SOON_S)
-        return worker, running
-
-    async def until(self, is_true: Callable[[tuple[FleetWorker, ...]], bool]) -> None:
-        """Waits for a fact about the watched fleet."""
-        async with asyncio.timeout(SOON_S):
-            while not is_true(self.watch.workers):
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def until_names(self, *names: str) -> None:
-        await self.until(lambda seen: {each.info.worker_id for each in seen} == set(names))
-
-    async def plan(self, asked: RouteQuery | None = None) -> RoutePlan:
-        outcome = await self.routes.route(asked or query())
-        assert isinstance(outcome, RoutePlan), outcome
-        return outcome
-
-
-@asynccontextmanager
-async def mesh(*targets: str) -> AsyncIterator[Mesh]:
-    async with AsyncExitStack() as stack:
-        made = Mesh(stack, *targets)
-        await made.start()
-        yield made
-
-
-def first_names(plan: RoutePlan) -> list[str]:
-    return [side[0].worker_id for side in (plan.prefill, plan.decode) if side]
 
 
 class TestReports:
@@ -232,6 +143,24 @@ class TestRoutes:
             assert (first_names(avoiding), avoiding.cause) == (["d"], RouteCause.HELP)
             aggregated = await gateway.plan(query(placement=Placement.AGGREGATED))
             assert aggregated.decode == ()
+
+    async def test_a_prompt_that_its_worker_took_and_ended_counts_no_more(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("SETTLE_S", "IN_FLIGHT_S"):  # no plan is forgotten for its age
+            monkeypatch.setattr(f"services.scheduler.fleet.{name}", 1000.0)
+        async with scheduler() as context, mesh(address(context)) as gateway:
+            await gateway.join(worker_info("d", Role.DECODE))
+            workers = {name: (await gateway.join(worker_info(name)))[0] for name in ("p1", "p2")}
+            first, second = [
+                first_names(await gateway.plan(query(request_id=RequestId(each))))[0]
+                for each in ("one", "two")
+            ]
+            assert {first, second} == {"p1", "p2"}
+            workers[first].registration.took_prompt(RequestId("one"))
+            workers[first].report(blocks_free=7)
+            await gateway.until(lambda seen: any(each.load.blocks_free == 7 for each in seen))
+            assert first_names(await gateway.plan(query()))[0] == first
 
     async def test_routes_go_on_without_a_kvmanager(self) -> None:
         hashes = (BlockHash(bytes(16)),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from kvmesh.core.adapters import AdapterReport, AdapterWishes
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.peers import Peer, PeerReport
-from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
+from kvmesh.core.types import RequestId, Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_adapters import adapter_report_to_proto, adapter_wishes_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
@@ -45,6 +46,10 @@ FOLLOW_UP_S = 0.1
 A scheduler counts a route as load until a report that comes some time after it. Without the second
 report, a prompt that finished sooner would count for a whole interval.
 """
+
+MAX_TAKEN = 1024
+"""Maximum number of taken requests named in a report; those of a long time without a scheduler are
+forgotten."""
 
 DETAIL_INTERVAL_S = 1.0
 """Minimum seconds between two reports of details for people."""
@@ -157,6 +162,18 @@ class SchedulerRegistration:
         for link in self._links:
             link.wake()
 
+    def took_prompt(self, request_id: RequestId) -> None:
+        """Notes that the worker accepted a request's prompt; the next load shows it."""
+        for link in self._links:
+            link.prompts.append(request_id)
+        self.notify()
+
+    def took_reservation(self, request_id: RequestId) -> None:
+        """Notes that the worker reserved blocks for a request; the next load shows it."""
+        for link in self._links:
+            link.reservations.append(request_id)
+        self.notify()
+
     def update(self, info: WorkerInfo) -> None:
         """Registers the same incarnation of the worker again with other info, at all schedulers."""
         for link in self._links:
@@ -212,6 +229,8 @@ class _Link:
         self._leaving = False
         self._over = False
         self._stream: RegistrationStream | None = None
+        self.prompts = deque[RequestId](maxlen=MAX_TAKEN)
+        self.reservations = deque[RequestId](maxlen=MAX_TAKEN)
 
     def wake(self) -> None:
         self._wake.set()
@@ -291,7 +310,12 @@ class _Link:
     def _send_load(self, stream: RegistrationStream) -> None:
         self._told_load = self._load()
         self._told_at = asyncio.get_running_loop().time()
-        message = RegisterWorkerRequest(load=worker_load_to_proto(self._told_load))
+        load = worker_load_to_proto(self._told_load)
+        message = RegisterWorkerRequest(
+            load=load, prompts=self.prompts, reservations=self.reservations
+        )
+        self.prompts.clear()
+        self.reservations.clear()
         if self._peers is not None and (report := self._peers.report()) != self._told_peers:
             self._told_peers = report
             message.peers.CopyFrom(peer_report_to_proto(report))

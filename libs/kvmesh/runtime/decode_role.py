@@ -56,6 +56,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         )
         self._core = parts.core
         self._on_change = parts.on_change
+        self._on_reservation = parts.on_reservation
         self._metrics = parts.metrics
         self._slots = slots
         self._tasks: dict[tuple[DecodeOutbox, RequestId, int], DecodeTask] = {}
@@ -167,7 +168,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         reservation = self.arriving.reserve(task)
         self._tasks[key] = task
         self._idle.clear()
-        self._on_change()
+        self._on_reservation(task.request_id)
         return reservation
 
     def _taken(self, task: DecodeTask) -> None:

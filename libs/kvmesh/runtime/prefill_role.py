@@ -95,7 +95,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._core = parts.core
         self._handover = Handover(parts, channels, mode)
         self._wake_engine = parts.wake_engine
-        self._on_change = parts.on_change
+        self._on_change, self._on_prompt = parts.on_change, parts.on_prompt
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
@@ -227,7 +227,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         outcome.work = asyncio.create_task(self._carry_out(outcome))
         # A callback: a task that is cancelled before its first step runs no `finally`.
         outcome.work.add_done_callback(lambda _: self._finish(outcome))
-        self._on_change()
+        self._on_prompt(outcome.request_id)
 
     def _refusal(self) -> Refusal | None:
         if self.draining:

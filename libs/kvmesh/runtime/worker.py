@@ -18,7 +18,7 @@ from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.silence import read_threads
 from kvmesh.core.starved_time import StarvedTime
-from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import Endpoint, RequestId, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.loop import EngineLoop
@@ -193,6 +193,8 @@ class Worker:
             clock=self._clock,
             wake_engine=self._loop.wake,
             on_change=self._notify,
+            on_prompt=self._took_prompt,
+            on_reservation=self._took_reservation,
             metrics=self._metrics,
             direct=self._context.direct,
             prompt_time=self._prompt_time,
@@ -332,6 +334,12 @@ class Worker:
 
     def _notify(self) -> None:
         self._registration.notify()
+
+    def _took_prompt(self, request_id: RequestId) -> None:
+        self._registration.took_prompt(request_id)
+
+    def _took_reservation(self, request_id: RequestId) -> None:
+        self._registration.took_reservation(request_id)
 
     def _after_step(self, seconds: float) -> None:
         self._metrics.step_seconds.observe(seconds)

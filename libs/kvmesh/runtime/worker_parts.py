@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.types import WorkerId
+from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import KvMemory
 from kvmesh.policy.prompt_time import PromptTime
@@ -29,6 +29,7 @@ class WorkerParts:
     Attributes:
         wake_engine: tells the engine that it has new work.
         on_change: tells the registration that the load changed.
+        on_prompt, on_reservation: the same, because this request was accepted.
         direct: listener for gateways' direct streams.
         prompt_time: measured by the engine's steps.
     """
@@ -39,6 +40,8 @@ class WorkerParts:
     clock: Clock
     wake_engine: Callable[[], None]
     on_change: Callable[[], None]
+    on_prompt: Callable[[RequestId], None]
+    on_reservation: Callable[[RequestId], None]
     metrics: WorkerMetrics
     direct: DirectListener
     prompt_time: PromptTime

@@ -646,6 +646,8 @@ class RegisterWorkerRequest(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """Registration."""
@@ -678,6 +680,16 @@ class RegisterWorkerRequest(_message.Message):
     def peers(self) -> Global___PeerReport:
         """Beside `info`, and beside `load` when it changed. Only from workers that check their peers."""
 
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Beside `load`: ids of requests whose prompt it accepted since the last report to this scheduler.
+        The load shows them, so their plans no longer count in addition to it.
+        """
+
+    @_builtins.property
+    def reservations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The same of requests that it reserved blocks for."""
+
     def __init__(
         self,
         *,
@@ -689,10 +701,12 @@ class RegisterWorkerRequest(_message.Message):
         adapters: Global___AdapterReport | None = ...,
         empty: Global___EmptyWorker | None = ...,
         peers: Global___PeerReport | None = ...,
+        prompts: _abc.Iterable[_builtins.str] | None = ...,
+        reservations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "peers", b"peers", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "peers", b"peers", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "alive", b"alive", "detail", b"detail", "empty", b"empty", "goodbye", b"goodbye", "info", b"info", "load", b"load", "peers", b"peers", "prompts", b"prompts", "report", b"report", "reservations", b"reservations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail", "alive", "adapters", "empty"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015

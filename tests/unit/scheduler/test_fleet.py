@@ -25,6 +25,7 @@ from kvmesh.policy.routing import plan_route
 from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.transfer.layouts import layout_words
 from services.scheduler.fleet import IN_FLIGHT_S, SETTLE_S, Fleet, Membership
+from services.scheduler.member import Taken
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
 
 LEASE_S = 3.0
@@ -225,6 +226,28 @@ class TestInFlight:
         route(fleet, 10.0 + SETTLE_S)
         fleet.report(member, WorkerLoad(prefill_active=1), 10.0 + 1.5 * SETTLE_S)
         assert in_flight(fleet, 10.0 + 1.5 * SETTLE_S) == {"h": (1, 1)}
+
+    def test_a_report_that_names_requests_takes_them_over_at_once(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("h", Role.HYBRID))
+        route(fleet, 10.0, name="mine")
+        route(fleet, 10.001, name="other")
+        mine = (RequestId("mine"), RequestId("of another scheduler"))
+        fleet.report(member, WorkerLoad(decode_reserved=1), 10.01, Taken(reservations=mine))
+        assert in_flight(fleet, 10.01) == {"h": (2, 1)}
+        load = WorkerLoad(decode_reserved=1, prefill_active=1)
+        fleet.report(member, load, 10.02, Taken(prompts=mine))
+        assert in_flight(fleet, 10.02) == {"h": (1, 1)}
+        fleet.report(member, load, 10.03, Taken(mine, mine))
+        assert in_flight(fleet, 10.03) == {"h": (1, 1)}, "once each"
+
+    def test_a_request_that_another_candidate_took_counts_there_alone(self, fleet: Fleet) -> None:
+        members = {name: join(fleet, worker_info(name)) for name in ("p1", "p2")}
+        join(fleet, worker_info("d", Role.DECODE))
+        first = route(fleet, 10.0, name="mine").prefill[0].worker_id
+        second = "p2" if first == "p1" else "p1"
+        taken = Taken(prompts=(RequestId("mine"),))
+        fleet.report(members[second], WorkerLoad(prefill_active=1), 10.01, taken)
+        assert in_flight(fleet, 10.01) == {"p1": (0, 0), "p2": (0, 0), "d": (0, 1)}
 
     def test_who_asks_again_counts_where_it_is_sent_now(self, fleet: Fleet) -> None:
         for name in ("p1", "p2"):
