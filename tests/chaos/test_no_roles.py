@@ -41,12 +41,13 @@ async def test_limits_take_prompts_and_answers_apart_and_kills_lose_none(tmp_pat
             await load.more(8)
         load.check_all_ok()
         assert num_apart(load) == 0
-        async with under_load(client, num_clients=6, max_tokens=40, headers=TIGHT) as load:
-            await load.more(12)
+        # Of three workers one at least has no answers then.
+        async with under_load(client, num_clients=2, max_tokens=40, headers=TIGHT) as load:
+            await load.more(6)
             mesh["decode-1"].kill()
-            await load.more(12)
+            await load.more(6)
             await mesh.restart("decode-1")
-            await load.more(12)
+            await load.more(6)
         load.check_all_ok()
         assert num_apart(load) > len(load.answers) / 4
         await mesh.all_known()
