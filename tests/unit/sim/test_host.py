@@ -218,6 +218,25 @@ def test_a_step_waits_for_what_its_worker_does_beside_it() -> None:
     assert done_s(Loop(0.5, 0.25, 0.3)) == pytest.approx(without + 0.3 + 0.75)
 
 
+def test_what_a_worker_does_while_its_engine_waits_delays_no_step() -> None:
+    """A refusal of 2 ms, 3 ms before a step ends: with an engine on the CPU, a device, between."""
+
+    def delay_s(cores: float) -> float:
+        def done_s(ask_s: float) -> float:
+            loop = Loop(0.0, 0.0, ask_s)
+            first, _, log = two_workers(Sharing(1.0, 1.0, None, loop, cores, cores))
+            run_local(first, 0, blocks=1, output=100)
+            log.events.after(1.0, first.note_refusal)
+            finish(first, log)
+            return log.at("done r0")
+
+        return done_s(0.002) - done_s(0.0)
+
+    assert delay_s(1.0) == pytest.approx(0.002)
+    assert 0.001 < delay_s(0.7) < 0.0015
+    assert delay_s(0.05) == pytest.approx(0.0)
+
+
 def test_whoever_waits_makes_those_slower_that_are_served() -> None:
     """Prompts of two requests come one after the other; what asking costs comes on top."""
 
