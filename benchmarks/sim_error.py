@@ -235,7 +235,7 @@ def compared(live: Mapping[str, Any], name: str, part: str) -> list[Row]:
 
 
 def measured_twice(live: Mapping[str, Any], name: str) -> list[Row]:
-    """What one fleet did with equal requests in both parts: how far a measurement is from another.
+    """Rows for the load that one fleet got in both parts: how far two measurements differ.
 
     Args:
         name: of the engines.

@@ -161,7 +161,7 @@ class Fleet:
         member = self._current(membership)
         if member is None:
             return False
-        self._shown(taken)
+        self._take_over(taken, member)
         urgent = load.draining != member.load.draining
         changed = load != member.load
         member.load, member.reported = load, True
@@ -174,17 +174,21 @@ class Fleet:
             member.changed_at = self.version
         return True
 
-    def _shown(self, taken: Taken) -> None:
-        """Stops counting plans whose request some worker took, their first candidate or another."""
+    def _take_over(self, taken: Taken, by: Member) -> None:
+        """Stops counting the plans of requests that a worker took, on their first candidates.
+
+        Args:
+            by: the worker, which may be another candidate; its place in the index is not updated.
+        """
         for request_id in taken.prompts:
             if routed := self._routed.get(request_id):
                 first = self._members.get(routed.prefill)
-                if first is not None and first.forget_prompt(routed.at):
+                if first is not None and first.forget_prompt(routed.at) and first is not by:
                     self._index.update(view_of(first))
         for request_id in taken.reservations:
             if routed := self._routed.get(request_id):
                 first = self._members.get(routed.decode)
-                if first is not None and first.forget_reservation(routed.at):
+                if first is not None and first.forget_reservation(routed.at) and first is not by:
                     self._index.update(view_of(first))
 
     def confirm(self, membership: Membership, now: float) -> bool:

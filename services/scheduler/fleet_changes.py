@@ -1,4 +1,4 @@
-"""What changed in the fleet, for those who watch it.
+"""Changes of the fleet since an earlier version, as the scheduler sends them to watchers.
 
 Tests: tests/unit/scheduler/test_fleet.py, tests/unit/scheduler/test_feed.py.
 """

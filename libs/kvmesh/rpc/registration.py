@@ -43,13 +43,13 @@ MIN_GAP_S = 0.02
 FOLLOW_UP_S = 0.1
 """Seconds after which a change is reported again.
 
-A scheduler counts a route as load until a report that comes some time after it. Without the second
-report, a prompt that finished sooner would count for a whole interval.
+A scheduler counts a route whose request no worker names as load until a report that comes some time
+after it. Without the second report, such a route would count for a whole interval.
 """
 
 MAX_TAKEN = 1024
-"""Maximum number of taken requests named in a report; those of a long time without a scheduler are
-forgotten."""
+"""Maximum number of accepted requests that a report names; without a connection, older ones are
+dropped."""
 
 DETAIL_INTERVAL_S = 1.0
 """Minimum seconds between two reports of details for people."""

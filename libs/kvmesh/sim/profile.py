@@ -153,7 +153,7 @@ class Loop:
 
 
 class Work(enum.Enum):
-    """What a worker computes."""
+    """Kinds of work of a worker's engine."""
 
     STEPS = "decode steps"
     PROMPT = "chunks of prompts, with or without decode steps"

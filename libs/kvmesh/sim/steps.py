@@ -198,7 +198,7 @@ class StepLoop:
     def note_work(self, seconds: float) -> None:
         """Adds other work of the worker's process, which it does beside the step in progress.
 
-        What is left of it at the end of the step delays the next one. Ignored if it is idle.
+        What is not done when the step ends delays the next step. An idle worker ignores it.
         """
         if seconds and self._in_step:
             self._other_work_s = self._other_work_left_s() + seconds
