@@ -14,8 +14,6 @@ NATIVE_DEV := build/native/.usable
 NATIVE_ALL := build/native/.all
 SANITIZED := build/sanitized/.made
 NATIVE_SOURCES := $(wildcard libs/kvmesh/*/*.cpp libs/kvmesh/*/*.h) scripts/build_native.py libs/kvmesh/core/native_libraries.py
-# Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
-UNPINNED := $(if $(wildcard /dev/nvidiactl),^triton==,^$$)
 MODEL ?=
 TRACES ?=
 PREFILL ?= 2
@@ -76,16 +74,13 @@ $(SANITIZED): $(NATIVE_SOURCES) scripts/sanitize_native.py | $(VENV)/.made
 # An interrupted pip leaves temporary files: they lie in a folder that goes with this recipe.
 PIP_TMP = $(CURDIR)/$(VENV)/tmp
 INSTALL = rm -rf '$(PIP_TMP)' && mkdir '$(PIP_TMP)' && trap "rm -rf '$(PIP_TMP)'" EXIT && TMPDIR='$(PIP_TMP)' \
-	$(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e
+	$(PY) -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e
 
-$(VENV)/constraints.txt: constraints.txt | $(VENV)/.made
-	@grep -v '$(UNPINNED)' $< > $@
-
-$(LOCAL): pyproject.toml setup.py $(VENV)/constraints.txt | $(NATIVE)
+$(LOCAL): pyproject.toml setup.py constraints.txt | $(VENV)/.made $(NATIVE)
 	@$(INSTALL) '.[local]' | scripts/show_pip.sh
 	@touch $@
 
-$(DEV): pyproject.toml setup.py $(VENV)/constraints.txt | $(NATIVE_DEV)
+$(DEV): pyproject.toml setup.py constraints.txt | $(VENV)/.made $(NATIVE_DEV)
 	@$(INSTALL) '.[dev]' | scripts/show_pip.sh
 	@touch $(LOCAL) $@
 
@@ -127,6 +122,10 @@ check-style: lint-protos
 lint-protos: setup
 	$(VENV)/bin/buf lint && $(PY) scripts/gen_protos.py --check
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
+
+.PHONY: check-pins
+check-pins: setup ## whether the pinned versions go together on each Python and machine, from PyPI
+	$(PY) -m scripts.check_pins
 
 test: setup ## all tests but those that need a GPU or containers
 	$(MAKE) --no-print-directory -j2 test-in-order test-models

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Reads what pip says and shows where it is: one line that changes on a terminal, elsewhere a line per stage.
 set -euo pipefail
-found=0 stage=
+found=0 stage= warned=
 
 show() { # STAGE TEXT
   if [ -t 1 ]; then
@@ -12,12 +12,22 @@ show() { # STAGE TEXT
   stage=$1
 }
 
+# Once, as a line that stays.
+warn_of_cuda() {
+  [ -z "$warned" ] && [ ! -e /dev/nvidiactl ] || return 0
+  warned=1
+  [ ! -t 1 ] || printf '\r\033[K'
+  echo "this torch is built for CUDA, and here is no NVIDIA device: it works, but takes 5 GiB more." \
+    "For the build without: Ctrl-C, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, and start again"
+}
+
 show find "looking for packages; all of it takes a few minutes, most of them for torch"
 while IFS= read -r line; do
   case $line in
     Collecting\ *)
       found=$((found + 1))
       rest=${line#Collecting }
+      case $rest in nvidia-cublas* | nvidia-cudnn*) warn_of_cuda ;; esac
       show find "found $found packages: ${rest%% *}"
       ;;
     *Downloading\ *) show find "found $found packages: $(sed 's/^ *//' <<<"$line")" ;;
