@@ -108,8 +108,7 @@ class TierMachine(RuleBasedStateMachine):
     def end_lower(self, data: st.DataObject, fails: bool) -> None:
         source, copy = self.lower.pop(data.draw(st.integers(0, len(self.lower) - 1)))
         self.memory[1][copy.place] = self.memory[0][source.place]
-        self.tiers.end_read(0, source, is_good=True)
-        self.tiers.end_write(1, copy, is_good=not fails)
+        self.tiers.end_spill(source, copy, is_good=not fails)
 
     @rule(keys=st.lists(st.sampled_from(HASHES), min_size=1, max_size=4, unique=True))
     def begin_load(self, keys: list[BlockHash]) -> None:
@@ -184,8 +183,7 @@ class TierMachine(RuleBasedStateMachine):
             self.memory[0][copy.place] = seen
             self.tiers.end_write(0, copy, is_good=self.pool.is_same(block))
         for source, copy in self.lower:
-            self.tiers.end_read(0, source, is_good=True)
-            self.tiers.end_write(1, copy, is_good=False)
+            self.tiers.end_spill(source, copy, is_good=False)
         for level, copy in self.reads:
             self.tiers.end_read(level, copy, is_good=True)
         self.records_agree()

@@ -148,8 +148,7 @@ class TieredCache:
     def _spilled(self, sources: Sequence[Copy], copies: Sequence[Copy], good: Good) -> None:
         self._is_spilling = False
         for source, copy, is_good in zip(sources, copies, good, strict=True):
-            self._tiers[0].end_read(source, is_good=True)
-            self._tiers.end_write(1, copy, is_good=is_good)
+            self._tiers.end_spill(source, copy, is_good=is_good)
         self._clean_host()
         self.clean()
 

@@ -199,6 +199,10 @@ class Tier:
         if not is_saved:
             self._unsaved[copy.key] = None
 
+    def holds(self, copy: Copy) -> bool:
+        """Whether this copy is still the tier's copy of its block."""
+        return self._place_of.get(copy.key) == copy.place
+
     def begin_read(self, key: BlockHash) -> Copy:
         """Starts a read of a block's copy; its place is not reused until `end_read`."""
         place = self._place_of[key]
@@ -375,6 +379,20 @@ class Tiers:
         tier.loaded_total += is_good
         if tier.end_read(copy, is_good=is_good):
             self._on_lost(copy.key)
+
+    def end_spill(self, source: Copy, copy: Copy, *, is_good: bool) -> None:
+        """Ends a copy from the first tier to the second.
+
+        If the source was found damaged and dropped meanwhile, its copy is damaged too.
+
+        Args:
+            source: what `Tier.begin_read` of the first tier returned.
+            is_good: whether the write succeeded.
+        """
+        first = self._tiers[0]
+        is_whole = first.holds(source)
+        first.end_read(source, is_good=True)
+        self.end_write(1, copy, is_good=is_good and is_whole)
 
     def statistics(self) -> list[TierStatistics]:
         """The counts of each tier, the fastest first."""

@@ -24,6 +24,7 @@ SENTENCES = [
     "Straße, Größe, über, naïve café — “quotes” ‘single’ … €",
     "안녕하세요 세계! नमस्ते दुनिया, आप कैसे हैं? สวัสดีชาวโลก",
     "🙂👍🏽👨‍👩‍👧‍👦🇩🇪🎉",
+    "spaces before line ends \n  and after them \n\n \n  \n\tso that both become tokens \r\n",
 ]
 CORPUS = [text[:3000] for text in list(topics.values())[:60]] + SENTENCES * 30
 

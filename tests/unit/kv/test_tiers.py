@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmesh.core.types import BlockHash
-from kvmesh.kv.tiers import Tier
+from kvmesh.kv.tiers import Tier, Tiers
 
 KEY, OTHER = BlockHash(b"k" * 16), BlockHash(b"o" * 16)
 
@@ -23,3 +23,18 @@ def test_a_lost_copy_keeps_its_place_until_its_last_reader_has_left() -> None:
     assert tier.statistics().lost_total == 1
     ([there], _) = tier.begin_write([OTHER])
     assert there.place == copy.place
+
+
+def test_a_copy_of_what_was_found_damaged_meanwhile_is_not_kept() -> None:
+    lost: list[BlockHash] = []
+    tiers = Tiers([Tier("host", 1), Tier("disk", 1)], lost.append)
+    (first,) = tiers.begin_write(0, [KEY])
+    tiers.end_write(0, first, is_good=True)
+    ([load],) = tiers.begin_read([KEY]).values()
+    (below,) = tiers.begin_write(1, [KEY])
+    source = tiers[0].begin_read(KEY)
+    tiers.end_read(0, load, is_good=False)
+    assert lost == [KEY], "the mesh is told that it is gone"
+    tiers.end_spill(source, below, is_good=True)
+    assert KEY not in tiers, "nobody was told of another copy"
+    tiers.check_integrity()
