@@ -165,7 +165,8 @@ async def test_a_slow_or_long_body_goes_over(
         assert (await answer(reader))[0] == b"HTTP/1.1 200 OK"
     async with connected(stack) as (reader, writer):
         writer.write(request(b" " * (1 << 16) + b"{}"))
-        assert (await answer(reader))[0] == b"HTTP/1.1 413 Request Entity Too Large"
+        # The words are those of Python's `http` module, which changed them in 3.13.
+        assert (await answer(reader))[0].startswith(b"HTTP/1.1 413 ")
     assert len(num_handed_over) == 2
 
 
