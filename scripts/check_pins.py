@@ -25,7 +25,7 @@ EXTRAS = ("dev", "outside")
 """All extras but `vllm`, which has an environment of its own; `dev` contains the others."""
 
 _RESOLVE = ("-m", "uv", "pip", "compile", "pyproject.toml", "--no-config", "--quiet")
-_WHEELS = ("--only-binary", ":all:", "--output-file", "-")
+_WHEELS = ("--only-binary", ":all:")
 
 
 def problem(python: str, machine: str, constraints: Path) -> str:

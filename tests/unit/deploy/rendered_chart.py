@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import pytest
 import yaml
 
 from scripts.render_manifests import render
 from tests.unit.packaging.compose_file import CONFIGS, KUBERNETES_ALONE, VLLM_ALONE
+
+if importlib.util.find_spec("go_template") is None:
+    pytest.skip("no library for Go's templates on this machine", allow_module_level=True)
 
 KUBERNETES = ("1.31", "1.37")
 FOREIGN_VARIABLES = {
