@@ -14,8 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvmesh.core.config import child_environment
-
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
@@ -29,7 +27,7 @@ _WHEELS = ("--only-binary", ":all:")
 
 
 def problem(python: str, machine: str, constraints: Path) -> str:
-    """What keeps the pinned versions from being installed there; empty if nothing does."""
+    """Returns uv's reason why the pinned versions cannot be installed there; empty if they can."""
     done = subprocess.run(
         [
             *(sys.executable, *_RESOLVE, *_WHEELS),
@@ -38,7 +36,6 @@ def problem(python: str, machine: str, constraints: Path) -> str:
             *("--python-platform", f"{machine}-{LIBC}"),
         ],
         cwd=ROOT,
-        env=child_environment({}),
         capture_output=True,
         text=True,
         check=False,
@@ -47,7 +44,7 @@ def problem(python: str, machine: str, constraints: Path) -> str:
 
 
 def main() -> int:
-    """Prints a line for each Python and machine; returns how many of them cannot be served."""
+    """Prints a line for each Python and machine. Returns the number of those with a problem."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("constraints", nargs="?", type=Path, default=ROOT / "constraints.txt")
     constraints: Path = parser.parse_args().constraints.resolve()

@@ -17,7 +17,7 @@ warn_of_cuda() {
   [ -z "$warned" ] && [ ! -e /dev/nvidiactl ] || return 0
   warned=1
   [ ! -t 1 ] || printf '\r\033[K'
-  echo "this torch is built for CUDA, and here is no NVIDIA device: it works, but takes 4 GiB more." \
+  echo "this torch is built for CUDA, and this machine has no NVIDIA device: it works, but takes 4 GiB more." \
     "For the build without: Ctrl-C, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, and start again"
 }
 

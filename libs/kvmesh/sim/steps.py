@@ -198,7 +198,8 @@ class StepLoop:
     def note_work(self, seconds: float) -> None:
         """Adds other work of the worker's process, which it does beside the step in progress.
 
-        What is not done when the step ends delays the next step. An idle worker ignores it.
+        Work that is left when the step ends delays the next step. Without a step in progress the
+        call has no effect.
         """
         if seconds and self._in_step:
             self._other_work_s = self._other_work_left_s() + seconds

@@ -34,7 +34,7 @@ def test_a_copy_of_what_was_found_damaged_meanwhile_is_not_kept() -> None:
     (below,) = tiers.begin_write(1, [KEY])
     source = tiers[0].begin_read(KEY)
     tiers.end_read(0, load, is_good=False)
-    assert lost == [KEY], "the mesh is told that it is gone"
+    assert lost == [KEY], "the loss is reported"
     tiers.end_spill(source, below, is_good=True)
-    assert KEY not in tiers, "nobody was told of another copy"
+    assert KEY not in tiers, "no tier reports another copy"
     tiers.check_integrity()

@@ -13,7 +13,8 @@ from tests.unit.packaging.compose_file import ROOT
 
 PROJECT = "kvmesh"
 OF_CUDA = ("cuda-", "nvidia-", "triton")
-"""What a CUDA build of torch needs and a CPU build does not: nothing of ours counts on it."""
+"""Beginnings of the names of packages that a CUDA build of torch requires and a CPU build does not.
+KVMesh has to work without these packages."""
 
 
 def _project_requirements() -> list[str]:

@@ -4,15 +4,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from scripts import check_pins
 from tests.unit.packaging.compose_file import ROOT
+from tests.unit.packaging.distributions import PROJECT
 
 
 def extras_within(extra: str, known: dict[str, list[str]]) -> set[str]:
-    """An extra and those that it takes in."""
-    own = [each for each in known[extra] if each.startswith("kvmesh[")]
-    inner = {name for each in own for name in each[len("kvmesh[") : -1].split(",")}
+    """An extra and the extras of this project that it requires."""
+    required = map(Requirement, known[extra])
+    inner = {name for each in required if each.name == PROJECT for name in each.extras}
     return {extra}.union(*(extras_within(each, known) for each in inner))
 
 
