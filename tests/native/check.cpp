@@ -18,6 +18,7 @@ int few_rows_f32(const float*, const float*, const float*, float*, int64_t, int6
 int few_rows_bf16(const Bf16*, const Bf16*, const Bf16*, Bf16*, int64_t, int64_t, int64_t, int);
 int any_rows_f32();
 int any_rows_bf16();
+int panel_width_f32();
 int decode_attention_f32(const float*, int64_t, const float*, float*, const int64_t*,
                          const int64_t*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t,
                          float, float, int64_t, int64_t, int64_t, int64_t, int);
@@ -70,14 +71,14 @@ std::vector<T> as(const std::vector<float>& values) {
   return made;
 }
 
-// Panels of 64 outputs, a lane of inputs after the other, as `host.in_panels` makes them.
+// Panels of some outputs, a lane of inputs after the other, as `host.in_panels` makes them.
 template <typename T>
 std::vector<T> in_panels(const std::vector<T>& weight, int64_t outputs, int64_t inputs) {
-  constexpr int64_t lane = 4 / sizeof(T);
+  const int64_t lane = 4 / sizeof(T), width = panel_width_f32();
   std::vector<T> made(weight.size());
   for (int64_t o = 0; o < outputs; ++o)
     for (int64_t i = 0; i < inputs; ++i)
-      made[o / 64 * 64 * inputs + i / lane * 64 * lane + o % 64 * lane + i % lane] =
+      made[o / width * width * inputs + i / lane * width * lane + o % width * lane + i % lane] =
           weight[o * inputs + i];
   return made;
 }

@@ -4,7 +4,7 @@
 // levels.
 //
 // Sums are fp32 whatever the tensors' dtype, and bf16 results are rounded once (vectors.h). rows.h
-// has row-wise operations, products.h products of a few rows, prefill.h attention of prompts over
+// has row-wise operations, products.h products of a few rows (by columns.h), prefill.h attention of prompts over
 // tiles of positions (tile.h), decode.h of decode steps, latent.h over latents, recurrence.h linear
 // attention, and layer.h combines several of them in one call.
 
@@ -130,6 +130,7 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
   }                                                                                                \
   extern "C" int most_rows_##NAME() { return kMostRows; }                                          \
   extern "C" int any_rows_##NAME() { return kAnyRows<T>; }                                         \
+  extern "C" int panel_width_##NAME() { return kPanelWidth; }                                      \
   extern "C" void latent_decode_##NAME(                                                            \
       const T* q, const T* kv, T* out, const int64_t* tables, const int64_t* lens,                 \
       int64_t table_stride, int64_t sequences, int64_t heads, int64_t width, int64_t rank,         \

@@ -29,6 +29,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
     "most_rows": (),
     "any_rows": (),
+    "panel_width": (),
     "gated_mlp": (_P, _P, _P, _I, _THREADS),
     "attention_layer": (_P, _P, _P, _P, _P, _P, _P, _THREADS),
     "decoder_layers": (_P, _I, _P, _P, _P, _P, _P, _P, _P, _THREADS),
@@ -50,7 +51,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 _WITH_STATUS = frozenset(
     {
-        *("decode_attention", "few_rows", "most_rows", "any_rows"),
+        *("decode_attention", "few_rows", "most_rows", "any_rows", "panel_width"),
         *("gated_mlp", "attention_layer", "decoder_layers", "head_logits"),
     }
 )
@@ -350,13 +351,15 @@ def in_panels(weight: Tensor) -> Tensor | None:
         weight: [outputs, inputs], contiguous.
 
     Returns:
-        [outputs / 64, inputs / lane, 64, lane], where lane is the number of values in four bytes.
+        [outputs / width, inputs / lane, width, lane], where lane is the number of values in four
+        bytes and width 64 on CPUs with 512-bit vectors, else 16.
     """
     outputs, inputs = weight.shape
     if outputs % PANEL or inputs % _VECTOR or not has_vectors(weight):
         return None
     lane = 4 // weight.element_size()
-    panels = weight.view(outputs // PANEL, PANEL, inputs // lane, lane)
+    width = function_of("panel_width", weight.dtype)()
+    panels = weight.view(outputs // width, width, inputs // lane, lane)
     return panels.permute(0, 2, 1, 3).contiguous()
 
 

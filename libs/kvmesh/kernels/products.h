@@ -1,5 +1,5 @@
 // Products of a few rows with weights in panels of 64 outputs, at the speed of memory, which oneDNN
-// does not reach.
+// does not reach. Panels are read line by line with 512-bit vectors, else by columns (columns.h).
 
 #pragma once
 
@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
+#include "columns.h"
 #include "prefill.h"
 #include "vectors.h"
 
@@ -22,9 +22,8 @@ constexpr int kMostRows = 64;
 // or another layout of weights.
 template <typename T>
 constexpr bool kAnyRows = !kManyRegisters || !std::is_same_v<typename Factor<T>::Type, T>;
-// Number of rows whose sums fill three quarters of the vector registers.
-constexpr int kRowBlock = 6;
-constexpr int kPanel = 64;
+// Number of consecutive outputs in a weight's memory.
+constexpr int kPanelWidth = kManyRegisters ? kPanel : kWidth;
 
 // Adds the products of some rows with V vectors of weights to their sums, for one step of inputs.
 template <int V>
@@ -35,18 +34,6 @@ inline void multiply_add(const float* weights, const float* x, int64_t x_stride,
     for (int row = 0; row < rows; ++row) sums[v][row] += w * x[row * x_stride];
   }
 }
-
-inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(value) << 16); }
-
-// Splits weights of two inputs, which share a lane.
-struct EvenOdd {
-  Floats even, odd;
-
-  explicit EvenOdd(const Bf16* weights) {
-    const Words pairs = Whole<Words>::load(weights);
-    even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
-  }
-};
 
 template <int V>
 inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, int rows,
@@ -73,7 +60,7 @@ constexpr int64_t kAhead = (PANELS == 1 ? 2048 : 1536) / sizeof(T);
 // Prefetches one lane of inputs of a panel, which is used once and should not evict cached data.
 template <typename T>
 inline void fetch_lane(const T* weights) {
-  for (int v = 0; v < kPanel / kWidth; ++v)
+  for (int v = 0; v < kColumns; ++v)
     __builtin_prefetch(reinterpret_cast<const char*>(weights) + v * 64, 0, 0);
 }
 
@@ -87,22 +74,15 @@ constexpr int64_t kDepth = 256 / sizeof(C);
 template <typename C, int R, int LINES>
 void panel_rows(const C* x, int64_t x_stride, const C* panel, int64_t count, const char* next,
                 float (*sums)[kPanel]) {
-  constexpr int kAll = kPanel / kWidth, kAtOnce = kManyRegisters ? kAll : 1;
-  for (int first = 0; first < kAll; first += kAtOnce) {
-    Floats own[kAtOnce][kRowBlock];
-    for (int v = 0; v < kAtOnce; ++v)
-      for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + (first + v) * kWidth);
-    const char* line = next + first * 64;
-    // Weights that are read once per sixteen outputs would otherwise be evicted from the L1 cache.
-    constexpr int kCache = kManyRegisters ? 3 : 2;
-    for (int64_t i = 0; i < count; i += kLane<C>, line += LINES * 64) {
-      for (int v = 0; v < kAtOnce; ++v)
-        if (first + v < LINES) __builtin_prefetch(line + v * 64, 0, kCache);
-      multiply_add<kAtOnce>(panel + i * kPanel + first * kWidth * kLane<C>, x + i, x_stride, R, own);
-    }
-    for (int v = 0; v < kAtOnce; ++v)
-      for (int row = 0; row < R; ++row) store(sums[row] + (first + v) * kWidth, own[v][row]);
+  Floats own[kColumns][kRowBlock];
+  for (int v = 0; v < kColumns; ++v)
+    for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + v * kWidth);
+  for (int64_t i = 0; i < count; i += kLane<C>, next += LINES * 64) {
+    for (int v = 0; v < LINES; ++v) __builtin_prefetch(next + v * 64);
+    multiply_add<kColumns>(panel + i * kPanel, x + i, x_stride, R, own);
   }
+  for (int v = 0; v < kColumns; ++v)
+    for (int row = 0; row < R; ++row) store(sums[row] + v * kWidth, own[v][row]);
 }
 
 // Variant of `panel_rows` for any number of rows in a block.
@@ -131,18 +111,18 @@ struct Panel {
 // Product of at most one block of rows with one or two panels; the sums stay in registers.
 template <typename T, int R, int PANELS>
 void few_rows_panels(const T* x, const Panel<T> (&panels)[PANELS], int64_t stride, int64_t inputs) {
-  Floats sums[PANELS][kPanel / kWidth][kRowBlock] = {};
+  Floats sums[PANELS][kColumns][kRowBlock] = {};
   const int64_t size = inputs * kPanel;
   for (int64_t i = 0; i < inputs; i += kLane<T>) {
     const int64_t ahead = i * kPanel + kAhead<T, PANELS>;
     for (int p = 0; p < PANELS; ++p) {
       const Panel<T>& panel = panels[p];
       fetch_lane(ahead < size ? panel.weights + ahead : panel.next + (ahead - size));
-      multiply_add<kPanel / kWidth>(panel.weights + i * kPanel, x + i, inputs, R, sums[p]);
+      multiply_add<kColumns>(panel.weights + i * kPanel, x + i, inputs, R, sums[p]);
     }
   }
   for (int p = 0; p < PANELS; ++p)
-    for (int v = 0; v < kPanel / kWidth; ++v) {
+    for (int v = 0; v < kColumns; ++v) {
       const T* const bias = panels[p].bias;
       const Floats added = bias == nullptr ? Floats{} : load(bias + v * kWidth);
       for (int row = 0; row < R; ++row)
@@ -231,7 +211,8 @@ void more_rows_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t st
   finish_panel(panel, sums, rows, stride);
 }
 
-// A weight [outputs / 64][inputs / N][64][N], with N values to a lane, and its bias or null.
+// A weight [outputs / W][inputs / N][W][N], with `kPanelWidth` outputs and N values to a lane, and
+// its bias or null.
 template <typename T>
 struct Weight {
   const T *panels, *bias;
@@ -247,23 +228,29 @@ struct Weight {
   const T* weights_of(int64_t number) const { return panels + number * kPanel * inputs; }
 };
 
-// Columns of one panel of the product, for at most `kMostRows` rows; `stride` is the distance of
-// result rows. A row's sums are taken in the same order whatever the number of rows.
+// Columns of one panel of the product, for at most `kMostRows` rows, without 512-bit vectors
+// `kChunkRows`; `stride` is the distance of result rows. A row's sums are taken in the same order
+// whatever the number of rows.
 template <typename T>
 void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
                     int64_t inputs) {
-  const Panel<T> alone[1] = {panel};
-  if (rows == 1) return few_rows_panels<T, 1>(x, alone, stride, inputs);
   if constexpr (kManyRegisters) {
+    const Panel<T> alone[1] = {panel};
     switch (rows) {
+      case 1: return few_rows_panels<T, 1>(x, alone, stride, inputs);
       case 2: return few_rows_panels<T, 2>(x, alone, stride, inputs);
       case 3: return few_rows_panels<T, 3>(x, alone, stride, inputs);
       case 4: return few_rows_panels<T, 4>(x, alone, stride, inputs);
       case 5: return few_rows_panels<T, 5>(x, alone, stride, inputs);
       case 6: return few_rows_panels<T, 6>(x, alone, stride, inputs);
+      default: return more_rows_panel(x, panel, rows, stride, inputs);
     }
+  } else {
+    alignas(64) float sums[kChunkRows][kPanel];
+    std::fill_n(sums[0], rows * kPanel, 0.0f);
+    ColumnPanel<T>{panel.weights, panel.next, inputs}.multiply(x, rows, sums);
+    finish_panel(panel, sums, rows, stride);
   }
-  more_rows_panel(x, panel, rows, stride, inputs);
 }
 
 // Equals two calls of `multiply_panel`. Two streams of weights keep more of a core's reads in
@@ -295,85 +282,35 @@ void multiply_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows) {
                    weight.inputs);
 }
 
-// Chunk of many rows, and its depth in inputs: weights of sixteen outputs fill half of the L1
-// cache, and the sums seldom leave the registers.
-constexpr int64_t kChunkRows = 96;
-constexpr int64_t kChunkDepth = 256;
+// A panel over some inputs, as columns of floats.
+struct WideColumns {
+  alignas(64) float weights[kColumns][kChunkDepth][kWidth];
 
-// Adds the product of R rows with sixteen outputs over `count` inputs to `sums`.
-template <int R>
-void column_rows(const float* x, int64_t x_stride, const float (*weights)[kWidth], int64_t count,
-                 float (*sums)[kPanel]) {
-  Floats own[R];
-  for (int row = 0; row < R; ++row) own[row] = load(sums[row]);
-  for (int64_t i = 0; i < count; ++i) {
-    const Floats w = load(weights[i]);
-    for (int row = 0; row < R; ++row) own[row] += w * x[row * x_stride + i];
-  }
-  for (int row = 0; row < R; ++row) store(sums[row], own[row]);
-}
-
-inline void column_block(const float* x, int64_t x_stride, int64_t rows,
-                         const float (*weights)[kWidth], int64_t count, float (*sums)[kPanel]) {
-  switch (rows) {
-    case 1: return column_rows<1>(x, x_stride, weights, count, sums);
-    case 2: return column_rows<2>(x, x_stride, weights, count, sums);
-    case 3: return column_rows<3>(x, x_stride, weights, count, sums);
-    case 4: return column_rows<4>(x, x_stride, weights, count, sums);
-    case 5: return column_rows<5>(x, x_stride, weights, count, sums);
-    default: return column_rows<6>(x, x_stride, weights, count, sums);
-  }
-}
-
-// A panel over some inputs, by columns of sixteen outputs, and rows of the same inputs, as floats.
-template <typename T>
-struct Columns {
-  alignas(64) float weights[kPanel / kWidth][kChunkDepth][kWidth];
-  float x[std::is_same_v<T, float> ? 1 : kChunkRows * kChunkDepth];
-
-  void take(const T* panel, int64_t count) {
-    for (int64_t i = 0; i < count; i += kLaneOf)
-      for (int v = 0; v < kPanel / kWidth; ++v) {
-        const T* const from = panel + i * kPanel + v * kWidth * kLaneOf;
-        if constexpr (std::is_same_v<T, float>) {
-          store(weights[v][i], load(from));
-        } else {
-          const EvenOdd both(from);
-          store(weights[v][i], both.even);
-          store(weights[v][i + 1], both.odd);
-        }
+  void take(const Bf16* panel, int64_t count) {
+    for (int64_t i = 0; i < count; i += 2)
+      for (int v = 0; v < kColumns; ++v) {
+        const EvenOdd both(panel + i * kPanel + v * kWidth * 2);
+        store(weights[v][i], both.even);
+        store(weights[v][i + 1], both.odd);
       }
   }
-
-  // Address of row 0, and distance to the next row.
-  std::pair<const float*, int64_t> rows_of(const T* from, int64_t inputs, int64_t rows,
-                                           int64_t count) {
-    if constexpr (std::is_same_v<T, float>) return {from, inputs};
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t i = 0; i < count; i += kWidth)
-        store(x + row * kChunkDepth + i, load(from + row * inputs + i));
-    return {x, kChunkDepth};
-  }
-
- private:
-  static constexpr int kLaneOf = static_cast<int>(sizeof(float) / sizeof(T));
 };
 
 // Variant of `multiply_panel` for at most `kChunkRows` rows, in floats.
-template <typename T>
-void multiply_columns(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
-                      int64_t inputs) {
-  float sums[kChunkRows][kPanel];
-  Columns<T> columns;
+inline void multiply_wide(const Bf16* x, const Panel<Bf16>& panel, int64_t rows, int64_t stride,
+                          int64_t inputs) {
+  alignas(64) float sums[kChunkRows][kPanel];
+  WideColumns columns;
+  RowsOf<Bf16> copies;
   std::fill_n(sums[0], rows * kPanel, 0.0f);
   for (int64_t first = 0; first < inputs; first += kChunkDepth) {
     const int64_t count = std::min(kChunkDepth, inputs - first);
     columns.take(panel.weights + first * kPanel, count);
-    const auto [from, x_stride] = columns.rows_of(x + first, inputs, rows, count);
-    for (int v = 0; v < kPanel / kWidth; ++v)
+    const FloatRows from = copies.take(x + first, inputs, rows, count);
+    for (int v = 0; v < kColumns; ++v)
       for (int64_t row = 0; row < rows; row += kRowBlock)
-        column_block(from + row * x_stride, x_stride, rows - row, columns.weights[v], count,
-                     reinterpret_cast<float(*)[kPanel]>(sums[row] + v * kWidth));
+        add_column(rows - row, from.x + row * from.stride, from.stride, columns.weights[v][0],
+                   count, Fetch<0>{}, columns_of(sums + row, v));
   }
   finish_panel(panel, sums, rows, stride);
 }
@@ -388,10 +325,15 @@ void multiply_many_rows(const T* x, const Weight<T>& weight, T* out, int64_t row
   for (int64_t task = 0; task < panels * shares; ++task) {
     const int64_t number = task / shares, share = task % shares;
     const int64_t last = std::min(rows, chunks * (share + 1) / shares * kChunkRows);
-    for (int64_t row = chunks * share / shares * kChunkRows; row < last; row += kChunkRows)
-      multiply_columns(x + row * weight.inputs,
-                       weight.panel(number, out + row * weight.outputs + number * kPanel, number),
-                       std::min(kChunkRows, last - row), weight.outputs, weight.inputs);
+    for (int64_t row = chunks * share / shares * kChunkRows; row < last; row += kChunkRows) {
+      const Panel<T> panel =
+          weight.panel(number, out + row * weight.outputs + number * kPanel, number);
+      const int64_t size = std::min(kChunkRows, last - row);
+      if constexpr (!kManyRegisters)
+        multiply_panel(x + row * weight.inputs, panel, size, weight.outputs, weight.inputs);
+      else if constexpr (kAnyRows<T>)
+        multiply_wide(x + row * weight.inputs, panel, size, weight.outputs, weight.inputs);
+    }
   }
 }
 
