@@ -89,6 +89,11 @@ def _engine(result: Result) -> tuple[str, str]:
     return f"{_target(result, 'every cell: times transformers'):.2f}x and more", "transformers 1x"
 
 
+def _engine_avx2(result: Result) -> tuple[str, str]:
+    least = min(_target(result, f"{cell}: times openvino") for cell in ("prefill", "decode"))
+    return f"{least:.2f}x and more", "OpenVINO 1x"
+
+
 def _fetched(result: Result) -> tuple[str, str]:
     row = _row(result, channel="tcp", prefix=4096)
     fetched, computed = row["fetched_ms"]["median"], row["computed_ms"]["median"]
@@ -165,6 +170,11 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
         _gateways("requests, 32 in flight", lambda row: f"{row['per s']:,}"),
     ),
     ("engine", "CPU engine, tokens per second, prefill and decode", _engine),
+    (
+        "engine_avx2",
+        "the same on a CPU with AVX2 alone, prefill and batches of 1, 8 and 32",
+        _engine_avx2,
+    ),
     (
         "prefix_fetch",
         "TTFT of a prompt with 4,096 tokens that another worker holds, fetched over TCP",

@@ -54,9 +54,17 @@ def versions() -> dict[str, str]:
 
 
 def command_line(program: Sequence[str], arguments: Sequence[str]) -> str:
-    """Returns the command that made a result, to repeat it; absolute paths are shortened."""
-    shown = [f".../{Path(each).name}" if Path(each).is_absolute() else each for each in arguments]
-    return shlex.join([*program, *shown])
+    """Returns the command that made a result, to repeat it.
+
+    Absolute paths are shortened, also behind `name=`.
+    """
+    return shlex.join([*program, *map(_shortened, arguments)])
+
+
+def _shortened(argument: str) -> str:
+    name, equals, value = argument.rpartition("=")
+    path = Path(value)
+    return f"{name}{equals}.../{path.name}" if path.is_absolute() else argument
 
 
 def git_commit(root: Path) -> str:

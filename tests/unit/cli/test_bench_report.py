@@ -40,3 +40,5 @@ def test_the_commit(tmp_path: Path) -> None:
 def test_a_command_names_no_folder_of_the_machine() -> None:
     shown = command_line(["python", "-m", "bench"], ["--rate", "4", "--trace", "/data/a b.gz"])
     assert shown == "python -m bench --rate 4 --trace '.../a b.gz'"
+    shown = command_line(["bench"], ["--peers", "vllm=/opt/v/bin/python", "--seed=4", "a=b/c"])
+    assert shown == "bench --peers vllm=.../python --seed=4 a=b/c"
