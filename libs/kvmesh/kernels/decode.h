@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
 #include "prefill.h"
@@ -33,6 +34,9 @@ struct Decode {
 
 // Number of queries that share one load of keys or values.
 constexpr int kQueries = 4;
+// Type of queries in products.
+template <typename T>
+using Query = typename Factor<T>::Type;
 
 // Online softmax of all heads of one sequence over a part of its context.
 struct Softmax {
@@ -101,7 +105,7 @@ constexpr int kStep<Bf16, V> = V % 2 == 0 ? 2 * kWidth : kWidth;
 #endif
 
 template <int STEP, typename T>
-inline Floats add_products(Floats sum, const T* key, const T* query) {
+inline Floats add_products(Floats sum, const T* key, const Query<T>* query) {
 #ifdef __AVX512BF16__
   if constexpr (STEP == 2 * kWidth)
     return bits_as<Floats>(_mm512_dpbf16_ps(bits_as<__m512>(sum),
@@ -113,7 +117,7 @@ inline Floats add_products(Floats sum, const T* key, const T* query) {
 
 // Computes scores of H queries with sixteen keys, starting with position `first`.
 template <typename T, int V, int H>
-inline void score(const T* q, const Positions<T>& here, int first, int64_t at, float scale,
+inline void score(const Query<T>* q, const Positions<T>& here, int first, int64_t at, float scale,
                   const Ahead<T>& ahead, Floats* scores) {
   constexpr int kDim = V * kWidth, kKeys = kManyRegisters ? 4 : 2;
   Floats quarters[H][4];
@@ -131,7 +135,7 @@ inline void score(const T* q, const Positions<T>& here, int first, int64_t at, f
         for (int p = 0; p < kKeys; ++p)
           for (int h = 0; h < H; ++h)
             products[h][p] =
-                add_products<kStep<T, V>>(products[h][p], keys[p] + i, q + h * kDim + i);
+                add_products<kStep<T, V>, T>(products[h][p], keys[p] + i, q + h * kDim + i);
       for (int h = 0; h < H; ++h)
         for (int p = 0; p < kKeys; p += 2)
           pairs[h][(some + p) / 2] = add_neighbours<1>(products[h][p], products[h][p + 1]);
@@ -186,7 +190,7 @@ inline void add_values(const Positions<T>& here, int64_t at, const float* weight
 // Attends with H queries of one KV head over some positions; `at` is the offset of that head's
 // keys.
 template <typename T, int V, int H>
-void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at,
+void attend(const Decode& call, const Query<T>* q, const Positions<T>& here, int64_t at,
             const Ahead<T>& ahead, Softmax own) {
   constexpr int kDim = V * kWidth;
   constexpr int kWide = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V;
@@ -211,6 +215,18 @@ void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at
                                 v == 0 ? ahead : Ahead<T>{}, values);
 }
 
+// Converts queries to the type of products.
+template <typename T>
+const Query<T>* queries_of(const T* q, int64_t count) {
+  if constexpr (std::is_same_v<Query<T>, T>) {
+    return q;
+  } else {
+    Query<T>* const converted = scratch<Query<T>, Use::kQueries>(count);
+    for (int64_t i = 0; i < count; i += kWidth) store(converted + i, load(q + i));
+    return converted;
+  }
+}
+
 // Attends with the queries of some KV heads of one sequence over a part of its context.
 template <typename T, int V>
 void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* table, KvHeads those,
@@ -219,6 +235,8 @@ void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* tab
   const int64_t kv_heads = call.pool.kv_heads, group = call.heads / kv_heads;
   Positions<T> both[2];
   Positions<T>*here = both, *next = both + 1;
+  const Query<T>* const queries =
+      queries_of(q + those.first * group * kDim, (those.last - those.first) * group * kDim);
   if (first < last) here->find(call, kv, table, kv_heads * kDim, first, last);
   for (int64_t at = first; at < last; at += kTile) {
     const bool is_last = at + kTile >= last;
@@ -228,8 +246,9 @@ void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* tab
       if (kv_head + 1 == those.last) ahead = {is_last ? nullptr : next, those.first * kDim};
       for (int64_t done = 0; done < group; done += kQueries) {
         const int64_t head = kv_head * group + done;
+        const Query<T>* const own_q = queries + (head - those.first * group) * kDim;
         const auto run = [&](auto attend) {
-          attend(call, q + head * kDim, *here, kv_head * kDim, ahead, own.from(head, kDim));
+          attend(call, own_q, *here, kv_head * kDim, ahead, own.from(head, kDim));
         };
         switch (group - done) {
           case 1: run(attend<T, V, 1>); break;

@@ -9,7 +9,7 @@
 namespace {
 
 // Each use has its own memory.
-enum class Use { kRows, kSoftmax };
+enum class Use { kRows, kSoftmax, kQueries };
 
 template <typename T, Use>
 inline T* scratch(int64_t size) {
