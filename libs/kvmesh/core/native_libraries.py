@@ -38,10 +38,14 @@ class Level:
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4_BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+_TILES = frozenset({"amx_tile", "amx_bf16"})
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
 LEVELS: dict[str, tuple[Level, ...]] = {
     "x86_64": (
-        Level("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+        Level("amx", (*_V4_BF16, "-mamx-tile", "-mamx-bf16"), _V4 | _TILES | {"avx512_bf16"}),
+        Level("avx512bf16", _V4_BF16, _V4 | {"avx512_bf16"}),
         Level("avx512", ("-march=x86-64-v4",), _V4),
         Level("avx2", ("-march=x86-64-v3",), _V3),
     ),
@@ -115,14 +119,24 @@ class Loaded:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Returns the CPU's features by the kernel's names; empty if the kernel lists none."""
+    """Returns the CPU's features by the kernel's names; empty if the kernel lists none.
+
+    AMX's tiles are among them only if this process may use them.
+    """
     if not _CPUINFO.is_file():
         return frozenset()
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
         name, _, values = line.partition(":")
         if name.strip() in {"flags", "Features"}:
-            return frozenset(values.split())
+            found = frozenset(values.split())
+            return found - _TILES if found >= _TILES and not _may_use_tiles() else found
     return frozenset()
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for the registers of AMX, which a process has only on request."""
+    libc = ctypes.CDLL(None)
+    return int(libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA)) == 0
 
 
 def machine_levels() -> tuple[Level, ...]:

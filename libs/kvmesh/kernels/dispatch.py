@@ -174,7 +174,7 @@ class HostAttention(ReferenceAttention):
         self._tables = torch.from_numpy(padded_tables(batch.block_tables[:cut]))
         self._lens = torch.tensor(batch.context_lens[:cut], dtype=torch.int64)
         self._chunks: _Chunks | None = None
-        if cut < batch.num_sequences and host.has_prefill(kv):
+        if cut < batch.num_sequences:
             self._chunks = _Chunks.of(batch)
         self.decode_rows: host_layer.DecodeRows | None = None
         """Rows for native calls of whole layers, in a step of decode rows only."""
@@ -208,8 +208,7 @@ class HostAttention(ReferenceAttention):
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
         chunks = self._chunks
-        if chunks is None:
-            return super()._prefill(q, k, v, layer, spec)
+        assert chunks is not None, "the step has chunks"
         attended = host.prefill_attention(
             q[self._batch.num_decode :],
             self._kv,
@@ -315,6 +314,6 @@ def plan_attention(
     """
     if kv.is_cuda:
         return TritonAttention(batch, kv, after_write)
-    if host.has_decode(kv):
+    if host.has_attention(kv):
         return HostAttention(batch, kv, after_write)
     return ReferenceAttention(batch, kv, after_write)

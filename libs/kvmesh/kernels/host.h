@@ -4,8 +4,8 @@
 // levels.
 //
 // Sums are fp32 whatever the tensors' dtype, and bf16 results are rounded once (vectors.h). rows.h
-// has row-wise operations, products.h products of a few rows (by columns.h), prefill.h attention of prompts over
-// tiles of positions (tile.h), decode.h of decode steps, latent.h over latents, recurrence.h linear
+// has row-wise operations, products.h products of a few rows (by columns.h and amx.h), prefill.h attention of prompts
+// over tiles of positions (tile.h), decode.h of decode steps, latent.h over latents, recurrence.h linear
 // attention, and layer.h combines several of them in one call.
 
 #pragma once
@@ -48,6 +48,7 @@ void rope_and_write(const Rope<T>& rope, T* qkv, int64_t rows, int threads) {
 
 template <typename T>
 int few_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int threads) {
+  if (rows == 0) return 0;
   if (rows > kMostRows && !kAnyRows<T>) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   if (rows > kMostRows) multiply_many_rows(x, weight, out, rows, threads);

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.host_library import has_bf16_tiles, load_host_library
+from kvmesh.kernels.host_library import load_host_library
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _VECTOR = 16
@@ -56,7 +56,6 @@ _WITH_STATUS = frozenset(
     }
 )
 PANEL = 64
-_MOST_BESIDE_TILES = 4
 
 
 @functools.cache
@@ -86,27 +85,19 @@ def has_rope(x: Tensor) -> bool:
     return x.shape[-1] % (2 * _VECTOR) == 0 and has_vectors(x)
 
 
-def has_decode(kv: Tensor) -> bool:
-    """Returns whether decode attention over this pool is compiled."""
+def has_attention(kv: Tensor) -> bool:
+    """Returns whether attention over this pool is compiled."""
     return kv.shape[-1] in _HEAD_DIMS and has_vectors(kv)
 
 
-def has_prefill(kv: Tensor) -> bool:
-    """Returns whether prompt attention over this pool is faster by the library than by torch.
-
-    It is not for bf16 if torch multiplies that in AMX tiles.
-    """
-    return has_decode(kv) and not (kv.dtype == torch.bfloat16 and has_bf16_tiles())
-
-
 def prefill_head_dim(x: Tensor, dim: int) -> int | None:
-    """Returns the smallest head size from `dim` on that `has_prefill` accepts, or None.
+    """Returns the smallest head size from `dim` on that `has_attention` accepts, or None.
 
     Args:
         x: a tensor of the intended dtype and device.
     """
     fitting = [size for size in sorted(_HEAD_DIMS) if size >= dim]
-    return fitting[0] if fitting and has_prefill(x.new_empty(0, fitting[0])) else None
+    return fitting[0] if fitting and has_attention(x.new_empty(0, fitting[0])) else None
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -218,7 +209,7 @@ def decode_attention(
         *pool_shape(kv),
         torch.get_num_threads(),
     )
-    assert status == 0, "has_decode was not asked"
+    assert status == 0, "has_attention was not asked"
     return out
 
 
@@ -330,16 +321,15 @@ def _prefill(
 @functools.cache
 def most_rows(dtype: torch.dtype) -> int:
     """Returns the most rows for which `few_rows` is faster on this CPU; needs the library."""
-    most = function_of("most_rows", dtype)()
-    # With AMX tiles oneDNN is faster from few rows on.
-    return min(most, _MOST_BESIDE_TILES) if dtype == torch.bfloat16 and has_bf16_tiles() else most
+    return function_of("most_rows", dtype)()
 
 
 def takes_any_rows(weight: Tensor) -> bool:
     """Returns whether `few_rows` should compute any number of rows with such a weight.
 
-    True on CPUs with 256-bit vectors, for which oneDNN has another weight layout. Also true for
-    bf16 on CPUs that cannot multiply it; the products are fp32 then.
+    True on CPUs with 256-bit vectors, and for bf16 on CPUs with AMX tiles, for which oneDNN has
+    other weight layouts. Also true for bf16 on CPUs that cannot multiply it; the products are fp32
+    then.
     """
     return has_vectors(weight) and bool(function_of("any_rows", weight.dtype)())
 

@@ -72,7 +72,7 @@ class DecodeRows:
     """KV of sequences that compute one position each, during one step.
 
     Args:
-        kv: the pool, which `host.has_decode` and `host.has_rope` accept.
+        kv: the pool, which `host.has_attention` and `host.has_rope` accept.
         slots: [rows] int64, slots of the rows' own positions.
         tables: [rows, blocks] int64.
         lens: [rows] int64, number of positions including the row's own.

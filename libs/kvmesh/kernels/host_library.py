@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from kvmesh.core.native_libraries import HOST, Loaded, NativeError, cpu_flags, load_library
+from kvmesh.core.native_libraries import HOST, Loaded, NativeError, load_library
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -25,8 +25,3 @@ def load_host_library() -> Loaded | None:
     except NativeError as error:
         log.warning("host_kernels_missing", error=str(error), instead="torch alone, slower")
         return None
-
-
-def has_bf16_tiles() -> bool:
-    """Returns whether the CPU has AMX bf16 tiles, which torch's products use and ours do not."""
-    return "amx_bf16" in cpu_flags()

@@ -1,7 +1,7 @@
 """Attention of many queries of one sequence over a part of its context, with its log-sum-exp.
 
-`kv` is the whole pool, as in `reference.py`. On the CPU `prefill.h` reads blocks in place, if that
-is faster; otherwise torch's flash attention is used, which also returns the sums. On other devices
+`kv` is the whole pool, as in `reference.py`. On the CPU `prefill.h` reads blocks in place; without
+it torch's flash attention is used, which also returns the sums. On other devices
 the plain twin is used, which is also the oracle.
 Tests: tests/unit/kernels/test_partial.py.
 """
@@ -35,7 +35,7 @@ class Part:
         self._blocks = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
         self._num_positions = num_positions
         self._is_causal = num_queries > 0
-        self._in_place = host.has_prefill(kv)
+        self._in_place = host.has_attention(kv)
         self._mask = None
         if num_queries and not self._in_place:
             self._mask = causal_mask(num_queries, num_positions, kv)

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "amx.h"
 #include "tile.h"
 #include "vectors.h"
 
@@ -63,6 +64,19 @@ constexpr int kVectors = kTile / kWidth;
 constexpr int64_t kTileRows = 384;
 // Number of rows whose sums fit the registers, with four vectors of each or one at a time.
 constexpr int kRows = 6;
+// Number of rows that are attended together, and what their products need meanwhile.
+template <typename C>
+constexpr int kTogether = kRows;
+template <typename C>
+struct Shapes {};
+#ifdef __AMX_BF16__
+template <>
+constexpr int kTogether<Bf16> = kAmxRows;
+template <>
+struct Shapes<Bf16> : AmxShapes {
+  Shapes() : AmxShapes(kAmxRows) {}
+};
+#endif
 // Power of two by which a peak may rise before sums are rescaled.
 constexpr float kSlack = 8.0f;
 constexpr float kNothing = -1e30f;
@@ -153,15 +167,16 @@ inline bool any_above(Floats x, float bound) {
 // Rows of one tile of queries: row r is query r / group of head r % group.
 template <typename C>
 struct Rows {
-  int64_t dim, padded = 0;
+  // Head size, also of `q` with zeros for what a step of products lacks.
+  int64_t dim, q_dim, padded = 0;
   std::vector<C> q;
   std::vector<float> acc, totals, peaks;
 
-  explicit Rows(int64_t dim) : dim(dim) {}
+  explicit Rows(int64_t dim) : dim(dim), q_dim(padded_dim(dim)) {}
 
   void reset(int64_t count) {
-    padded = (count + kRows - 1) / kRows * kRows;
-    q.assign(padded * dim, C{});
+    padded = (count + kTogether<C> - 1) / kTogether<C> * kTogether<C>;
+    q.assign(padded * q_dim, C{});
     acc.assign(padded * dim, 0.0f);
     totals.assign(padded * kWidth, 0.0f);
     peaks.assign(padded, kNothing);
@@ -204,18 +219,46 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
   store(&rows.totals[row * kWidth], total);
 }
 
-// Adds weighted values to N vectors of the sums of `kRows` rows, starting with element `at`.
-template <typename C, int N>
-inline void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* values, int steps,
-                       int64_t at) {
-  Floats sums[kRows][N];
-  float* const acc = &rows.acc[row * rows.dim + at];
-  for (int i = 0; i < kRows; ++i)
-    for (int n = 0; n < N; ++n) sums[i][n] = load(acc + i * rows.dim + n * kWidth);
-  multiply<C, N, false>(weights, kTile, values + at * kLane<C>, rows.dim, steps, sums);
-  for (int i = 0; i < kRows; ++i)
-    for (int n = 0; n < N; ++n) store(acc + i * rows.dim + n * kWidth, sums[i][n]);
-}
+// Products of `kTogether` rows: with V vectors of keys, and of their weights with N vectors of values
+// from element `at` on, which are added to the sums.
+template <typename C>
+struct RowProducts {
+  template <int V>
+  static void score(const Rows<C>& rows, int64_t row, const C* keys, Floats (&scores)[kRows][V]) {
+    multiply<C, V, true>(&rows.q[row * rows.q_dim], rows.q_dim, keys, kTile,
+                         static_cast<int>(rows.dim / kLane<C>), scores);
+  }
+
+  template <int V, int N>
+  static void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* values, int64_t at) {
+    Floats sums[kRows][N];
+    float* const acc = &rows.acc[row * rows.dim + at];
+    for (int i = 0; i < kRows; ++i)
+      for (int n = 0; n < N; ++n) sums[i][n] = load(acc + i * rows.dim + n * kWidth);
+    multiply<C, N, false>(weights, kTile, values + at * kLane<C>, rows.dim, V * kWidth / kLane<C>,
+                          sums);
+    for (int i = 0; i < kRows; ++i)
+      for (int n = 0; n < N; ++n) store(acc + i * rows.dim + n * kWidth, sums[i][n]);
+  }
+};
+#ifdef __AMX_BF16__
+template <>
+struct RowProducts<Bf16> {
+  template <int V>
+  static void score(const Rows<Bf16>& rows, int64_t row, const Bf16* keys,
+                    Floats (&scores)[kAmxRows][V]) {
+    add_amx<V, true>(&rows.q[row * rows.q_dim], rows.q_dim, keys, kTile, rows.q_dim / kAmxInputs,
+                     reinterpret_cast<float*>(scores), V * kWidth);
+  }
+
+  template <int V, int N>
+  static void add_values(Rows<Bf16>& rows, int64_t row, const Bf16* weights, const Bf16* values,
+                         int64_t at) {
+    add_amx<N, false>(weights, kTile, values + at * 2, rows.dim, V * kWidth / kAmxInputs,
+                      &rows.acc[row * rows.dim + at], rows.dim);
+  }
+};
+#endif
 
 // Positions of a tile that its queries see: query i sees [from + i, to + i) with slope 1, and
 // [from, to) with slope 0.
@@ -223,32 +266,30 @@ struct Sight {
   int64_t from, to, group, slope;
 };
 
-// Attends with `kRows` rows over the first V vectors of a tile of positions. Inlined, it would share
-// its registers with values of the loops around it, and `multiply` needs all of them.
+// Attends with `kTogether` rows over the first V vectors of a tile of positions. Inlined, it would
+// share its registers with values of the loops around it, and `multiply` needs all of them.
 template <typename C, int V>
 __attribute__((noinline)) void attend_rows(Rows<C>& rows, int64_t row, const C* keys,
                                            const C* values, const Sight& sight, Scale scale) {
-  Floats scores[kRows][V];
-  const int64_t dim = rows.dim;
-  multiply<C, V, true>(&rows.q[row * dim], dim, keys, kTile, static_cast<int>(dim / kLane<C>), scores);
+  Floats scores[kTogether<C>][V];
+  RowProducts<C>::score(rows, row, keys, scores);
   if (scale.bound > 0) {
     for (auto& row_scores : scores)
       for (Floats& some : row_scores) some = scale.bend(some * scale.factor);
     scale.factor = 1.0f;
   }
-  C weights[kRows * kTile];
-  for (int i = 0; i < kRows; ++i) {
+  C weights[kTogether<C> * kTile];
+  for (int i = 0; i < kTogether<C>; ++i) {
     const int64_t query = (row + i) / sight.group * sight.slope;
     weigh<C, V>(rows, row + i, scores[i], scale.factor, sight.from + query, sight.to + query,
                 weights + i * kTile);
   }
-  constexpr int kSteps = V * kWidth / kLane<C>;
-  for (int64_t at = 0; at < dim;) {
-    if (dim - at >= 4 * kWidth) {
-      add_values<C, 4>(rows, row, weights, values, kSteps, at);
+  for (int64_t at = 0; at < rows.dim;) {
+    if (rows.dim - at >= 4 * kWidth) {
+      RowProducts<C>::template add_values<V, 4>(rows, row, weights, values, at);
       at += 4 * kWidth;
     } else {
-      add_values<C, 1>(rows, row, weights, values, kSteps, at);
+      RowProducts<C>::template add_values<V, 1>(rows, row, weights, values, at);
       at += kWidth;
     }
   }
@@ -259,16 +300,20 @@ __attribute__((noinline)) void attend_rows(Rows<C>& rows, int64_t row, const C* 
 template <typename T, typename C>
 void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, const Sight& sight,
                  const Scale& scale, const Cached<T>* next) {
-  for (int64_t row = 0; row < count; row += kRows) {
-    if (next != nullptr) next->prefetch(row / kRows, rows.padded / kRows, rows.dim);
-    const int64_t last = std::min(row + kRows, count) - 1;
+  // A step of products takes whole lanes of these vectors.
+  constexpr int64_t kAtOnce = kTogether<C> == kRows ? 1 : 2;
+  for (int64_t row = 0; row < count; row += kTogether<C>) {
+    if (next != nullptr) next->prefetch(row / kTogether<C>, rows.padded / kTogether<C>, rows.dim);
+    const int64_t last = std::min(row + kTogether<C>, count) - 1;
     const int64_t to = sight.to + last / sight.group * sight.slope;
     if (to <= 0 || sight.from + row / sight.group * sight.slope >= kTile) continue;
-    switch (std::min<int64_t>((to + kWidth - 1) / kWidth, kVectors)) {
-      case 1: attend_rows<C, 1>(rows, row, keys, values, sight, scale); break;
-      case 2: attend_rows<C, 2>(rows, row, keys, values, sight, scale); break;
-      case 3: attend_rows<C, 3>(rows, row, keys, values, sight, scale); break;
-      default: attend_rows<C, 4>(rows, row, keys, values, sight, scale);
+    const auto run = [&](auto attend_rows) { attend_rows(rows, row, keys, values, sight, scale); };
+    const int64_t vectors = std::min<int64_t>((to + kWidth - 1) / kWidth, kVectors);
+    switch ((vectors + kAtOnce - 1) / kAtOnce) {
+      case 1: run(attend_rows<C, 1 * kAtOnce>); break;
+      case 2: run(attend_rows<C, 2 * kAtOnce>); break;
+      case 3: run(attend_rows<C, std::min<int64_t>(3 * kAtOnce, kVectors)>); break;
+      default: run(attend_rows<C, kVectors>);
     }
   }
 }
@@ -316,7 +361,7 @@ void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_he
   for (int64_t row = 0; row < count; ++row) {
     const T* const from = q + (start + row / group) * call.q_stride +
                           (kv_head * group + row % group) * dim;
-    for (int64_t i = 0; i < dim; i += kWidth) store(&rows.q[row * dim + i], load(from + i));
+    for (int64_t i = 0; i < dim; i += kWidth) store(&rows.q[row * rows.q_dim + i], load(from + i));
   }
   // No query sees a position before `begin`.
   const int64_t first = len - left, end = call.causal ? first + queries.count : len;
@@ -355,6 +400,7 @@ void prefill(const Prefill& call, const T* q, const T* kv, T* out, int64_t dim, 
   {
     Tile<T, C> tile(dim);
     Rows<C> rows(dim);
+    [[maybe_unused]] const Shapes<C> shapes;
     // Late queries see most positions, so they go first and threads end together.
 #pragma omp for schedule(dynamic)
     for (int64_t task = tasks - 1; task >= 0; --task)

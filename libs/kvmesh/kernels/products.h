@@ -1,5 +1,6 @@
 // Products of a few rows with weights in panels of 64 outputs, at the speed of memory, which oneDNN
-// does not reach. Panels are read line by line with 512-bit vectors, else by columns (columns.h).
+// does not reach. Panels are read line by line with 512-bit vectors or AMX tiles (amx.h), else by
+// columns (columns.h).
 
 #pragma once
 
@@ -8,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "amx.h"
 #include "columns.h"
 #include "prefill.h"
 #include "vectors.h"
@@ -15,13 +17,21 @@
 namespace {
 
 // Maximum number of rows that are computed together: with 512-bit vectors they are faster than
-// oneDNN up to this number, measured on Zen 5 (at 96 still a little). host.py uses fewer if oneDNN
-// has bf16 tiles.
+// oneDNN up to this number, measured on Zen 5 (at 96 still a little).
 constexpr int kMostRows = 64;
+// Whether products are computed in AMX tiles.
+#ifdef __AMX_BF16__
+template <typename T>
+constexpr bool kInTiles = std::is_same_v<T, Bf16>;
+#else
+template <typename T>
+constexpr bool kInTiles = false;
+#endif
 // Whether more rows are computed here as well, in chunks: if oneDNN has no products of the dtype,
 // or another layout of weights.
 template <typename T>
-constexpr bool kAnyRows = !kManyRegisters || !std::is_same_v<typename Factor<T>::Type, T>;
+constexpr bool kAnyRows =
+    !kManyRegisters || kInTiles<T> || !std::is_same_v<typename Factor<T>::Type, T>;
 // Number of consecutive outputs in a weight's memory.
 constexpr int kPanelWidth = kManyRegisters ? kPanel : kWidth;
 
@@ -57,11 +67,12 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
 template <typename T, int PANELS>
 constexpr int64_t kAhead = (PANELS == 1 ? 2048 : 1536) / sizeof(T);
 
-// Prefetches one lane of inputs of a panel, which is used once and should not evict cached data.
+// Prefetches one lane of inputs of a panel into the L2 cache: Intel's CPUs have few reads in flight
+// for the L1 cache, and take half of memory's speed if lines pass the L2 cache (a hint of 0).
 template <typename T>
 inline void fetch_lane(const T* weights) {
   for (int v = 0; v < kColumns; ++v)
-    __builtin_prefetch(reinterpret_cast<const char*>(weights) + v * 64, 0, 0);
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + v * 64, 0, 2);
 }
 
 // Number of inputs that are multiplied for all rows before the next: their weights, and as many
@@ -130,6 +141,52 @@ void few_rows_panels(const T* x, const Panel<T> (&panels)[PANELS], int64_t strid
     }
 }
 
+// Writes sums plus the panel's bias to their destination.
+template <typename T>
+void finish_panel(const Panel<T>& panel, const float (*sums)[kPanel], int64_t rows,
+                  int64_t stride) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int v = 0; v < kPanel; v += kWidth) {
+      const Floats added = panel.bias == nullptr ? Floats{} : load(panel.bias + v);
+      store(panel.out + row * stride + v, load(sums[row] + v) + added);
+    }
+}
+
+#ifdef __AMX_BF16__
+// Product of some rows with one panel in AMX tiles. The rows of the last tile overlap those before
+// it if there are sixteen or more; they are computed twice, equally. Memory is read in order, which
+// prefetchers do best alone.
+inline void multiply_in_tiles(const Bf16* x, const Panel<Bf16>& panel, int64_t rows, int64_t stride,
+                              int64_t inputs) {
+  // Weights of so many inputs stay in the L1 cache for all rows.
+  constexpr int64_t kInCache = 256;
+  alignas(64) float sums[kMostRows][kPanel];
+  const int64_t tile_rows = std::min(rows, kAmxRows), whole = inputs / kAmxInputs * kAmxInputs;
+  const auto for_tiles = [&](auto run) {
+    for (int64_t done = 0; done < rows; done += kAmxRows)
+      run(std::min(done, rows - tile_rows), sums + done);
+  };
+  const AmxShapes shapes(tile_rows);
+  if (whole == 0) std::fill_n(sums[0], kMostRows * kPanel, 0.0f);
+  for (int64_t first = 0; first < whole; first += kInCache) {
+    const int64_t steps = std::min(kInCache, whole - first) / kAmxInputs;
+    for_tiles([&](int64_t row, float (*own)[kPanel]) {
+      const auto add = first == 0 ? add_amx<kColumns, true> : add_amx<kColumns, false>;
+      add(x + row * inputs + first, inputs, panel.weights + first * kPanel, kPanel, steps, own[0],
+          kPanel);
+    });
+  }
+  for_tiles([&](int64_t row, float (*own)[kPanel]) {
+    // Inputs that do not fill a tile.
+    for (int64_t some = 0; some < tile_rows && whole < inputs; some += kRowBlock)
+      panel_block<Bf16, 0>(x + (row + some) * inputs + whole, inputs, panel.weights + whole * kPanel,
+                           tile_rows - some, inputs - whole, nullptr, own + some);
+    finish_panel<Bf16>({panel.weights, panel.bias, panel.out + row * stride, panel.next}, own, tile_rows,
+                 stride);
+  });
+}
+#endif
+
 // Operands of a panel and rows over some inputs: the originals if the CPU multiplies their dtype,
 // else copies widened once for all rows.
 template <typename T, typename C>
@@ -165,17 +222,6 @@ struct Factors<T, T> {
     return {from, rows_x, inputs};
   }
 };
-
-// Writes sums plus the panel's bias to their destination.
-template <typename T>
-void finish_panel(const Panel<T>& panel, const float (*sums)[kPanel], int64_t rows,
-                  int64_t stride) {
-  for (int64_t row = 0; row < rows; ++row)
-    for (int v = 0; v < kPanel; v += kWidth) {
-      const Floats added = panel.bias == nullptr ? Floats{} : load(panel.bias + v);
-      store(panel.out + row * stride + v, load(sums[row] + v) + added);
-    }
-}
 
 // Product of more rows with one panel. Weights are prefetched while earlier ones are multiplied:
 // the first blocks of rows prefetch equal shares of the following memory.
@@ -234,7 +280,9 @@ struct Weight {
 template <typename T>
 void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
                     int64_t inputs) {
-  if constexpr (kManyRegisters) {
+  if constexpr (kInTiles<T>) {
+    multiply_in_tiles(x, panel, rows, stride, inputs);
+  } else if constexpr (kManyRegisters) {
     const Panel<T> alone[1] = {panel};
     switch (rows) {
       case 1: return few_rows_panels<T, 1>(x, alone, stride, inputs);
@@ -258,7 +306,7 @@ void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t str
 template <typename T>
 void multiply_panels(const T* x, const Panel<T> (&panels)[2], int64_t rows, int64_t stride,
                      int64_t inputs) {
-  if constexpr (kManyRegisters) {
+  if constexpr (kManyRegisters && !kInTiles<T>) {
     switch (rows) {
       case 1: return few_rows_panels<T, 1>(x, panels, stride, inputs);
       case 2: return few_rows_panels<T, 2>(x, panels, stride, inputs);
@@ -315,21 +363,28 @@ inline void multiply_wide(const Bf16* x, const Panel<Bf16>& panel, int64_t rows,
   finish_panel(panel, sums, rows, stride);
 }
 
-// Variant of `multiply_rows` for any number of rows: a panel is loaded once for many of them.
+// Variant of `multiply_rows` for any number of rows: a panel is loaded once for many of them. AMX
+// tiles multiply faster than memory delivers rows, so there all panels are multiplied by as many
+// rows as the L2 cache holds, before the next rows.
 template <typename T>
 void multiply_many_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int threads) {
-  const int64_t panels = weight.outputs / kPanel, chunks = (rows + kChunkRows - 1) / kChunkRows;
+  constexpr int64_t kChunk = kInTiles<T> ? kMostRows : kChunkRows;
+  const int64_t panels = weight.outputs / kPanel, chunks = (rows + kChunk - 1) / kChunk;
+  constexpr int64_t kInL2 = 1 << 20;
+  const int64_t bytes = rows * weight.inputs * static_cast<int64_t>(sizeof(T));
+  const int64_t least = kInTiles<T> ? (bytes + kInL2 - 1) / kInL2 : 1;
   // If there are few panels, several threads share each.
-  const int64_t shares = std::min(chunks, (8 * threads + panels - 1) / panels);
+  const int64_t shares = std::min(chunks, std::max((8 * threads + panels - 1) / panels, least));
 #pragma omp for schedule(dynamic)
   for (int64_t task = 0; task < panels * shares; ++task) {
-    const int64_t number = task / shares, share = task % shares;
-    const int64_t last = std::min(rows, chunks * (share + 1) / shares * kChunkRows);
-    for (int64_t row = chunks * share / shares * kChunkRows; row < last; row += kChunkRows) {
+    const int64_t number = kInTiles<T> ? task % panels : task / shares;
+    const int64_t share = kInTiles<T> ? task / panels : task % shares;
+    const int64_t last = std::min(rows, chunks * (share + 1) / shares * kChunk);
+    for (int64_t row = chunks * share / shares * kChunk; row < last; row += kChunk) {
       const Panel<T> panel =
           weight.panel(number, out + row * weight.outputs + number * kPanel, number);
-      const int64_t size = std::min(kChunkRows, last - row);
-      if constexpr (!kManyRegisters)
+      const int64_t size = std::min(kChunk, last - row);
+      if constexpr (!kManyRegisters || kInTiles<T>)
         multiply_panel(x + row * weight.inputs, panel, size, weight.outputs, weight.inputs);
       else if constexpr (kAnyRows<T>)
         multiply_wide(x + row * weight.inputs, panel, size, weight.outputs, weight.inputs);

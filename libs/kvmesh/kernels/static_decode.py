@@ -50,7 +50,7 @@ class StaticAttention:
         self._rows = rows
         self._kv = kv
         self._by_kernel = kv.is_cuda if by_kernel is None else by_kernel
-        self._on_host = host.has_decode(kv)
+        self._on_host = host.has_attention(kv)
 
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
         """See `StepAttention.run`."""

@@ -131,16 +131,19 @@ inline Words load_words(const float* from, float) { return bits_as<Words>(load(f
 inline Words load_words(const Bf16* from, float) { return bits_as<Words>(load(from)); }
 inline Words load_words(const Bf16* from, Bf16) { return Whole<Words>::load(from); }
 
+// Head size that products take: AMX multiplies at least 32 inputs, and others may be zero.
+inline int64_t padded_dim(int64_t dim) { return std::max<int64_t>(dim, 32); }
+
 // Keys and values of 64 positions in the layout of `multiply`.
 template <typename T, typename C>
 struct Tile {
   int64_t dim;
-  // [dim / lane][64][lane] and [64 / lane][dim][lane].
+  // [padded dim / lane][64][lane] and [64 / lane][dim][lane].
   std::vector<C> keys, values;
   // A key or value of a position that is not there.
   std::vector<T> zeros;
 
-  explicit Tile(int64_t dim) : dim(dim), keys(dim * kTile), values(dim * kTile), zeros(dim) {}
+  explicit Tile(int64_t dim) : dim(dim), keys(padded_dim(dim) * kTile), values(dim * kTile), zeros(dim) {}
 
   void fill(const Cached<T>& from) {
     constexpr int64_t kStep = kWidth * kLane<C>;

@@ -21,6 +21,7 @@ from tests.native import needs_compiler
 ZEN2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 SKYLAKE_X = ZEN2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 ZEN4 = SKYLAKE_X | {"avx512_bf16"}
+SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile", "amx_bf16"}
 SMALL = NativeLibrary("small", "tools", ("small.cpp",), ("-O2",))
 
 
@@ -52,7 +53,8 @@ def digest_of(level: str, package: Path) -> str:
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (ZEN4 | {"amx_bf16"}, ["avx512bf16", "avx512", "avx2"]),
+        (SAPPHIRE_RAPIDS, ["amx", "avx512bf16", "avx512", "avx2"]),
+        (ZEN4, ["avx512bf16", "avx512", "avx2"]),
         (SKYLAKE_X, ["avx512", "avx2"]),
         (ZEN2, ["avx2"]),
         (ZEN2 - {"fma"}, []),
@@ -61,6 +63,22 @@ def digest_of(level: str, package: Path) -> str:
 )
 def test_levels_of_a_cpu(flags: frozenset[str], names: list[str]) -> None:
     assert [level.name for level in usable_levels(flags)] == names
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+def test_tiles_are_used_if_the_kernel_permits_it(
+    permitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor: 0\nflags\t: {' '.join(SAPPHIRE_RAPIDS)}\n")
+    monkeypatch.setattr(native_libraries, "_CPUINFO", path)
+    monkeypatch.setattr(native_libraries, "_may_use_tiles", lambda: permitted)
+    native_libraries.cpu_flags.cache_clear()
+    try:
+        assert native_libraries.cpu_flags() == (SAPPHIRE_RAPIDS if permitted else ZEN4)
+    finally:
+        native_libraries.cpu_flags.cache_clear()
 
 
 def test_arm_has_a_level_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ HEAD_DIM_CASES = tuple(
 @pytest.mark.parametrize("case", DECODE_CASES + HEAD_DIM_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
-    if not host.has_decode(inputs.kv):
+    if not host.has_attention(inputs.kv):
         assert case.head_dim == 24, "a head size that models have"
         return
     out = host.decode_attention(
@@ -109,7 +109,7 @@ def attend_prompts(inputs: Inputs, scale: float, window: int) -> torch.Tensor:
 @pytest.mark.parametrize("case", PREFILL_CASES + PROMPT_CASES, ids=str)
 def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
-    if not host.has_decode(inputs.kv):
+    if not host.has_attention(inputs.kv):
         assert case.head_dim == 24, "a head size that models have"
         return
     assert_close(attend_prompts(inputs, scale, case.window), inputs, scale, dtype, case.window)
@@ -198,17 +198,10 @@ MIXED = ((700, 1), (3, 1), (16, 5), (0, 9))
 
 
 @needs_host_library
-@pytest.mark.parametrize("reads_prompts", [False, True])
 @pytest.mark.parametrize(
     ("chunks", "num_decode"), [(MIXED, 2), (MIXED[:2], 2), (MIXED[2:], 0)], ids=str
 )
-def test_step(
-    chunks: tuple[tuple[int, int], ...],
-    num_decode: int,
-    reads_prompts: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host, "has_prefill", lambda kv: reads_prompts)
+def test_step(chunks: tuple[tuple[int, int], ...], num_decode: int) -> None:
     case = Case("mixed", chunks, head_dim=32, window=60)
     check_step(HostAttention, case, num_decode, torch.float32, "cpu")
 
@@ -228,24 +221,8 @@ def test_without_a_library_the_twins_serve(
     monkeypatch.setattr(host_library, "load_library", nowhere)
     with caplog.at_level(logging.WARNING):
         assert not host.has_vectors(torch.zeros(2, 64))
-        assert not host.has_decode(torch.zeros(1, 1, 2, 4, 1, 64))
-        assert not host.has_prefill(torch.zeros(1, 1, 2, 4, 1, 64))
+        assert not host.has_attention(torch.zeros(1, 1, 2, 4, 1, 64))
     assert len(caplog.records) == 1, "it is said once"
     layer_cases.check_add_rms_norm(layer_ops.add_rms_norm, 2, True, torch.float32, "cpu")
     layer_cases.check_silu_and_mul(layer_ops.silu_and_mul, 2, torch.float32, "cpu")
     layer_cases.check_rope_and_write(layer_ops.rope_and_write, True, 64, torch.float32, "cpu")
-
-
-@needs_host_library
-def test_beside_tiles_for_bf16_torch_multiplies_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def limits() -> tuple[int, int, bool]:
-        host.most_rows.cache_clear()
-        pool = torch.zeros(1, 1, 2, 4, 1, 64, dtype=torch.bfloat16)
-        most = host.most_rows(torch.float32), host.most_rows(torch.bfloat16)
-        return *most, host.has_prefill(pool)
-
-    monkeypatch.setattr(host, "has_bf16_tiles", lambda: False)
-    plain = limits()
-    monkeypatch.setattr(host, "has_bf16_tiles", lambda: True)
-    assert limits() == (plain[0], 4, False)
-    host.most_rows.cache_clear()

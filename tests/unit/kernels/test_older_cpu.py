@@ -1,4 +1,4 @@
-"""The host's kernels without vectors of 512 bits, whatever this CPU has."""
+"""The host's kernels as on older CPUs than this one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ TESTED = (
     *("test_latent.py", "test_partial.py"),
 )
 
-OLDER = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""For torch and its products."""
-
-
-def _has_it() -> bool:
-    try:
-        return bool(load_library(HOST, level="avx2"))
-    except NativeError:
-        return False
+OLDER = {
+    "avx512bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+"""For torch and its products, by level."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not _has_it(), reason="no library for AVX2: install g++, then `make setup`")
-def test_kernels_give_the_same_on_a_cpu_with_vectors_of_256_bits() -> None:
+@pytest.mark.parametrize("level", OLDER)
+def test_kernels_give_the_same_on_an_older_cpu(level: str) -> None:
+    try:
+        load_library(HOST, level=level)
+    except NativeError as error:
+        pytest.skip(str(error))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "-p", "tests.unit.kernels.older_cpu", *(str(HERE / name) for name in TESTED)],
         cwd=ROOT,
-        env={**os.environ, **OLDER},
+        env={**os.environ, **OLDER[level], "OMP_NUM_THREADS": "1", "TESTED_LEVEL": level},
         capture_output=True,
         text=True,
         check=False,

@@ -110,8 +110,8 @@ def test_a_part_is_the_same_however_it_is_read(
     kv = random(6, 2, 2, 16, KV_HEADS, 32)
     q = random(5, HEADS, 32)
     found = []
-    for in_place in (host.has_decode(kv), False):
-        monkeypatch.setattr(host, "has_prefill", lambda kv, answer=in_place: answer)
+    for in_place in (host.has_attention(kv), False):
+        monkeypatch.setattr(host, "has_attention", lambda kv, answer=in_place: answer)
         found.append(Part(kv, [4, 2], 25, num_queries).attend(q, 1, 0.3))
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=2e-6)
 
