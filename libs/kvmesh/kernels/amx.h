@@ -1,5 +1,6 @@
-// Products of bf16 in AMX tiles: a step multiplies sixteen rows of 32 inputs by 32 inputs of sixteen
-// outputs. Weights have two inputs to a lane, as for `multiply` (prefill.h): a tile is sixteen lines.
+// Products of bf16 in AMX tiles: a step multiplies sixteen rows of 32 inputs by 32 inputs of
+// sixteen outputs. Weights have two inputs to a lane, as for `multiply` (prefill.h), so a tile is
+// sixteen lines.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 

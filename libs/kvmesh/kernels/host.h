@@ -4,9 +4,9 @@
 // levels.
 //
 // Sums are fp32 whatever the tensors' dtype, and bf16 results are rounded once (vectors.h). rows.h
-// has row-wise operations, products.h products of a few rows (by columns.h and amx.h), prefill.h attention of prompts
-// over tiles of positions (tile.h), decode.h of decode steps, latent.h over latents, recurrence.h linear
-// attention, and layer.h combines several of them in one call.
+// has row-wise operations, products.h products of a few rows (by columns.h and amx.h), prefill.h
+// attention of prompts over tiles of positions (tile.h), decode.h of decode steps, latent.h over
+// latents, recurrence.h linear attention, and layer.h combines several of them in one call.
 
 #pragma once
 

@@ -219,8 +219,8 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
   store(&rows.totals[row * kWidth], total);
 }
 
-// Products of `kTogether` rows: with V vectors of keys, and of their weights with N vectors of values
-// from element `at` on, which are added to the sums.
+// Products of `kTogether` rows: with V vectors of keys, and of their weights with N vectors of
+// values from element `at` on, which are added to the sums.
 template <typename C>
 struct RowProducts {
   template <int V>
@@ -230,7 +230,8 @@ struct RowProducts {
   }
 
   template <int V, int N>
-  static void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* values, int64_t at) {
+  static void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* values,
+                         int64_t at) {
     Floats sums[kRows][N];
     float* const acc = &rows.acc[row * rows.dim + at];
     for (int i = 0; i < kRows; ++i)

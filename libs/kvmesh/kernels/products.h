@@ -67,8 +67,8 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
 template <typename T, int PANELS>
 constexpr int64_t kAhead = (PANELS == 1 ? 2048 : 1536) / sizeof(T);
 
-// Prefetches one lane of inputs of a panel into the L2 cache: Intel's CPUs have few reads in flight
-// for the L1 cache, and take half of memory's speed if lines pass the L2 cache (a hint of 0).
+// Prefetches one lane of inputs of a panel into the L2 cache. If lines pass it (a hint of 0), CPUs of
+// Intel reach half of memory's speed: they have fewer reads in flight for the L1 cache.
 template <typename T>
 inline void fetch_lane(const T* weights) {
   for (int v = 0; v < kColumns; ++v)
@@ -179,10 +179,11 @@ inline void multiply_in_tiles(const Bf16* x, const Panel<Bf16>& panel, int64_t r
   for_tiles([&](int64_t row, float (*own)[kPanel]) {
     // Inputs that do not fill a tile.
     for (int64_t some = 0; some < tile_rows && whole < inputs; some += kRowBlock)
-      panel_block<Bf16, 0>(x + (row + some) * inputs + whole, inputs, panel.weights + whole * kPanel,
-                           tile_rows - some, inputs - whole, nullptr, own + some);
-    finish_panel<Bf16>({panel.weights, panel.bias, panel.out + row * stride, panel.next}, own, tile_rows,
-                 stride);
+      panel_block<Bf16, 0>(x + (row + some) * inputs + whole, inputs,
+                           panel.weights + whole * kPanel, tile_rows - some, inputs - whole,
+                           nullptr, own + some);
+    const Panel<Bf16> place{panel.weights, panel.bias, panel.out + row * stride, panel.next};
+    finish_panel(place, own, tile_rows, stride);
   });
 }
 #endif
