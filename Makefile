@@ -257,6 +257,10 @@ bench-engine: setup ## the CPU engine against transformers, a bare loop and the 
 bench-engine-avx2: setup ## the same engines as on a CPU without AVX-512 and bf16; writes bench/results/engine_avx2.*
 	$(PY) -m benchmarks.engine --avx2 --save bench/results/engine_avx2.json $(ARGS)
 
+.PHONY: bench-engine-amx
+bench-engine-amx: setup ## the same engines on a CPU with AMX tiles; writes bench/results/engine_amx.*
+	$(PY) -m benchmarks.engine --save bench/results/engine_amx.json $(ARGS)
+
 .PHONY: bench-long-prompt
 bench-long-prompt: setup ## a prompt of 32k tokens on the CPU: time and memory; writes bench/results/long_prompt.*
 	$(PY) -m benchmarks.long_prompt $(ARGS)
