@@ -48,7 +48,6 @@ void rope_and_write(const Rope<T>& rope, T* qkv, int64_t rows, int threads) {
 
 template <typename T>
 int few_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int threads) {
-  if (rows == 0) return 0;
   if (rows > kMostRows && !kAnyRows<T>) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   if (rows > kMostRows) multiply_many_rows(x, weight, out, rows, threads);

@@ -3,9 +3,9 @@
 On the CPU oneDNN's own weight layout is read 1.4 to 2.4 times as fast as a plain one, especially
 fp32. For a few rows `host.h` reads the same memory half as fast again. On a CPU for which oneDNN
 has another layout (with AMX tiles for bf16), or no products of the dtype, `host.h` computes all
-products. The operators are
-private to torch, so a weight stays plain if they are missing or fail, and the layout is compared
-with the one that `host.h` expects. Tests: tests/unit/kernels/test_linear.py.
+products. The operators are private to torch, so a weight stays plain if they are missing or fail,
+and the layout is compared with the one that `host.h` expects.
+Tests: tests/unit/kernels/test_linear.py.
 """
 
 from __future__ import annotations

@@ -158,6 +158,7 @@ void finish_panel(const Panel<T>& panel, const float (*sums)[kPanel], int64_t ro
 // prefetchers do best alone.
 inline void multiply_in_tiles(const Bf16* x, const Panel<Bf16>& panel, int64_t rows, int64_t stride,
                               int64_t inputs) {
+  if (rows == 0) return;  // tiles have a row at least
   // Weights of so many inputs stay in the L1 cache for all rows.
   constexpr int64_t kInCache = 256;
   alignas(64) float sums[kMostRows][kPanel];

@@ -143,7 +143,8 @@ struct Tile {
   // A key or value of a position that is not there.
   std::vector<T> zeros;
 
-  explicit Tile(int64_t dim) : dim(dim), keys(padded_dim(dim) * kTile), values(dim * kTile), zeros(dim) {}
+  explicit Tile(int64_t dim)
+      : dim(dim), keys(padded_dim(dim) * kTile), values(dim * kTile), zeros(dim) {}
 
   void fill(const Cached<T>& from) {
     constexpr int64_t kStep = kWidth * kLane<C>;
