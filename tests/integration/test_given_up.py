@@ -158,8 +158,11 @@ async def test_a_budget_that_nobody_waits_for_is_not_what_is_too_small() -> None
             pair.reservation = reservation_behind(endpoint)
             large = asyncio.create_task(pair.pool.put(pair.reservation, whole(300)))
             await until(lambda: bool(pair.target.granted))
-            leaving = pair.pool._leaving
+            leaving, egress = pair.pool._leaving, pair.pool.egress
+            assert egress is not None
             (rest,) = leaving._under_way
+            # At first pieces wait for the budget, too; the window here is much shorter than that.
+            await until(lambda: egress.is_idle)
             begin_window(leaving)
             leaving._moved = lambda: leaving._seen + 1
             leaving._tick()
