@@ -243,8 +243,13 @@ async def test_a_socket_serves_its_owner_without_a_token(tmp_path: Path) -> None
         assert context.stop.is_set()
 
 
-async def test_a_socket_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
-    admin = AdminConfig(socket=str(tmp_path / "nowhere" / "admin.sock"))
-    with pytest.raises(ConfigError, match=r"server\.admin\.socket"):
+@pytest.mark.parametrize(
+    ("folder", "reason"), [("nowhere", "No such file"), (100 * "long", "path too long")]
+)
+async def test_a_socket_that_cannot_be_made_is_a_config_error(
+    folder: str, reason: str, tmp_path: Path
+) -> None:
+    admin = AdminConfig(socket=str(tmp_path / folder / "admin.sock"))
+    with pytest.raises(ConfigError, match=rf"server\.admin\.socket .*: .*{reason}"):
         async with serving("test", Config(server=ServerConfig(admin=admin)), build):
             pass

@@ -115,7 +115,9 @@ class AdminPort:
             self._socket = await asyncio.get_running_loop().create_unix_server(connection, path)
             await asyncio.to_thread(os.chmod, path, 0o600)
         except OSError as error:
-            raise ConfigError(f"server.admin.socket {path}: {error.strerror}") from error
+            # Python notices itself that a path is too long, so that has no `strerror`.
+            reason = error.strerror or error
+            raise ConfigError(f"server.admin.socket {path}: {reason}") from error
 
     async def _open_port(self, connections: Callable[[], asyncio.Protocol]) -> None:
         config = self._config

@@ -5,13 +5,13 @@ Pure. Tests: tests/integration/test_gateway_messages.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.core.types import FinishReason, Usage
 from services.gateway.api.anthropic_api import MESSAGES_UNSUPPORTED, MessagesBody, as_chat
+from services.gateway.api.json_input import json_value
 from services.gateway.api.responses import Body
 from services.gateway.api.single_answer import Form, Generation
 from services.gateway.errors import ErrorAnswer, anthropic_body
@@ -156,7 +156,7 @@ def _usage_body(usage: Usage) -> Body:
 def _object(text: str) -> Body:
     """The input of a call; empty if `max_tokens` cut its JSON."""
     try:
-        value = json.loads(text or "{}")
+        value = json_value(text or "{}")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

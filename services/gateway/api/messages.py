@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
+from services.gateway.api.json_input import json_value
 
 MAX_MESSAGES = 10_000
 """Maximum number of messages of a chat, and of all their parts and calls together.
@@ -21,21 +22,6 @@ The event loop validates them, so more would stall it.
 
 _LISTS = ("content", "tool_calls", "output")
 """Fields of a message that hold lists of parts or calls."""
-
-
-def json_value(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, is nested too deep, or has lone surrogates.
-    """
-    try:
-        value = json.loads(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    return value
 
 
 class TextPart(BaseModel):

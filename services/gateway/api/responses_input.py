@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from services.gateway.api.messages import Message, PastCall, json_value
+from services.gateway.api.json_input import json_value
+from services.gateway.api.messages import Message, PastCall
 
 
 class InputText(BaseModel):

@@ -23,6 +23,7 @@ from services.gateway.api.answers import (
     EventSink,
     Whole,
 )
+from services.gateway.api.json_input import json_value
 from services.gateway.api.openai import (
     ApiCall,
     Endpoint,
@@ -315,17 +316,11 @@ def parse_json(raw: bytes) -> Any:
     """A body's JSON value.
 
     Raises:
-        InvalidRequestError: the body is not valid JSON.
+        InvalidRequestError: the body is not valid JSON, or nested too deep.
     """
     try:
-        # Like `json.loads`, but without its detection of the encoding.
-        is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
-        content = json.loads(raw.decode() if is_utf8 else raw)
-        # Lone surrogates are valid JSON but not valid text; `loads` accepts them.
-        if not is_utf8 or b"\\u" in raw:
-            json.dumps(content, ensure_ascii=False).encode()
-        return content
-    except (ValueError, RecursionError) as error:
+        return json_value(raw.decode(json.detect_encoding(raw)))
+    except ValueError as error:
         raise InvalidRequestError(
-            f"the body is not valid JSON: {error}", code="bad_json"
+            f"the body cannot be read as JSON: {error}", code="bad_json"
         ) from error

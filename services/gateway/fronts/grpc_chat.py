@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.v1 import inference_service_pb2 as pb
-from services.gateway.api.messages import json_value
+from services.gateway.api.json_input import json_value
 from services.gateway.api.schema import ChatBody, parse_body
 from services.gateway.tools.scanner import CallArguments, CallStart, Content
 from services.gateway.tools.tools import ToolReader
