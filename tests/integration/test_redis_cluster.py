@@ -176,8 +176,12 @@ async def test_keys_are_found_after_their_node_was_lost(tmp_path: Path, is_first
         async def follows() -> bool:
             return "master_link_status:up" in await replica.tell("INFO", "replication")
 
+        async def knows_slots() -> bool:
+            return f"cluster_slots_assigned:{NUM_SLOTS}" in await replica.tell("CLUSTER", "INFO")
+
         await until(is_replica)
         await until(follows)  # asking to replicate again would begin the copy anew
+        await until(knows_slots)  # it takes nobody's place of whom it knows none
         url = owner.url if is_first else masters[0].url
         store = RedisFleetStore(RedisClient(RedisConfig(url, key_prefix=prefix)))
         stack.push_async_callback(store.close)
