@@ -154,7 +154,7 @@ def _usage_body(usage: Usage) -> Body:
 
 
 def _object(text: str) -> Body:
-    """The input of a call; empty if `max_tokens` cut its JSON."""
+    """The input of a call; empty if `max_tokens` cut its JSON, or if that is nested too deep."""
     try:
         value = json_value(text or "{}")
     except ValueError:

@@ -15,6 +15,8 @@ Values are written and walked recursively. Python's versions parse different num
 of them more than they can write.
 """
 
+_PARENTS = frozenset({dict, list})
+
 
 def json_value(text: str) -> Any:
     """The value of a JSON text.
@@ -36,13 +38,14 @@ def json_value(text: str) -> Any:
 
 
 def _is_flat(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_LEVELS + 1):
+    # Exact types, since a body may hold a million token ids.
+    level = [value] if type(value) in _PARENTS else []
+    for _ in range(MAX_LEVELS):
         level = [
             each
             for parent in level
-            if isinstance(parent, dict | list)
-            for each in (parent.values() if isinstance(parent, dict) else parent)
+            for each in (parent.values() if type(parent) is dict else parent)
+            if type(each) in _PARENTS
         ]
         if not level:
             return True
