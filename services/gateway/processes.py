@@ -219,6 +219,7 @@ class GatewayProcesses:
         except TimeoutError:
             reason = f"did not serve within {START_S:g} s"
         else:
+            log.info("gateway_process_ready", number=number, pid=process.pid)
             await until_silent(process.pid, ask)
         log.warning("gateway_process_hung", number=number, pid=process.pid, reason=reason)
         kill(process)

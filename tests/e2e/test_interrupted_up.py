@@ -192,7 +192,8 @@ async def test_a_hung_process_of_several_is_replaced_by_its_parent(
     stacks.append(up)
     await up.until_said(1000)
     log = up.state / "logs" / "gateway.log"
-    await until(lambda: log.read_text().count(" serving ") == 2, "both serve")
+    # Before a parent has an answer of a process, it waits as long as a start may take.
+    await until(lambda: log.read_text().count(" gateway_process_ready ") == 2, "both answer")
     members = json.loads((up.state / "stack.json").read_text())["members"]
     gateway = psutil.Process(next(each["pid"] for each in members if each["name"] == "gateway"))
     for number, child in enumerate(gateway.children(), 1):  # one of them answers the launcher
