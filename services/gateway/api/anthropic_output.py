@@ -1,6 +1,7 @@
 """Converts a generation to Anthropic's content blocks, and to the events of a message's stream.
 
-Pure. Tests: tests/integration/test_gateway_messages.py.
+Pure. Tests: tests/integration/test_gateway_messages.py,
+tests/unit/gateway/api/test_anthropic_output.py.
 """
 
 from __future__ import annotations
