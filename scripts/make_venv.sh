@@ -9,9 +9,9 @@ command -v "$python" >/dev/null || { echo "install Python 3.11 or newer (Debian:
   echo "$("$python" --version) is too old: KVMesh needs 3.11 or newer; choose one with make PYTHON=python3.12" >&2
   exit 1
 }
-"$python" -c 'import sys; sys.exit(sys.version_info >= (3, 15))' || {
-  echo "the pinned packages have wheels for Python 3.11 to 3.14; if $("$python" --version) fails, choose one with make PYTHON=python3.14" >&2
-}
+if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 15))'; then
+  echo "the pinned packages have wheels for Python 3.11 to 3.14; if they cannot be installed for $("$python" --version), choose another with make PYTHON=python3.14" >&2
+fi
 if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
   package="python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

@@ -155,7 +155,7 @@ def _usage_body(usage: Usage) -> Body:
 
 
 def _object(text: str) -> Body:
-    """The input of a call; empty if `max_tokens` cut its JSON, or if that is nested too deep."""
+    """The input of a call; empty if its text cannot be read, as when `max_tokens` cut it."""
     try:
         value = json_value(text or "{}")
     except ValueError:

@@ -29,7 +29,7 @@ def json_value(text: str) -> Any:
     except RecursionError as error:
         raise _too_deep() from error
     # The levels are counted only if there are enough brackets, some of which may be in strings.
-    if text.count("[") + text.count("{") > MAX_LEVELS and not _is_flat(value):
+    if text.count("[") + text.count("{") > MAX_LEVELS and _exceeds_levels(value):
         raise _too_deep()
     # Lone surrogates are valid JSON but not valid text; `loads` accepts them.
     if "\\u" in text:
@@ -37,10 +37,10 @@ def json_value(text: str) -> Any:
     return value
 
 
-def _is_flat(value: Any) -> bool:
+def _exceeds_levels(value: Any) -> bool:
     # Exact types, since a body may hold a million token ids.
-    level = [value] if type(value) in _PARENTS else []
-    for _ in range(MAX_LEVELS):
+    level: list[Any] = [[value]]
+    for _ in range(MAX_LEVELS + 1):
         level = [
             each
             for parent in level
@@ -48,8 +48,8 @@ def _is_flat(value: Any) -> bool:
             if type(each) in _PARENTS
         ]
         if not level:
-            return True
-    return False
+            return False
+    return True
 
 
 def _too_deep() -> ValueError:

@@ -6,10 +6,10 @@ Pure. Tests: tests/unit/gateway/tools/test_parsers.py.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from services.gateway.api.json_input import json_value
 from services.gateway.tools.held_text import HeldText
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -151,8 +151,7 @@ class CallScanner:
 
     def _take_string(self) -> None:
         try:
-            text = json.loads("".join(self._string))
-            text.encode()
+            text = json_value("".join(self._string))
         except ValueError:
             return  # invalid JSON or a lone surrogate; without a name, it ends as text
         if not self._is_value:
@@ -181,12 +180,10 @@ class CallScanner:
         if not self.done:
             return ""  # not an object: passed on when it is complete
         try:
-            plain = json.loads("".join(self._value) or "null")
-            if isinstance(plain, str) and plain.encode():
-                return str(plain)
-        except (ValueError, RecursionError):
-            pass
-        return "{}"
+            plain = json_value("".join(self._value) or "null")
+        except ValueError:
+            plain = None
+        return plain if isinstance(plain, str) and plain else "{}"
 
 
 class MarkedText:
